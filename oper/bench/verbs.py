@@ -91,25 +91,23 @@ def run_bench(args: argparse.Namespace) -> int:
     load = load_before = record.load_average()
     # What is known comes first: none of it is lost if the run ends early.
     entries: list[dict[str, Any]] = list(known.values())
-    totals: dict[str, Any] = {}
 
-    def write() -> None:
-        nonlocal totals
-        totals = module.totals(entries) if hasattr(module, "totals") else {}
+    def write() -> dict[str, Any]:
+        totals: dict[str, Any] = module.totals(entries) if hasattr(module, "totals") else {}
         if args.json:
             record.write(args.json, record.record(
                 args.benchmark, record.command_line(args, "oper", "bench", args.benchmark), entries,
                 load_before) | totals)
+        return totals
 
-    if known:
-        write()
+    totals = write() if known else {}
     found = module.run(args, left) if hasattr(module, "run") else measured(left)
     for entry in found if left else ():
         entries.append({**entry, "load_before": load, "load_after": record.load_average()})
         load = entries[-1]["load_after"]
         print(f"{len(entries)}/{len(known) + len(left)} {entry['name']} done", file=sys.stderr,
               flush=True)
-        write()  # after every case: an interrupted run keeps what it has
+        totals = write()  # after every case: an interrupted run keeps what it has
     shown = [*entries, {"name": "all", **totals}] if totals else entries
     print(report(shown, module.FIGURES) + module.NOTE, end="")
     if hasattr(module, "remarks"):

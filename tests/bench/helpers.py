@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oper.bench.core.child import obey
-from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.launch import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,3 @@ def doubles(pipe: Any) -> None:
 def dies(pipe: Any) -> None:
     """One that says that it is ready, and is gone."""
     pipe.send(None)
-
-
-def together(cases: Sequence[Any], world_size: int) -> dict[str, dict[str, Any]]:
-    """Entries by name of cases of several kinds in the same processes, which take long to start."""
-    return {case.name: {"name": case.name, **found} for case, found in zip(
-        cases, run_workers(cases, world_size), strict=True)}

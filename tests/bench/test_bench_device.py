@@ -68,7 +68,7 @@ def test_wrong_rows_are_found(kernels: None) -> None:
     side = oper_side(tables, CASE.tables())
     assert reference.check_lookup(side, inputs)["passed"]
     assert not reference.check_rows(side)["passed"], "rows that were not trained"
-    side.step(inputs, gradient)
+    side.forward(inputs).backward(gradient)
     assert reference.check_rows(side)["passed"]
     assert not reference.check_lookup(side, inputs)["passed"], "the rows have changed"
     tables.close()

@@ -19,7 +19,6 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.bench import helpers
 
 WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 SMALL = {"num_batches": 4, "num_stats_batches": 4, "rounds": 2, "per_round": 2}
@@ -34,7 +33,7 @@ Entry = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Entry]:
-    return helpers.together(IN_TWO_PROCESSES, 2)
+    return {entry["name"]: entry for entry in measure(IN_TWO_PROCESSES)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

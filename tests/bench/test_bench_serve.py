@@ -25,7 +25,7 @@ from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train
 from oper.bench.serve.host import Publication, Swap
 from oper.bench.serve.live_case import LiveCase, _growth, _overlaps
-from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
+from oper.bench.serve.models import FLOOR, KINDS, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, search
 from oper.bench.serve.server_case import _verify
@@ -114,6 +114,8 @@ def test_loadgen_says_what_it_saw() -> None:
     offline = loadgen.run(loadgen.Settings("Offline", 400, 0.2, num_samples=4), answering)
     assert not offline.valid  # far too fast for what was expected: the run is too short
     assert offline.notes == ["Min duration satisfied: NO"]
+    assert loadgen.Settings("Server", 1, 5).to_json()["shortened"]
+    assert not loadgen.Settings("Server", 1, 600).to_json()["shortened"]
 
 
 def test_an_error_while_issuing_comes_out() -> None:
@@ -127,11 +129,6 @@ def test_an_error_while_issuing_comes_out() -> None:
 def test_other_text_is_no_summary() -> None:
     with pytest.raises(OperError, match="LoadGen's summary"):
         loadgen.parse("Result is : VALID")
-
-
-def test_short_runs_are_marked() -> None:
-    assert loadgen.Settings("Server", 1, 5).to_json()["shortened"]
-    assert not loadgen.Settings("Server", 1, 600).to_json()["shortened"]
 
 
 # ---- what is read off ----------------------------------------------------------------------------
@@ -188,7 +185,7 @@ def verified(case: Any) -> dict[str, Any]:
 def test_contenders_score_alike_and_answer_every_query() -> None:
     pools: dict[str, Pool] = {}
     try:
-        for kind in KINDS:
+        for kind in (*KINDS, FLOOR):
             pools[kind] = Pool(kind, SMALL, BatchOptions(64, 0.0), 1)
         verdicts = _verify(pools, SMALL)
         assert all(v["passed"] for v in verdicts.values()), verdicts
@@ -201,14 +198,6 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
     finally:
         for pool in pools.values():
             pool.close()
-
-
-def test_the_floor_works_as_long_for_every_sample() -> None:
-    floor: Any = FloorPredictor(SMALL.signature)
-    query = SMALL.query(0)
-    scores, epoch = floor.predict(query)
-    assert scores.shape == (SMALL.candidates,)
-    assert (epoch, floor.rows_read(), FLOOR) == (1, {}, "floor")
 
 
 def test_publications_under_load() -> None:
@@ -368,8 +357,6 @@ def test_cases_have_the_names_that_are_asked_for() -> None:
 @pytest.mark.parametrize("file", ["serve.json", "serve-server.json"])
 def test_the_report_reads_a_record(file: str) -> None:
     path = Path(__file__).parents[2] / "benchmarks" / file
-    if not path.exists():
-        pytest.skip("no record yet")
     entries = json.loads(path.read_text())["cases"]
     text = report(entries, serve.FIGURES)
     for entry in entries:

@@ -136,7 +136,6 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup
-    from oper.shmem.group.links import link_gbps, uplink_gbps
 
     domain_of = find_domains(ProcessGroup())
     if sorted(domain_of) != domain_of:
@@ -152,11 +151,25 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
     if len(hosts) == 1:
         return hosts[0]
     rack_of = [h // (hosts_per_rack or len(hosts)) for h in range(len(hosts))]
-    links = link_gbps(ProcessGroup(), domain_of, rack_of)
-    uplinks = (uplink_gbps(ProcessGroup(), [rack_of[h] for h in domain_of]) if any(rack_of)
-               else [])
-    racks = tuple(Rack(tuple(h for h, k in enumerate(rack_of) if k == rack), gbps)
-                  for rack, gbps in enumerate(uplinks))
-    return of_hosts(hosts, links, {
-        "phase_us": phase_us(),
-        "ns_per_byte": sum(x for _, x in found) / len(found)}, racks)
+    return joined(hosts, domain_of, rack_of, sum(x for _, x in found) / len(found))
+
+
+def joined(hosts: Sequence[Topology], host_of: Sequence[int], rack_of: Sequence[int],
+           ns_per_byte: float) -> Topology:
+    """Measured hosts as one cluster, whose links, uplinks and phases are measured. Collective.
+
+    Args:
+        hosts: per host, the costs of ranks that share its memory.
+        host_of: host of each rank.
+        rack_of: rack of each host; hosts of several racks share an uplink.
+        ns_per_byte: that a rank sends or receives.
+    """
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.links import link_gbps, uplink_gbps
+
+    network = {"phase_us": phase_us(), "ns_per_byte": ns_per_byte}
+    links = link_gbps(ProcessGroup(), host_of, rack_of)
+    uplinks = uplink_gbps(ProcessGroup(), [rack_of[h] for h in host_of]) if any(rack_of) else []
+    return of_hosts(hosts, links, network, tuple(
+        Rack(tuple(h for h, k in enumerate(rack_of) if k == rack), gbps)
+        for rack, gbps in enumerate(uplinks)))

@@ -219,9 +219,9 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
 
     Returns:
         ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
-        interval, relative: McGill, Tukey and Larsen 1978), ``median_us`` (of all steps),
-        ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
-        for its core) and ``phases_us``, float [W][6] (medians).
+        interval, relative: McGill, Tukey and Larsen 1978), ``num_steps``, ``num_undisturbed``,
+        ``delayed`` (mean share of all steps that a rank waited for its core) and ``phases_us``,
+        float [W][6] (medians).
     """
     every = group.all_gather([np.array(x, float) for x in zip(*steps, strict=True)])
     seconds, clocks, delays = (np.stack(x) for x in zip(*every, strict=True))
@@ -231,7 +231,7 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
     limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
     kept = delayed <= limit
     low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
-    return {"wall_us": float(middle), "median_us": float(np.median(slowest)),
+    return {"wall_us": float(middle),
             "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
             "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
             "delayed": float(delayed.mean()),

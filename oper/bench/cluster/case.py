@@ -26,7 +26,7 @@ from oper.bench.cluster.network import Links, OnHosts, num_dropped, read_counter
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
-from oper.bench.core.planning import gather, joint, joint_stats, slowest, total
+from oper.bench.core.planning import gather, joint, joint_stats, slowest
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
@@ -38,13 +38,11 @@ from oper.search.problem.statement import Problem, make_problem
 from oper.train.model import ranks
 
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
-_SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
-_AGREE_SHARE = 1.05
-_FAR_BEHIND = 2.5  # that many times the best, a contender takes no more steps than the least
+_SCREENED_STEPS = 3
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
 _COUNTED_STEPS = 2
-_PER_ROUND, _LEAD_IN = 4, 1  # steps of a turn: timed, and before them
+_PER_ROUND = 4  # timed steps of a turn
 _ROUNDS = (3, 10)  # at least, and at most
 
 
@@ -139,7 +137,7 @@ class _Runner(Run):
         planned_s = time.perf_counter() - planned_s
         every, self.machine = planned.contenders, planner_machine(self.links, topology)
         screened = self._screen(every, planned, problem)
-        seconds, phases, others = self._time(screened)
+        seconds, phases = self._time(screened)
         # What is sent for dense gradients is not simulated.
         wire = {"bytes_ratio": None, "bytes_ratio_without_headers": None} if (
             self.case.whole_model) else self._wire(next(c for c in every if c.name == "oper"))
@@ -155,7 +153,7 @@ class _Runner(Run):
             "constants": topology.source, "num_batches": self.case.num_batches,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
             "seconds": round(time.perf_counter() - begin, 1),
-            "other_busy_cores": round(others, 2)}
+            "other_busy_cores": self.others[""]}
 
     # ---- same numbers ----------------------------------------------------------------------------
 
@@ -208,16 +206,9 @@ class _Runner(Run):
                 planned.left_out[contender.name] = reason
                 every.remove(contender)
                 continue
-            run, best = self._call(self.sides[contender.name]), min(found.values(), default=1e30)
-            seconds: list[float] = []
-            for k in range(_SCREENED_STEPS[1]):
-                dist.barrier()
-                seconds.append(slowest([record.elapsed(functools.partial(run, k))])[0] * 1e3)
-                fastest, second = sorted([*seconds, math.inf])[:2]
-                if k + 1 >= _SCREENED_STEPS[0] and (
-                        fastest > _FAR_BEHIND * best or second < _AGREE_SHARE * fastest):
-                    break
-            found[contender.name] = min(seconds)
+            runs = {"": self._call(self.sides[contender.name])}
+            seconds = record.interleave(runs, dist.barrier, 1, _SCREENED_STEPS, lead_in=0)[""]
+            found[contender.name] = min(slowest(seconds.tolist())) * 1e3
             for name in self._hopeless(found):
                 self._close(name)
         return found
@@ -266,30 +257,21 @@ class _Runner(Run):
                 step += 1
         return ""
 
-    def _time(self, screened: dict[str, float]
-              ) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
-        """Milliseconds by contender and call, in turns; OPER's phases; cores that others used."""
+    def _time(self, screened: dict[str, float]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Milliseconds by contender and call, in turns; OPER's phases."""
         runs = {name: self._call(side) for name, side in self.sides.items()}
-        once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + _LEAD_IN)
-        rounds = int(np.clip(self.case.timed_s / once, *_ROUNDS))
-        rounds = gather(rounds)[0]
-        self.say(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
+        once = sum(screened[name] for name in runs) / 1e3 * _PER_ROUND
+        rounds = gather(int(np.clip(self.case.timed_s / once, *_ROUNDS)))[0]
         tables, ticks = self.sides["oper"].tables, []
         assert tables is not None
         plain = runs["oper"]
 
         def with_phases(k: int) -> None:
             plain(k)
-            if k % (_PER_ROUND + _LEAD_IN) >= _LEAD_IN:  # one that is timed
-                ticks.append(list(tables.phase_ns().values()))
+            ticks.append(list(tables.phase_ns().values()))
 
-        runs["oper"] = with_phases
-        gc.collect()
-        clock = record.BusyClock()
-        mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND, _LEAD_IN)
-        others = clock.others(total)
-        seconds = {n: np.array(slowest(s.tolist())) * 1e3 for n, s in mine.items()}
-        return seconds, median_phases(tables, ticks), others
+        seconds = self.time(runs | {"oper": with_phases}, dist.barrier, rounds=(rounds, _PER_ROUND))
+        return {n: s * 1e3 for n, s in seconds.items()}, median_phases(tables, ticks)
 
     # ---- bytes -----------------------------------------------------------------------------------
 

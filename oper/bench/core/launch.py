@@ -128,15 +128,15 @@ def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         cases: each has a ``name`` and ``measure(progress)``, which returns its figures. Consecutive
-            cases with equal ``world_size`` and, if they have one, ``shape``, otherwise of one
-            class, are measured in as many worker processes with ``threads_per_rank`` threads each,
-            on ``hosts()`` if they have such, a context that gives the options of each rank; cases
-            without a ``world_size`` in this process.
+            cases with equal ``world_size`` and, if they have one, ``shape`` are measured in as many
+            worker processes with ``threads_per_rank`` threads each, on ``hosts()`` if they have
+            such, a context that gives the options of each rank; cases without a ``world_size`` in
+            this process.
     """
     left = list(cases)
     while left:
         _, same = next(itertools.groupby(
-            left, lambda c: (getattr(c, "world_size", 0), getattr(c, "shape", type(c)))))
+            left, lambda c: (getattr(c, "world_size", 0), getattr(c, "shape", None))))
         group, done = list(same), 0
         try:
             for found in _together(group) if hasattr(group[0], "world_size") else map(_here, group):

@@ -17,7 +17,6 @@ from oper.bench.core import record
 from oper.bench.demo.page import page
 from oper.errors import InvalidInputError, UsageError
 from oper.support.flags import whole
-from oper.support.versions import versions
 
 if TYPE_CHECKING:
     from oper.bench.demo.worker import Training
@@ -52,10 +51,8 @@ def run_demo(args: argparse.Namespace) -> int:
                          "nothing with --data, whose log has its own", "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
-    found = demo(args, folder)
-    command = " ".join(record.command_line(args, "oper", "demo"))
-    found = {"benchmark": "demo", "command": command, "versions": versions(),
-             "machine": {**record.machine(), "load_before": load_before}, **found}
+    made = demo(args, folder)
+    found = made | record.record("demo", record.command_line(args, "oper", "demo"), [], load_before)
     record.write(folder / "demo.json", found)
     if args.json:
         record.write(args.json, found)
@@ -136,6 +133,8 @@ def _stage(number: int, name: str) -> Iterator[None]:
 
 def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
     """Steps, batch size, batch size of checked steps, and rounds that suit the size of the log."""
+    from oper.bench.demo.worker import PER_TURN
+
     batch = _MAX_BATCH
     while batch > 8 and rows < _MIN_STEPS * WORLD_SIZE * batch:
         batch //= 2
@@ -145,7 +144,7 @@ def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
                                 f">= {WORLD_SIZE * batch}", "use a longer log")
     most = _QUICK_STEPS if quick else _MAX_STEPS
     num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, most))
-    return num_steps, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
+    return num_steps // PER_TURN * PER_TURN, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
 
 
 def _plan(folder: Path, case: Training) -> dict[str, Any]:

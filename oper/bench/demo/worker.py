@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from oper.train.tasks import evaluate_clicks
 OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
                              dense="sgd", dense_lr=0.1)
 MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
-_PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
+PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
 _NUM_BATCHES = 32  # distinct ones for the embedding collection alone
 
 
@@ -195,32 +196,23 @@ def _training_batches(case: Training, rank: int) -> Iterator[Any]:
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
     """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
-    names = list(sides)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    batches, done = _training_batches(case, ranks()[0]), 0
-    for turn in itertools.count():
-        chunk = list(itertools.islice(batches, min(_PER_TURN, case.num_steps - done)))
-        if not chunk:
-            break
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
-            engine = sides[name][0]
-            step = iter(chunk)
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
+    batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
 
-            def run(_: int, engine: Engine = engine, step: Iterator[Any] = step,
-                    into: list[torch.Tensor] = logits[name]) -> None:
-                into.append(engine.step(next(step))[1][1])
+    def step(k: int, name: str) -> None:
+        if k not in drawn:  # the first side in its turn; the others follow with the same batches
+            drawn.pop(k - PER_TURN, None)
+            drawn[k] = next(batches)
+        logits[name].append(sides[name][0].step(drawn[k])[1][1])
+        if k + 1 == case.checked_steps:
+            _write(case, name, logits[name], sides[name][0].module)
+        if name == "oper" and k % 32 == 31:
+            progress(f"training in two processes: step {k + 1} of {case.num_steps}")
 
-            seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
-            if done >= case.checked_steps:
-                taken[name].extend(seconds)
-        done += len(chunk)
-        if done == case.checked_steps:
-            for name, (engine, _) in sides.items():
-                _write(case, name, logits[name], engine.module)
-        if turn % 4 == 3:
-            progress(f"training in two processes: step {done} of {case.num_steps}")
-    return {name: np.array(values) for name, values in taken.items()}
+    taken = record.interleave({n: functools.partial(step, name=n) for n in sides}, dist.barrier,
+                              case.num_steps // PER_TURN, PER_TURN - 1)
+    untimed = case.checked_steps // PER_TURN * (PER_TURN - 1)
+    return {name: seconds[untimed:] for name, seconds in taken.items()}
 
 
 def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
@@ -250,4 +242,4 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
              for name, (engine, bags) in sides.items()}
     return {phase: record.interleave(
         {name: over(batches, getattr(side, phase)) for name, side in alone.items()}, dist.barrier,
-        case.rounds, _PER_TURN, lead_in=2) for phase in ("step", "forward")}
+        case.rounds, PER_TURN, lead_in=2) for phase in ("step", "forward")}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Call, Steps, over
 from oper.bench.core.workload import Workload
 from oper.bench.device.cases import (
     Clock,
@@ -206,24 +207,17 @@ def _compared(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequ
     gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
                            device=device, generator=generator) * 1e-3
     verification = _verify(case, device, sides, inputs[:_CHECKED_STEPS], gradient)
-    trained = {n: s for n, s in sides.items() if s.rows is not None}
-
-    def batch(number: int) -> Inputs:
-        return inputs[number % len(inputs)]
-
+    trained = {n: Steps(over(inputs, s.forward), gradient)
+               for n, s in sides.items() if s.rows is not None}
+    runs: dict[str, dict[str, Call]] = {
+        "forward": {n: over(inputs, s.lookup) for n, s in sides.items()},
+        "update": {n: s.backward for n, s in trained.items()},
+        "step": {n: s.step for n, s in trained.items()}}
+    before = {"update": {n: s.forward for n, s in trained.items()}}
     return {
         "verified": all(v["passed"] for v in verification.values()), "verification": verification,
-        "timings": {
-            "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
-            "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
-                                 _calls(trained, lambda s, k: s.prepare(batch(k)))),
-            "step": interleave(case, clock,
-                               _calls(trained, lambda s, k: s.step(batch(k), gradient)))}}
-
-
-def _calls(sides: dict[str, Side], call: Callable[[Side, int], Any]
-           ) -> dict[str, Callable[[int], Any]]:
-    return {n: lambda k, s=s: call(s, k) for n, s in sides.items()}  # type: ignore[misc]
+        "timings": {phase: interleave(case, clock, of, before.get(phase))
+                    for phase, of in runs.items()}}
 
 
 def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
@@ -234,7 +228,7 @@ def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
         if side.rows is None:
             continue
         for x in checks:
-            side.step(x, gradient)
+            side.forward(x).backward(gradient)
         found[f"{name} rows"] = reference.check_rows(side)
     return found
 

@@ -172,10 +172,6 @@ class FloorPredictor:
             digest.update(_HASHED)  # other threads may run meanwhile, as in PyTorch's operators
         return np.zeros(batch.num_samples, np.float32), 1
 
-    def rows_read(self) -> dict[str, int]:
-        """None are read."""
-        return {}
-
 
 def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
     """A contender's predictor.

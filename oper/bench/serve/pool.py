@@ -18,7 +18,7 @@ import socket
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,24 +99,13 @@ class Pool:
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
 
-    def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
-        """Scores float32 [queries, candidates] of queries that are scored together."""
-        found: np.ndarray = self._workers[worker].process.ask("scores", list(indices))
-        return found
-
-    def new_scores(self, first: int, count: int, workers: int, per_ask: int) -> np.ndarray:
-        """Scores float32 [count, candidates] of the queries from number `first` on, which are in no
-        library; `workers` score that many of them at a time."""
-        found = []
-        for at in range(first, first + count, workers * per_ask):
-            used = []
-            for k, worker in enumerate(self._workers[:workers]):
-                begin = at + k * per_ask
-                if begin < first + count:
-                    worker.process.send("new_scores", begin, min(per_ask, first + count - begin))
-                    used.append(worker)
-            found += [worker.process.wait() for worker in used]
-        return np.concatenate(found)
+    def scores(self, numbers: range) -> np.ndarray:
+        """Scores float32 [queries, candidates] of the queries of these numbers."""
+        shares = [numbers[k::len(self._workers)] for k in range(len(self._workers))]
+        for worker, share in zip(self._workers, shares, strict=True):
+            worker.process.send("scores", share)
+        found: list[np.ndarray] = [worker.process.wait(None) for worker in self._workers]
+        return np.concatenate(found)[np.argsort(np.concatenate(shares), kind="stable")]
 
     def published(self) -> dict[str, Any]:
         """Of tables that this pool has published: ``tables``, bytes of one epoch; ``row_error`` and
@@ -276,9 +265,8 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
     commands: dict[str, Callable[..., Any]] = {
         "configure": configure, "memory": lambda: loaded,
-        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids]),
-        "new_scores": lambda first, count: np.stack(
-            [predictor.predict(served.query(k))[0] for k in range(first, first + count)])}
+        "scores": lambda numbers: np.stack(
+            [predictor.predict(served.query(k))[0] for k in numbers])}
     going = True
     while going:
         _serve(queries, control, batcher, submit)

@@ -15,13 +15,14 @@ from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
 from oper.serve.options import BatchOptions
 
+FLOOR_NAME = "floor-2p"
 # Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
 # has one or two, whichever it is faster with.
 CONTENDERS = {
     "oper-1w": ("oper", 1), "oper-2w": ("oper", 2), "oper-4w": ("oper", 4),
     "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
+    FLOOR_NAME: (FLOOR, 2),  # a fixed amount of work instead of a model
 }
-FLOOR_NAME = "floor-2p"  # the same with a fixed amount of work instead of a model
 _COMPARED = ("oper-2w", "torchrec-2p", FLOOR_NAME)
 _TUNED = ("torchrec-1p", "torch-1p")
 _WIDEST = {"oper": "oper-2w", "torchrec": "torchrec-2p", "torch": "torch-1p"}
@@ -75,8 +76,8 @@ class ServerCase:
         finally:
             for pool in pools.values():
                 pool.close()
-        for name, found in memory.items():
-            entry["contenders"][name]["memory"] = found
+        for name, found in entry["contenders"].items():
+            found["memory"] = memory[name]
         mine, theirs = (memory[n]["total_pss_bytes"] for n in ("oper-2w", "torchrec-2p"))
         return {"ratio_throughput": entry.pop("ratio_throughput"),
                 "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
@@ -90,12 +91,12 @@ class _Runner:
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
         # Threads of a worker, queries of its largest batch, and the way to run its model.
-        self.ways = dict.fromkeys([*CONTENDERS, FLOOR_NAME], (1, case.max_queries[0], VARIANTS[0]))
+        self.ways = dict.fromkeys(CONTENDERS, (1, case.max_queries[0], VARIANTS[0]))
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
         self._progress(f"{settings.scenario} {name}, {settings.expected_qps:.0f}/s")
-        kind, count = CONTENDERS.get(name, (FLOOR, 2))
+        kind, count = CONTENDERS[name]
         threads, most, variant = self.ways[name]
         self._pools[kind].configure(count, threads, most * self._case.served.candidates, variant)
         return self._pools[kind].run(count, settings)
@@ -149,37 +150,31 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
     single = {name: run(name, replace(base, scenario="SingleStream",
                                       expected_qps=2 * max(50.0, guess[name])))
               for name in CONTENDERS}
-    starts = {name: 0.5 * offline[name].rate for name in CONTENDERS}
-    searches = {name: Search(rate, 3 if name in _COMPARED else 2)
-                for name, rate in {**starts, FLOOR_NAME: max(starts.values())}.items()}
+    searches = {name: Search(0.5 * found.rate, 3 if name in _COMPARED else 2)
+                for name, found in offline.items()}
     # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
     search(searches, lambda name, rate, before: run(
         name, replace(server, expected_qps=rate, seed=server.seed + before)),
         case.search_s)
-    rates = {name: s.best()[0] for name, s in searches.items()}
+    best = {name: s.best() for name, s in searches.items()}
     found = {name: {
         "kind": kind, "workers": count,
         **dict(zip(("threads", "max_queries", "variant"), run.ways[name], strict=True)),
-        **_at_bound(searches[name]),
+        "server": {"target_qps": round(best[name][0], 2), **best[name][1].to_json()},
+        "search": searches[name].to_json(),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
-        "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1)}
+        "samples_per_s_at_bound": round(best[name][0] * case.served.candidates, 1)}
         for name, (kind, count) in CONTENDERS.items()}
-    theirs = rates["torchrec-2p"]
+    (ours, run_at_it), (theirs, _) = best["oper-2w"], best["torchrec-2p"]
     return {
-        "ratio_throughput": round(rates["oper-2w"] / theirs, 4) if theirs else None,
-        "p99_ms": searches["oper-2w"].best()[1].latency_ms["p99"],
-        "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
-        "contenders": found, "floor": _at_bound(searches[FLOOR_NAME]),
+        "ratio_throughput": round(ours / theirs, 4) if theirs else None,
+        "p99_ms": run_at_it.latency_ms["p99"],
+        "queries_per_s_at_bound": {n: round(rate, 2) for n, (rate, _) in best.items()},
+        "floor": found.pop(FLOOR_NAME), "contenders": found,
         "tried": {"threads_offline_qps": threads, "variant_and_max_queries_p99_ms": latencies},
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
                                     "the contender, which may use all of them"}}
-
-
-def _at_bound(searched: Search) -> dict[str, Any]:
-    rate, result = searched.best()
-    return {"server": {"target_qps": round(rate, 2), **result.to_json()},
-            "search": searched.to_json()}
 
 
 def _verify(pools: dict[str, Pool], served: ServeWork) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,6 @@ from oper.train.metrics import auc
 _BLOCKS = 32  # of the samples: their differences give the interval
 _STUDENT = 2.04  # 97.5 % of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # of the labels' logits: an AUC about 0.77 and 27 % clicks
-_PER_ASK = 64  # queries
 _NAMES = ("tiers", "int8", "int4", "float32")
 
 
@@ -100,8 +99,8 @@ def _pool(case: TiersCase, name: str) -> Pool:
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
     """Logits of queries that are timed nowhere, float64 [samples]."""
-    count = -(-case.samples // case.served.candidates)
-    found = pool.new_scores(case.served.num_queries, count, case.workers, _PER_ASK)
+    first = case.served.num_queries
+    found = pool.scores(range(first, first - (-case.samples // case.served.candidates)))
     wide = found.astype(np.float64).reshape(-1)
     return np.log(wide) - np.log1p(-wide)
 

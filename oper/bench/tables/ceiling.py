@@ -91,8 +91,8 @@ class Ceiling:
         size = batches[0].shape[1] // pooling
         self.out = torch.empty(size, self._dim * len(names))
         self.settings: dict[str, int | str | bool] = {}
-        self._batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._prefetch, self._stream = PREFETCH_ROWS[0], False
+        self._arrange(ORDERS[0], len(batches))
 
     def run(self, number: int) -> None:
         """Gather batch `number` (modulo the number of batches) into `out`."""

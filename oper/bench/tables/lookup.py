@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from oper.bench.core.measure import (
     Call,
     Case,
     Run,
+    Steps,
     aligner,
     nothing,
     on_threads,
@@ -30,21 +31,20 @@ from oper.bench.core.measure import (
     summaries,
 )
 from oper.bench.core.planning import bytes_read, chosen_plan, gather, joint, slowest, total
-from oper.bench.core.workload import CHECKED, EXPONENTS, Workload, batch_ids, make_kjt, timed_ids
+from oper.bench.core.workload import EXPONENTS, Workload, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
 from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
-from oper.bench.tables.verify import Verdict
+from oper.bench.tables.verify import NUM_STEPS, Checks, Verdict
 from oper.plan import uniform_plan
 from oper.train.model import ranks
 
 WORLD_SIZES = (1, 2)
-_CHECKED_BATCHES, _CHECKED_STEPS = 2, 2
+_CHECKED_BATCHES = 2
 _OVERHEAD_CALLS = 65
 _LINE = 64  # bytes that memory moves at least
-_CHECKED_BAGS, _CHECKED_TABLES = 32, 8
 FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
@@ -216,8 +216,7 @@ class UpdateCase(Case):
         run, work = Run(self, progress), self.work
         rank, world_size = run.rank, run.world_size
         run.say("drawing batches, planning")
-        checks = [[batch_ids(work, r, world_size, k, CHECKED) for r in range(world_size)]
-                  for k in range(_CHECKED_STEPS)]
+        checks = Checks.make(work, rank, world_size).ids
         plan, _ = chosen_plan(work, self.num_stats_batches, "training")
         run.say("building")
         collection = make_collection(work, "cpu")
@@ -237,7 +236,7 @@ class UpdateCase(Case):
                                         gradient / world_size)
             return found
 
-        run.say(f"comparing tables after {_CHECKED_STEPS} steps")
+        run.say(f"comparing tables after {NUM_STEPS} steps")
         verification = _compare_tables(model, fused, contenders(checks))
         sides = contenders(run.everyones_ids())
         own = self.threads_per_rank
@@ -256,32 +255,9 @@ class UpdateCase(Case):
             "timings": timings, "threads_of_peers": self.num_threads})
 
 
-class Steps:
-    """A contender's forward pass, and the backward pass of its latest output.
-
-    Args:
-        forward: function that returns the output of a batch, given by its number.
-        gradient: the gradient of every output.
-    """
-
-    def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
-        self._forward, self._gradient = forward, gradient
-        self._out: torch.Tensor | None = None
-
-    def forward(self, number: int) -> None:
-        """Look a batch up."""
-        self._out = self._forward(number)
-
-    def backward(self, number: int) -> None:
-        """Backward and update of the last forward pass."""
-        assert self._out is not None
-        self._out.backward(self._gradient)
-        self._out = None
-
-
 def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
     """Whole tables after the same steps of both; a verdict on rank 0."""
-    for number in range(_CHECKED_STEPS):
+    for number in range(NUM_STEPS):
         for side in sides.values():
             side.forward(number)
             side.backward(number)
@@ -321,7 +297,9 @@ class ScaleCase(Case):
         model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
                            plan=uniform_plan(work.tables(), run.world_size, "striped"))
         kjts = [make_kjt(work, x) for x in ids]
-        verdict = _compare_bags(model, work, kjts[0], ids[0])
+        sums, verdict = Ceiling(model.tables, ids, work.pooling), Verdict()
+        with torch.no_grad():
+            verdict.compare("pooled", model(kjts[0]).values(), sums.gathered(0))
         gradient = run.gradient(work.seed, work.batch_size // run.world_size)
         align = aligner(model.tables)
         step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
@@ -329,7 +307,6 @@ class ScaleCase(Case):
         step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
         others, limit = dict(run.others), {}
         if self.axis == "rows":
-            sums = Ceiling(model.tables, ids, work.pooling)
             sums.tune(align, slowest)
             update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
             bare = summaries(run.time({"gather": sums.run, "update": update.run}, align,
@@ -342,7 +319,7 @@ class ScaleCase(Case):
             "axis": self.axis, "oper_step_ms": step_ms,
             "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
             "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
-            "verified": verdict["passed"], "verification": {"oper": verdict},
+            "verified": verdict.passed, "verification": {"oper": verdict.to_json()},
             "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
             "timings": timings})
 
@@ -390,18 +367,3 @@ def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
 def _per_byte(ms: float, lines: int) -> float:
     """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
     return round(ms * 1e6 / lines * ranks()[1], 5)
-
-
-def _compare_bags(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:
-    """Sums of some bags against rows that are read one by one."""
-    verdict = Verdict()
-    with torch.no_grad():
-        out = model(kjt).values()
-    for t in range(min(_CHECKED_TABLES, len(work.num_rows))):
-        bags = ids[t][:_CHECKED_BAGS * work.pooling]
-        rows = torch.empty(bags.size, work.dim)
-        model.tables.gather(f"t{t}", bags, "rows", slice(0, work.dim), rows)
-        expected = rows.reshape(-1, work.pooling, work.dim).double().sum(dim=1)
-        found = out[:expected.shape[0], t * work.dim:(t + 1) * work.dim]
-        verdict.compare("pooled", found, expected.float())
-    return verdict.to_json()

@@ -193,11 +193,9 @@ class Reference:
         loss, (_, logits, _) = self._model(batch)
         loss.backward()
         self._bags.requires_grad_(True)
-        with torch.no_grad():
-            for value in self.dense.values():
-                assert value.grad is not None
-                value.sub_(value.grad, alpha=LEARNING_RATE)
-                value.grad = None
+        sgd = torch.optim.SGD(self.dense.values(), lr=LEARNING_RATE)
+        sgd.step()
+        sgd.zero_grad()
         return logits.detach()
 
 
