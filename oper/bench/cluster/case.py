@@ -22,7 +22,7 @@ from oper.bench.cluster.contenders import (
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import Links, OnHosts, num_dropped, read_counters
+from oper.bench.cluster.network import INTERFACE, Links, OnHosts, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
@@ -82,8 +82,9 @@ class Case(OnHosts):
         runner = _Runner(self, progress)
         try:
             return runner.run()
-        finally:
-            runner.close_all()
+        finally:  # the next case needs the memory
+            for name in list(runner.sides):
+                runner.close(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class _Runner(Run):
             seconds = record.interleave(runs, dist.barrier, 1, _SCREENED_STEPS, lead_in=0)[""]
             found[contender.name] = min(slowest(seconds.tolist())) * 1e3
             for name in self._hopeless(found):
-                self._close(name)
+                self.close(name)
         return found
 
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
@@ -280,12 +281,12 @@ class _Runner(Run):
         run = self._call(self.sides["oper"])
         is_first = self.rank % self.links.ranks_per_host == 0
         dist.barrier()
-        before = read_counters()
+        before = record.interface_counters(INTERFACE)
         dist.barrier()  # a host's other ranks send nothing before
         for k in range(_COUNTED_STEPS):
             run(k)
         dist.barrier()
-        every = gather((read_counters() - before) * is_first / _COUNTED_STEPS)
+        every = gather((record.interface_counters(INTERFACE) - before) * is_first / _COUNTED_STEPS)
         if self.rank:
             return {}
         assert contender.plan is not None
@@ -352,18 +353,14 @@ class _Runner(Run):
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _close(self, name: str) -> None:
+    def close(self, name: str) -> None:
+        """Free a side."""
         side = self.sides.pop(name)
         if side.tables is not None:
             dist.barrier()
             side.tables.close()
         del side
         gc.collect()
-
-    def close_all(self) -> None:
-        """Free all sides; the next case needs the memory."""
-        for name in list(self.sides):
-            self._close(name)
 
 
 def _rounded(value: float | None) -> float | None:

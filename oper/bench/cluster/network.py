@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from oper.bench.core.child import ProcessOptions
 from oper.errors import OperError
 from oper.support.locks import locked
@@ -158,17 +156,6 @@ def set_rates(links: Links, is_limited: bool) -> None:
         else:
             words += ["pfifo", "limit", "10000"]
         _run(*words)
-
-
-def read_counters() -> np.ndarray:
-    """Counters of the network interface of this process's emulated host since it was made.
-
-    Returns:
-        float64 [3]: bytes sent, packets sent and bytes received, with the headers of all protocols.
-    """
-    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
-    return np.array([float((folder / name).read_text())
-                     for name in ("tx_bytes", "tx_packets", "rx_bytes")])
 
 
 def num_dropped(links: Links) -> int:

@@ -28,7 +28,6 @@ from oper.bench.device.cases import (
     floor_bytes,
     host_tail_plan,
     interleave,
-    one_rank_plan,
     with_head_plan,
 )
 from oper.bench.device.contenders import (
@@ -41,6 +40,7 @@ from oper.bench.device.contenders import (
 )
 from oper.bench.device.reference import Reference
 from oper.errors import OperError
+from oper.plan import uniform_plan
 
 _CHECKED_STEPS = 2
 _IN_A_ROW = 50  # launches of a small batch
@@ -110,7 +110,7 @@ class Case(DeviceCase):
         """Every phase of all contenders, the floors, and the additional time of peers and
         directories."""
         clock, inputs = Clock(device), self.inputs(device)
-        tables = open_tables(self, device, one_rank_plan(self))
+        tables = open_tables(self, device, uniform_plan(self.tables(), 1))
         sides = {"oper": oper_side(tables, self.tables()), "torch": torch_side(self, device)}
         if has_fbgemm():
             sides["fbgemm"] = fbgemm_side(self, device)
@@ -162,7 +162,7 @@ class GraphCase(Case):
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Microseconds of a pass in either way, alone and many in a row."""
         clock, inputs = Clock(device), draw_inputs(self, device, 0)
-        tables = open_tables(self, device, one_rank_plan(self), trained=False)
+        tables = open_tables(self, device, uniform_plan(self.tables(), 1), trained=False)
         side = oper_side(tables, self.tables())
         verdict = Reference(self, device, [inputs], torch.zeros(
             self.work.batch_size, self.work.dim * len(self.work.num_rows), device=device)
@@ -280,6 +280,6 @@ def _open_peers(case: DeviceCase, device: torch.device, world_size: int) -> list
     from oper.shmem.group.groups import ThreadGroup
 
     groups = ThreadGroup.create(world_size, deadline_s=300.0)
-    plan = one_rank_plan(case, world_size)
+    plan = uniform_plan(case.tables(), world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda g: open_tables(case, device, plan, g, trained=False), groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,7 +26,6 @@ CONTENDERS = {
 }
 _COMPARED = ("oper-2w", "torchrec-2p", FLOOR_NAME)
 _TUNED = ("torchrec-1p", "torch-1p")
-_WIDEST = {"oper": "oper-2w", "torchrec": "torchrec-2p", "torch": "torch-1p"}
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
 _NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
 _CHECKED = 16
@@ -39,7 +39,7 @@ class ServerCase:
         name: for the record.
         served: what is scored.
         bound_ms: latency bound of 99 % of the queries.
-        max_queries: of a batch, as tried for each kind of model.
+        max_queries: of a batch, as tried for each contender.
         run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
             that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
             many.
@@ -101,38 +101,23 @@ class _Runner:
         self._pools[kind].configure(count, threads, most * self._case.served.candidates, variant)
         return self._pools[kind].run(count, settings)
 
-    def tune_threads(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
-        """Choose the threads by Offline's rates; returns those by contender, and by threads."""
-        rates = {name: self(name, settings).rate for name in CONTENDERS}
-        tried: dict[str, Any] = {}
-        for name in _TUNED:
-            self.ways[name] = (2, *self.ways[name][1:])
-            tried[name] = {1: round(rates[name], 1), 2: round(self(name, settings).rate, 1)}
-            best = max(tried[name], key=tried[name].__getitem__)
-            self.ways[name] = (best, *self.ways[name][1:])
-            rates[name] = max(tried[name].values())
+    def tune(self, offline: loadgen.Settings, server: loadgen.Settings
+             ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """Choose each contender's way by the p99 at 0.6 of what it can do, the mean of two runs;
+        returns Offline's rates by contender, and the p99 of every way."""
+        rates = {name: self(name, offline).rate for name in CONTENDERS}
+        tried = {}
+        for name, (kind, _) in CONTENDERS.items():
+            at, p99 = replace(server, expected_qps=0.6 * rates[name]), {}
+            for way in itertools.product((1, 2) if name in _TUNED else (1,), self._case.max_queries,
+                                         VARIANTS if kind == "torchrec" else VARIANTS[:1]):
+                self.ways[name] = way
+                found = [self(name, replace(at, seed=at.seed + k)) for k in range(2)]
+                p99[way] = sum(r.latency_ms["p99"] for r in found) / 2
+            self.ways[name] = min(p99, key=p99.__getitem__)
+            tried[name] = {"{} threads, {} queries, {}".format(*way): round(x, 3)
+                           for way, x in p99.items()}
         return rates, tried
-
-    def tune_latency(self, settings: loadgen.Settings, offline: dict[str, float]
-                     ) -> dict[str, Any]:
-        """Choose each kind of model's largest batch, and the way to run TorchRec's, by the p99 at
-        0.6 of what it can do, the mean of two runs."""
-        tried: dict[str, Any] = {}
-        for kind, widest in _WIDEST.items():
-            tried[kind] = {}
-            for variant in VARIANTS if kind == "torchrec" else VARIANTS[:1]:
-                for most in self._case.max_queries:
-                    self.ways[widest] = (self.ways[widest][0], most, variant)
-                    at = replace(settings, expected_qps=0.6 * offline[widest])
-                    found = [self(widest, replace(at, seed=at.seed + k)) for k in range(2)]
-                    tried[kind][most, variant] = sum(r.latency_ms["p99"] for r in found) / 2
-            best = min(tried[kind], key=tried[kind].__getitem__)
-            for name in CONTENDERS:
-                if CONTENDERS[name][0] == kind:
-                    self.ways[name] = (self.ways[name][0], *best)
-        return {kind: {f"{variant}, {most}": round(p99, 3)
-                       for (most, variant), p99 in found.items()}
-                for kind, found in tried.items()}
 
 
 def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
@@ -142,10 +127,9 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
     server = replace(base, scenario="Server", min_duration_s=case.run_s,
                      min_queries=case.min_queries)
     run = _Runner(case, pools, progress)
-    guess, threads = run.tune_threads(replace(base, min_duration_s=0.5))
-    latencies = run.tune_latency(server, guess)
+    guess, tried = run.tune(replace(base, min_duration_s=0.5), server)
     # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
-    offline = {name: run(name, replace(base, expected_qps=1.4 * guess[name]))
+    offline = {name: run(name, replace(base, expected_qps=2 * guess[name]))
                for name in CONTENDERS}
     single = {name: run(name, replace(base, scenario="SingleStream",
                                       expected_qps=2 * max(50.0, guess[name])))
@@ -171,7 +155,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
         "p99_ms": run_at_it.latency_ms["p99"],
         "queries_per_s_at_bound": {n: round(rate, 2) for n, (rate, _) in best.items()},
         "floor": found.pop(FLOOR_NAME), "contenders": found,
-        "tried": {"threads_offline_qps": threads, "variant_and_max_queries_p99_ms": latencies},
+        "tried": tried,
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
                                     "the contender, which may use all of them"}}

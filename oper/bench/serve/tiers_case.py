@@ -57,7 +57,10 @@ class TiersCase:
             # First those that are timed: huge pages are taken as long as there are any.
             for name in _NAMES:
                 progress(f"{self.samples} samples with {name} rows")
-                pools[name] = pool = _pool(self, name)
+                served = replace(self.served, **{"error_budget": self.error_budget}
+                                 if name == "tiers" else {"row_dtype": name})
+                pools[name] = pool = Pool("oper", served, BatchOptions(
+                    served.candidates, 0.0, 1 << 40), self.workers)
                 found = pool.published()
                 held[name], pages[name] = found["tables"], found["page_kind"]
                 scores[name] = _scores(self, pool)
@@ -89,12 +92,6 @@ class TiersCase:
             "verified": bool(0 < chosen["row_error"] <= self.error_budget
                              and scores["tiers"].std() > 0 and labels.size >= self.samples),
             "case": asdict(self)}
-
-
-def _pool(case: TiersCase, name: str) -> Pool:
-    served = replace(case.served, error_budget=case.error_budget) if name == "tiers" else replace(
-        case.served, row_dtype=name)
-    return Pool("oper", served, BatchOptions(case.served.candidates, 0.0, 1 << 40), case.workers)
 
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:

@@ -207,31 +207,25 @@ class _TrainRun(Run):
 
     def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Bytes that all ranks send per training step: by contender, as the loopback interface
-        counts them (with TCP's headers), and OPER's own count by kind."""
+        counts them (with TCP's headers), OPER's own count by kind, and what the simulator says."""
         found: dict[str, Any] = {}
         self._tables.sent_bytes(reset=True)
         for side in self.sides:
             side.model.train()
             dist.barrier()
-            before = record.loopback_bytes()
+            before = record.interface_counters("lo")[0]
             for k in range(_PHASE_STEPS):
                 side.step(batches[k % len(batches)])
             dist.barrier()
-            found[side.name] = round((record.loopback_bytes() - before) / _PHASE_STEPS)
+            found[side.name] = round((record.interface_counters("lo")[0] - before) / _PHASE_STEPS)
         sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
         joint = total(list(sent.values()))
-        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
-            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
-            **self._simulated_bytes(round(sum(joint)))}
-
-    def _simulated_bytes(self, executed: int) -> dict[str, Any]:
-        """What the simulator says of the bytes that all ranks have sent in the counted steps."""
-        if self.rank:
-            return {}
         simulated = sum(self.simulated_bytes(self._tables.plan, range(self.world_size), True,
                                              _PHASE_STEPS))
-        return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
-                "simulated_equals_sent": simulated == executed}
+        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
+            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
+            "simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
+            "simulated_equals_sent": simulated == round(sum(joint))}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
         """Where OPER's step goes: median milliseconds by phase, mean over ranks."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from oper.bench.core.planning import joint
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
-from oper.bench.tables.sides import Side
+from oper.bench.tables.sides import Bfloat16, Side
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.train.reference import SparseTableOptimizer
 
@@ -240,7 +240,7 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
     for side in sides:
         progress(f"comparing {side.name} with the unsharded model")
         verdict = Verdict()
-        suffix = " of bfloat16" if side.is_bfloat16 else ""
+        suffix = " of bfloat16" if Bfloat16 in map(type, side.model.modules()) else ""
         for step in range(len(checks.ids)):
             pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
             pooled, gradient = joint(pooled), joint(gradient)
