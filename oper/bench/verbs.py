@@ -84,7 +84,7 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
                                 f"a pattern for {[c.name for c in every]}",
                                 "change the pattern, or leave --only out to run all cases")
-    known = record.resumed(args.resume, args.json, args.benchmark, [c.name for c in every])
+    known = record.resumed(args.resume, args.json, args.benchmark)
     left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)

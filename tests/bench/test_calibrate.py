@@ -46,7 +46,8 @@ def true_topology() -> Topology:
 def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
     """A sample as a machine would give it that is exactly what the model says."""
     stats = collect_stats(work, 0, 2, 2)
-    sample = Sample(work, kind, stats, 0.0, np.zeros((3, 2)))
+    sample = Sample(work, kind, stats, 0.0, np.zeros((3, 2)),
+                    quality={"interval": 0.0, "delayed": 0.0})
     made = true_topology()
     found, = calibrate._modelled(calibrate._stated([sample], made), made)
     clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases])

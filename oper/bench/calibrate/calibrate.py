@@ -369,7 +369,7 @@ class _Clock:
         phases = np.array([s.phases_us for s in samples])
         busy = phases > _IDLE_US
         pushes = np.array(["push" in s.kind for s in samples])
-        width = np.array([s.quality.get("interval", 0.0) for s in samples])
+        width = np.array([s.quality["interval"] for s in samples])
         weight = np.minimum(1.0, INTERVAL / np.maximum(width, 1e-9))
         return _Clock(busy, phases[busy], np.array([s.wall_us for s in samples]),
                       len(_PHASES) + 1.0 * pushes,
@@ -443,8 +443,8 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
                 for kind in dict.fromkeys(s.kind for s in samples)},
             **{name: [float(middle([s.quality[name] for s in samples])),
                       max(s.quality[name] for s in samples)]
-               for name, middle in (("delayed", np.mean), ("interval", np.median))
-               if all(name in s.quality for s in samples)}, "plans": plans}
+               for name, middle in (("delayed", np.mean), ("interval", np.median))},
+            "plans": plans}
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:

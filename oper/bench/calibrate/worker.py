@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import bytes_read, joint_stats, slowest
+from oper.bench.core.planning import bytes_read, joint_stats
 from oper.bench.core.workload import TIMED, Workload, batch_ids
 from oper.bench.tables.ceiling import Ceiling
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
@@ -247,7 +247,7 @@ def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
     found = {}
     for name, num_rows in (("read_gbps", spec.num_rows), ("cache_gbps", near)):
         ids = rng.integers(0, num_rows, 1 << 18)
-        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier, slowest)
+        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier)
         found[name] = group.world_size * ids.size * 256 / seconds / 1e9
     tables.barrier()
     tables.close()

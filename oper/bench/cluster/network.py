@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from oper.bench.core.child import ProcessOptions
 from oper.errors import OperError
@@ -268,9 +266,13 @@ def remove_leftovers() -> None:
     names = [p.name for p in _NAMESPACES.glob(f"{PREFIX}*")] if _NAMESPACES.is_dir() else []
     for name in names:
         # One of them may be half made: then it holds no processes either.
-        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True,
-                               check=False).stdout.split()
-        _end([int(pid) for pid in found])
+        until = time.monotonic() + 10
+        while time.monotonic() < until and (pids := subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True,
+                check=False).stdout.split()):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
         _run("ip", "netns", "del", name)
     root = _quota_root()
     if root is None:
@@ -282,18 +284,3 @@ def remove_leftovers() -> None:
         if not folder.exists():
             break
         time.sleep(0.1)
-
-
-def _end(pids: Sequence[int]) -> None:
-    """Kill processes and wait for their end."""
-    handles: list[Any] = []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(pid))
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    for handle in handles:
-        waiting = select.poll()
-        waiting.register(handle, select.POLLIN)
-        waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-        os.close(handle)

@@ -167,8 +167,7 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
-            ) -> dict[str, dict[str, Any]]:
+def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
     """Entries of an earlier record by name, without failed and skipped ones.
 
     Args:
@@ -176,7 +175,6 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
             exist yet.
         target: file that this run writes.
         benchmark: the benchmark that must have written it.
-        names: names of that benchmark's cases; those of the record must have equally many parts.
 
     Raises:
         InvalidInputError: the file is not such a record.
@@ -188,8 +186,6 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
         if value["benchmark"] != benchmark:
             raise ValueError(f"it is one of {value['benchmark']!r}")
-        if not {n.count("/") for n in found} <= {n.count("/") for n in names}:
-            raise ValueError(f"cases now have names such as {names[0]!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError("cannot resume from a record", "--resume", path,
                                 f"a record of oper bench {benchmark}",

@@ -22,7 +22,6 @@ from oper.bench.tables.sides import Side
 from oper.bench.tables.torchrec_peer import PLAN_KINDS, build_peer
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
-from oper.data.loading.kjt import torchrec_batch
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
 from oper.train.metrics import gather_rows
@@ -48,8 +47,7 @@ class Training:
         world_size: ranks.
         checked_steps: number of steps after which logits and weights are compared.
         num_steps: number of steps in all.
-        batch_size, checked_batch_size: samples per rank, and how many of them the checked steps
-            use.
+        batch_size, checked_batch_size: samples per rank, and those of the checked steps.
         rounds: rounds of timing the collections alone.
     """
 
@@ -91,21 +89,19 @@ class Sharded(Training):
         sides = {"oper": _oper(self)} | {kind: _torchrec(self, kind) for kind in PLAN_KINDS}
         clock = record.BusyClock()
         timed = _train_in_turns(sides, self, progress)
-        busy = [clock.others(total)]
         results: dict[str, Any] = {}
         for name, (engine, _) in sides.items():
             progress(f"validating {name}")
             results[name] = evaluate_clicks(engine, _batches(self, "valid", *ranks()))
         progress("timing the embedding collections alone")
-        clock = record.BusyClock()
         taken = {"train_step": timed, **_time_collections(sides, self)}
-        busy.append(clock.others(total))
+        others = clock.others(total)
         for what, by_name in taken.items():
             for name, seconds in by_name.items():
                 results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
         bags = sides["oper"][1]
         return {"sides": results, "page_kind": bags.tables.page_kind,
-                "other_busy_cores": round(max(busy), 2)}
+                "other_busy_cores": round(others, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +152,12 @@ def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
     return Engine(sharded, sharded, [*tables, dense], collective=True), bags
 
 
-def _batches(case: Training, split: str, rank: int, world_size: int) -> Loader:
+def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:
+    """A rank's batches of `size` samples, by default of its part of a step's."""
     training = split == "train"
     return Loader(case.data, split, LoaderOptions(
-        case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
+        size or case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
         seed=case.seed, drop_last=training, share="batches", rank=rank, world_size=world_size))
-
-
-def _first(batch: Any, size: int) -> Any:
-    """The first samples of a batch of columns of one id each."""
-    kjt = batch.sparse_features
-    keys = kjt.keys()
-    ids = kjt.values().view(len(keys), -1)[:, :size].reshape(-1)
-    return torchrec_batch(batch.dense_features[:size], {
-        "keys": keys, "values": ids, "lengths": torch.ones(ids.numel(), dtype=torch.int32),
-        "stride": size}, batch.labels[:size])
 
 
 def _epochs(loader: Loader) -> Iterator[Any]:
@@ -181,16 +168,16 @@ def _epochs(loader: Loader) -> Iterator[Any]:
 
 
 def _training_batches(case: Training, rank: int) -> Iterator[Any]:
-    """A rank's share of the first ``num_steps`` batches, through as many epochs as that takes.
+    """A rank's batches of all steps, through as many epochs as that takes.
 
-    The checked steps come first and use the first ``checked_batch_size`` samples of each share. The
-    fewer samples, the less likely is one that meets a ReLU within rounding of its kink, from where
-    row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
+    The checked steps come first, of ``checked_batch_size`` samples each. The fewer samples, the
+    less likely is one that meets a ReLU within rounding of its kink, from where row-wise Adagrad,
+    which takes a cold row's first step at full length, makes differences large.
     """
-    data = _batches(case, "train", rank, case.world_size)
-    for step, batch in enumerate(itertools.islice(_epochs(data), case.num_steps)):
-        checked = step < case.checked_steps
-        yield _first(batch, case.checked_batch_size) if checked else batch
+    for steps, size in ((case.checked_steps, case.checked_batch_size),
+                        (case.num_steps - case.checked_steps, case.batch_size)):
+        loader = _batches(case, "train", rank, case.world_size, size)
+        yield from itertools.islice(_epochs(loader), steps)
 
 
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,

@@ -26,6 +26,7 @@ from oper.bench.serve.models import ServeWork
 from oper.errors import OperError
 
 TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
+_CONNECTIONS = 64  # most queries in flight
 _ANSWER_S = 60.0  # beyond the length of a run
 _PATIENCE_S = 10.0  # of a query, with all that sends it again
 _PAUSE_S = 0.02  # before a query is sent again
@@ -72,17 +73,14 @@ class LoadClient(Child):
     Args:
         address: address of the server.
         served: the model and its queries.
-        connections: most requests in flight.
         once: whether queries contain their user's features only once.
 
     Attributes:
         seen: results of its runs.
     """
 
-    def __init__(self, address: str, served: ServeWork, connections: int = 64,
-                 once: bool = False) -> None:
-        super().__init__(_client, (address, served, connections, once),
-                         "the client of the benchmark")
+    def __init__(self, address: str, served: ServeWork, once: bool = False) -> None:
+        super().__init__(_client, (address, served, once), "the client of the benchmark")
         self.seen: list[Seen] = []
         self.wait(_ANSWER_S)
 
@@ -349,8 +347,8 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     return decode_scores(body, int(length))
 
 
-def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
-    sender = _Sender(address, served, connections, once)
+def _client(control: Any, address: str, served: ServeWork, once: bool) -> None:
+    sender = _Sender(address, served, _CONNECTIONS, once)
     control.send(True)
     run = partial(sender.run, on_start=partial(control.send, None))
     while obey(control, {"learn": sender.learn, "run": run}):

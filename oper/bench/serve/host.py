@@ -37,12 +37,10 @@ class Swap:
 
     Attributes:
         begin, end: its begin and end.
-        epoch: its epoch.
     """
 
     begin: float
     end: float
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ class Host(Child):
     Args:
         served: the model.
         workers: of the server.
-        spin_us: of each worker.
         run: folder of a training run's checkpoints, whose weights are served instead.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
             each worker, which nothing can be published to.
@@ -80,9 +77,8 @@ class Host(Child):
     ``memory`` and ``publication``, the bytes and the name of its weights.
     """
 
-    def __init__(self, served: ServeWork, workers: int, spin_us: float = 0.0, run: str = "",
-                 kind: str = "oper") -> None:
-        options = ServeOptions(port=0, workers=workers, batching=BATCHING, spin_us=spin_us)
+    def __init__(self, served: ServeWork, workers: int, run: str = "", kind: str = "oper") -> None:
+        options = ServeOptions(port=0, workers=workers, batching=BATCHING)
         super().__init__(_host, (served, options, run, kind), "the server of the benchmark")
         self.address: str = self.wait()
 
@@ -218,5 +214,5 @@ def _swap(server: Server, weights: Any) -> Swap:
         even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
         weights = weights["b" if even else "a"]
     begin = time.monotonic()
-    epoch = server.publish(weights)
-    return Swap(begin, time.monotonic(), epoch)
+    server.publish(weights)
+    return Swap(begin, time.monotonic())

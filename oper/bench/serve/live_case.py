@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -49,7 +49,6 @@ class LiveCase:
         votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
         search_s: longest time of the search.
         bound_ms: latency bound of 99 % of the queries.
-        spin_us: polling time of the server's workers, see `ServeOptions`.
     """
 
     name: str
@@ -64,7 +63,6 @@ class LiveCase:
     votes: int = 3
     search_s: float = 90.0
     bound_ms: float = 10.0
-    spin_us: float = 0.0
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Start, load and compare; returns the record's entry."""
@@ -95,29 +93,11 @@ class _Live:
         """Poisson arrivals at a rate."""
         return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
 
-    def sustained(self) -> tuple[float, dict[str, Any]]:
-        """Highest rate of Poisson arrivals that the server keeps up with, and how it was found.
-
-        The search starts at the rate of one query after another, for each worker.
-        """
-        case = self.case
-        self.progress("looking for the rate that can be sustained")
-        single = self.client.run(replace(self.settings, scenario="SingleStream",
-                                            expected_qps=300))
-        found = Search(case.workers * single.rate, case.votes)
-        search({"server": found}, lambda _, rate, before: self.client.run(replace(
-            self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
-            seed=self.settings.seed + before)), case.search_s)
-        rate, result = found.best()
-        return rate, {"single_stream": single.to_json(), "search": found.to_json(),
-                      "p99_bound_ms": _SUSTAINED_MS,
-                      "server": {"target_qps": round(rate, 2), **result.to_json()}}
-
 
 @contextlib.contextmanager
 def _running(case: LiveCase, progress: Progress) -> Iterator[_Live]:
     progress("starting the server")
-    host = Host(case.served, case.workers, case.spin_us)
+    host = Host(case.served, case.workers)
     with client_of(host, case.name, case.served) as client:
         base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
                                 num_samples=case.served.num_queries)
@@ -144,69 +124,60 @@ def _errors(*runs: Seen) -> int:
 Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]]  # a run, its CPU
 
 
-@dataclass(slots=True)
-class _Compared:
-    """Ways to have the same queries scored: highest rates at the bound, one query alone, and what
-    runs of all but some at one rate, which the first way decides, have shown."""
+def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
+              only_searched: str = "") -> dict[str, Any]:
+    """Ways to have the same queries scored: highest rates at the bound, one query alone, and runs
+    at one rate, which the first way decides. All take turns, with equal queries, arrivals, lengths
+    of runs and verdicts.
 
-    sides: dict[str, Side]
-    only_searched: tuple[str, ...] = ()
-    single: dict[str, loadgen.Result] = field(default_factory=dict)
-    searches: dict[str, Search] = field(default_factory=dict)
-    runs: dict[str, list[loadgen.Result]] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)  # processor time (s) of the last runs
-    target: float = 0.0
-
-    def measure(self, live: _Live) -> None:
-        """Equal queries, arrivals, lengths of runs and verdicts. The two take turns."""
-        case = live.case
-        live.progress("looking for the capacity")
-        single = replace(live.settings, scenario="SingleStream", expected_qps=300)
-        self.single = {name: run(single) for name, (run, _) in self.sides.items()}
-        self.searches = {name: Search(0.5 * result.rate, case.votes)
-                         for name, result in self.single.items()}
-        search(self.searches, lambda name, rate, before: self.sides[name][0](replace(
-            live.at(rate, case.run_s), min_queries=case.min_queries,
-            seed=live.settings.seed + before)), case.search_s)
-        leading = self.searches[next(iter(self.sides))]
-        # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
-        self.target = case.load * (leading.best()[0] or min(r[0] for r in leading.to_json()))
-        both = [name for name in self.sides if name not in self.only_searched]
-        self.runs, self.busy = {name: [] for name in both}, dict.fromkeys(both, 0.0)
-        for turn in range(_ROUNDS):
-            live.progress(f"{self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
-            for name in both[::1 - 2 * (turn % 2)]:
-                run, cpu = self.sides[name]
-                before = cpu()
-                settings = self.settings(live)
-                self.runs[name].append(run(replace(settings, seed=settings.seed + turn)))
-                self.busy[name] += cpu() - before
-
-    def settings(self, live: _Live) -> loadgen.Settings:
-        """Of the last runs."""
-        return replace(live.at(self.target, live.case.seconds), min_queries=live.case.min_queries)
-
-    def rate(self, name: str) -> float:
-        """The highest VALID one."""
-        return round(self.searches[name].best()[0], 2)
-
-    def saved(self, name: str, other: str) -> float:
-        """Queries per second of processor time, of those of the other."""
-        return round(self.busy[other] / self.busy[name], 4) if self.busy[name] else 0.0
-
-    def to_json(self, live: _Live, queries: int) -> dict[str, Any]:
-        """For the record; `queries` is how many each had in the last runs."""
-        latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
-                          for p in ("p50", "p90", "p99")} for name, found in self.runs.items()}
-        first = next(iter(self.sides))
-        return {"p99_ms": latency[first]["p99"], "latency_ms": latency,
-                "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in self.busy.items()},
-                "single_ms": self.single[first].latency_ms["p50"],
-                "target_qps": round(self.target, 2), "capacity_qps": self.rate(first),
-                "capacity": {name: {"single_stream": self.single[name].to_json(),
-                                    "search": found.to_json()}
-                             for name, found in self.searches.items()},
-                "loadgen": self.settings(live).to_json()}
+    Args:
+        live: the server.
+        sides: the ways by name.
+        clients: those of the ways over HTTP.
+        only_searched: a way without runs at that rate.
+    """
+    case, first, *others = live.case, *sides
+    live.progress("looking for the capacity")
+    single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+              for name, (run, _) in sides.items()}
+    searches = {name: Search(0.5 * result.rate, case.votes) for name, result in single.items()}
+    search(searches, lambda name, rate, before: sides[name][0](replace(
+        live.at(rate, case.run_s), min_queries=case.min_queries,
+        seed=live.settings.seed + before)), case.search_s)
+    rates = {name: round(found.best()[0], 2) for name, found in searches.items()}
+    # Where no rate keeps the bound, what the lowest one does is of interest, beside the others.
+    target = case.load * (rates[first] or min(r[0] for r in searches[first].to_json()))
+    settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
+    timed = [name for name in sides if name != only_searched]
+    runs: dict[str, list[loadgen.Result]] = {name: [] for name in timed}
+    busy = dict.fromkeys(timed, 0.0)  # processor time (s)
+    for turn in range(_ROUNDS):
+        live.progress(f"{target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+        for name in timed[::1 - 2 * (turn % 2)]:
+            run, cpu = sides[name]
+            before = cpu()
+            runs[name].append(run(replace(settings, seed=settings.seed + turn)))
+            busy[name] += cpu() - before
+    seen = [x for client in clients for x in client.seen[-_ROUNDS:]]
+    queries = sum(x.begin.size for x in seen) / len(clients)  # equal seeds: of every way
+    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+                      for p in ("p50", "p90", "p99")} for name, found in runs.items()}
+    errors = _errors(*(x for client in clients for x in client.seen))
+    entry = {"queries_per_s": rates[first], "single_ms": single[first].latency_ms["p50"],
+             "p99_ms": latency[first]["p99"], "latency_ms": latency,
+             "client_cores": round(float(np.mean([x.cores for x in seen])), 3),
+             "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
+             "target_qps": round(target, 2), "capacity_qps": rates[first],
+             "capacity": {name: {"single_stream": single[name].to_json(), "search": x.to_json()}
+                          for name, x in searches.items()},
+             "errors": errors, "loadgen": settings.to_json(), "runs": list(map(_summary, seen))}
+    for name in others:
+        entry |= {f"{name}_queries_per_s": rates[name],
+                  f"{name}_single_ms": single[name].latency_ms["p50"],
+                  f"ratio_{name}": round(rates[first] / rates[name], 4) if rates[name] else None}
+    for name in timed[1:]:  # queries per second of processor time
+        entry[f"cpu_ratio_{name}"] = round(busy[name] / busy[first], 4) if busy[first] else 0.0
+    return entry
 
 
 def _http(live: _Live) -> dict[str, Any]:
@@ -215,33 +186,20 @@ def _http(live: _Live) -> dict[str, Any]:
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
     beside = Pool("oper", case.served, BATCHING, case.workers, live.host.ask("publication"))
-    peer = Host(case.served, case.workers, case.spin_us, kind="torchrec")
+    peer = Host(case.served, case.workers, kind="torchrec")
     try:
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
-            compared = _Compared({"http": (live.client.run, live.host.cpu_seconds),
-                                  "in_process": (functools.partial(beside.run, case.workers),
-                                                 beside.cpu_seconds),
-                                  "torchrec": (client.run, peer.cpu_seconds)},
-                                 ("torchrec",))
-            compared.measure(live)
+            entry = _compared(live, {
+                "http": (live.client.run, live.host.cpu_seconds),
+                "in_process": (functools.partial(beside.run, case.workers), beside.cpu_seconds),
+                "torchrec": (client.run, peer.cpu_seconds)}, [live.client], "torchrec")
     finally:
         beside.close()
-    last = live.client.seen[-_ROUNDS:]
-    errors, peers = _errors(*live.client.seen, *client.seen), compared.rate("torchrec")
-    return {"queries_per_s": compared.rate("http"), "torchrec_queries_per_s": peers,
-            "ratio_torchrec": round(compared.rate("http") / peers, 4) if peers else None,
-            "torchrec_single_ms": compared.single["torchrec"].latency_ms["p50"],
-            "torchrec_max_abs_diff": differ,
-            "in_process_queries_per_s": compared.rate("in_process"),
-            "ratio_in_process": compared.saved("http", "in_process"),
-            "in_process_single_ms": compared.single["in_process"].latency_ms["p50"],
-            "client_cores": round(float(np.mean([s.cores for s in last])), 3),
-            "errors": errors, "verified": not errors and differ <= TOLERANCE,
-            # Equal settings and seeds: LoadGen issues equal queries on both sides.
-            **compared.to_json(live, sum(s.begin.size for s in last)),
-            "runs": [_summary(s) for s in last],
-            "in_process_runs": [r.to_json() for r in compared.runs["in_process"]]}
+    entry["ratio_in_process"] = entry.pop("cpu_ratio_in_process")
+    errors = entry["errors"] + _errors(*client.seen)
+    return {**entry, "torchrec_max_abs_diff": differ, "errors": errors,
+            "verified": not errors and differ <= TOLERANCE}
 
 
 def _candidates(live: _Live) -> dict[str, Any]:
@@ -250,32 +208,33 @@ def _candidates(live: _Live) -> dict[str, Any]:
     try:
         # Only the newest set of weights is in service from here on.
         differ = float(np.abs(once.learn() - live.client.learn()).max())
-        compared = _Compared({
+        entry = _compared(live, {
             "once": (once.run, live.host.cpu_seconds),
-            "full": (live.client.run, live.host.cpu_seconds)})
-        compared.measure(live)
+            "full": (live.client.run, live.host.cpu_seconds)}, [once, live.client])
     finally:
         once.close()
-    last = [*once.seen[-_ROUNDS:], *live.client.seen[-_ROUNDS:]]
-    errors = _errors(*once.seen, *live.client.seen)
-    rates = {name: compared.rate(name) for name in compared.sides}
-    return {"queries_per_s": rates["once"], "full_queries_per_s": rates["full"],
-            "ratio_full": round(rates["once"] / rates["full"], 4) if rates["full"] else None,
-            "cpu_ratio_full": compared.saved("once", "full"),
-            "max_abs_diff": differ, "errors": errors,
-            "verified": differ <= TOLERANCE and not errors,
-            "full_single_ms": compared.single["full"].latency_ms["p50"],
-            **compared.to_json(live, sum(s.begin.size for s in last) // 2),
-            "runs": [_summary(s) for s in last]}
+    return {**entry, "max_abs_diff": differ,
+            "verified": differ <= TOLERANCE and not entry["errors"]}
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
-    """A run at the wanted share of what the server keeps up with, and how that was found."""
-    rate, how = live.sustained()
+    """A run at the wanted share of the highest rate of Poisson arrivals that the server keeps up
+    with, and how that rate was found: from the rate of one query after another, for each worker."""
+    case = live.case
+    live.progress("looking for the rate that can be sustained")
+    single = live.client.run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+    found = Search(case.workers * single.rate, case.votes)
+    search({"server": found}, lambda _, rate, before: live.client.run(replace(
+        live.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
+        seed=live.settings.seed + before)), case.search_s)
+    rate, result = found.best()
     # A machine too busy for any valid rate still gets its load, and the record says so.
-    target = live.case.load * (rate or min(r[0] for r in how["search"]))
-    return live.at(target, live.case.seconds), {
-        "capacity_qps": round(rate, 2), "capacity": how, "target_qps": round(target, 2)}
+    target = case.load * (rate or min(r[0] for r in found.to_json()))
+    return live.at(target, case.seconds), {
+        "capacity_qps": round(rate, 2), "target_qps": round(target, 2), "capacity": {
+            "single_stream": single.to_json(), "search": found.to_json(),
+            "p99_bound_ms": _SUSTAINED_MS,
+            "server": {"target_qps": round(rate, 2), **result.to_json()}}}
 
 
 def _publish(live: _Live) -> dict[str, Any]:
@@ -346,7 +305,7 @@ def _soak(live: _Live) -> dict[str, Any]:
                 if done > 0.6 and not busy:
                     busy = {pid: cpu_seconds(pid) for pid in live.host.ask("pids")}
         time.sleep(min(1.0, case.seconds / 60))
-    shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
+    spent = sorted((cpu_seconds(pid) - before for pid, before in busy.items()), reverse=True)
     seen = live.client.finish(case.seconds)
     counts, pids = live.host.ask("counts"), live.host.ask("pids")
     replaced = counts["worker_restarts"] == 1 and killed not in pids
@@ -356,14 +315,9 @@ def _soak(live: _Live) -> dict[str, Any]:
     return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
             "verified": not errors and replaced and not growth["grows"] and kept >= _KEPT, **growth,
             "killed_worker_replaced": replaced, "share_of_rate_kept": round(kept, 4),
-            "shares_of_workers_after_the_kill": shares, "seconds": case.seconds, "swaps": swaps,
+            "shares_of_workers_after_the_kill": [round(s / (sum(spent) or 1.0), 3) for s in spent],
+            "seconds": case.seconds, "swaps": swaps,
             **share, "run": _summary(seen), "loadgen": settings.to_json()}
-
-
-def _shares(seconds: dict[int, float]) -> list[float]:
-    """How the workers' processor time is divided, the busiest first."""
-    total = sum(seconds.values()) or 1.0
-    return sorted((round(s / total, 3) for s in seconds.values()), reverse=True)
 
 
 def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:

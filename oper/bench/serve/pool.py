@@ -143,14 +143,9 @@ class Pool:
             if lost:
                 raise OperError("a worker has ended", "system", self.kind, "running",
                                 "see its log above")
-            if len(pairs) == 1:
-                worker = min(used, key=lambda w: w.outstanding)
-                worker.outstanding += 1
-                worker.queries.send(array.array("Q", pairs[0]))
-                return
             size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
             for k in range(0, len(pairs), size):
-                worker, part = used[k // size % len(used)], pairs[k:k + size]
+                worker, part = min(used, key=lambda w: w.outstanding), pairs[k:k + size]
                 worker.outstanding += len(part)
                 worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from oper.bench.core.planning import slowest
 from oper.bench.core.record import elapsed
 from oper.bench.core.workload import NO_ID
 
@@ -104,13 +105,11 @@ class Ceiling:
         self.run(number)
         return self.out
 
-    def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]]
-             ) -> float:
+    def tune(self, align: Callable[[], None]) -> float:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.
 
         Args:
             align: brings all ranks to the same point.
-            slowest: the maximum over ranks of each of the given numbers.
 
         Returns:
             Seconds of the slowest rank with the best settings.

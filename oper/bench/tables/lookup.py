@@ -116,7 +116,7 @@ class LookupCase(Case):
                 checked[kind] = over(kjts, side.lookup)
         else:
             ceiling = Ceiling(model.tables, run.ids(), work.pooling)
-            ceiling.tune(align, slowest)
+            ceiling.tune(align)
             figures["ceiling"] = ceiling.settings
             timed["ceiling"] = ceiling.run
             checked["ceiling"] = ceiling.gathered
@@ -301,17 +301,16 @@ class ScaleCase(Case):
         align = aligner(model.tables)
         step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
         timings = summaries(run.time({"oper": step}, align))
-        step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
-        others, limit = dict(run.others), {}
+        step_ms, limit = timings["oper"]["median_ms"], {}
+        lines = int(total([line_bytes(work, moved_bytes(work, ids)["distinct_rows"])])[0])
         if self.axis == "rows":
-            sums.tune(align, slowest)
+            sums.tune(align)
             update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
             bare = summaries(run.time({"gather": sums.run, "update": update.run}, align,
                                       "ceilings"))
             timings |= {f"{n} ceiling": x for n, x in bare.items()}
             ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
             limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
-        run.others = others
         return run.finish(model.tables, {
             "axis": self.axis, "oper_step_ms": step_ms,
             "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
@@ -324,41 +323,30 @@ class ScaleCase(Case):
 def scale_cases() -> list[ScaleCase]:
     """The points of all axes: exponent 1.05, and 10 ids per bag except along batch sizes and
     tables."""
-    def many(num_tables: int, rows: int) -> tuple[int, ...]:
-        return (rows,) * num_tables
-
-    base = Workload(num_rows=many(8, 500_000), pooling=10)
-    points: dict[str, list[tuple[str, Workload]]] = {
-        "rows": [], "batch": [], "tables": [], "dim": []}
-    for size in (0.1, 1.0, 4.0, 12.0):
-        rows = int(size * 1e9 / (8 * base.dim * 4))
-        points["rows"].append((f"{size:g}GB", replace(base, num_rows=many(8, rows))))
-    for batch in (512, 4096, 16_384, 65_536):
-        points["batch"].append((str(batch), replace(base, batch_size=batch, pooling=2)))
-    for number in (2, 26, 128, 856):
-        # As many ids and rows in all.
-        batch = 512 * 856 // number // 2 * 2
-        points["tables"].append((str(number), replace(
-            base, num_rows=many(number, 4_000_000 // number), batch_size=batch, pooling=2)))
-    for dim in (4, 16, 64, 256, 1024):
-        points["dim"].append((str(dim), replace(base, dim=dim, num_rows=many(8, 100_000))))
+    base = Workload(num_rows=(500_000,) * 8, pooling=10)
+    points = {
+        "rows": {f"{size:g}GB": replace(base, num_rows=(int(size * 1e9 / (8 * base.dim * 4)),) * 8)
+                 for size in (0.1, 1.0, 4.0, 12.0)},
+        "batch": {batch: replace(base, batch_size=batch, pooling=2)
+                  for batch in (512, 4096, 16_384, 65_536)},
+        "tables": {number: replace(  # as many ids and rows in all
+            base, num_rows=(4_000_000 // number,) * number,
+            batch_size=512 * 856 // number // 2 * 2, pooling=2) for number in (2, 26, 128, 856)},
+        "dim": {dim: replace(base, dim=dim, num_rows=(100_000,) * 8)
+                for dim in (4, 16, 64, 256, 1024)}}
     return [ScaleCase(f"scale-{axis}-{label}", work, 2, axis=axis)
-            for axis, found in points.items() for label, work in found]
+            for axis, found in points.items() for label, work in found.items()]
 
 
-def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
-    """Bytes of whole cache lines that a rank's step moves, mean over batches.
+def line_bytes(work: Workload, distinct_rows: int) -> int:
+    """Bytes of whole cache lines that a rank's step moves.
 
     As `moved_bytes`, but a row or gradient counts as the cache lines that it occupies and its state
     as one line; each id counts once (8 bytes).
     """
     row = -(-work.dim * 4 // _LINE) * _LINE
-    found = 0
-    for batch in ids:
-        distinct = sum(np.unique(x).size for x in batch)
-        bags = batch.size // work.pooling
-        found += batch.size * (2 * row + 8) + bags * row + distinct * (4 * row + 2 * _LINE)
-    return found // len(ids)
+    bags = work.batch_size // ranks()[1] * len(work.num_rows)
+    return bags * (work.pooling * (2 * row + 8) + row) + distinct_rows * (4 * row + 2 * _LINE)
 
 
 def _per_byte(ms: float, lines: int) -> float:

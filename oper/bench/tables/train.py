@@ -15,7 +15,7 @@ import torch.distributed as dist
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Case, Run, median_phases, over, quick_case
-from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
+from oper.bench.core.planning import bytes_read, chosen_plan, total
 from oper.bench.core.workload import EXPONENTS, Workload
 from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic, drift
@@ -187,7 +187,7 @@ class _TrainRun(Run):
         align = self._tables.barrier
         if ceiling is not None:
             self.say("finding the gather ceiling's best settings")
-            ceiling.tune(align, slowest)
+            ceiling.tune(align)
         found = {}
         for phase in ("step", "forward"):
             runs = {}

@@ -146,9 +146,8 @@ class Reference:
 
         self._model, self._checks = model, checks
         self._bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
-        self.weights: dict[str, nn.Parameter] = {}
-        for name, bag in self._bags.embedding_bags.items():
-            self.weights[name] = bag.weight
+        self.weights: dict[str, nn.Parameter] = {
+            name: bag.weight for name, bag in self._bags.embedding_bags.items()}
         self._optimizer = SparseTableOptimizer(self._bags, "rowwise_adagrad", LEARNING_RATE, EPS)
         self.dense = {n: p for n, p in model.named_parameters() if "embedding_bag" not in n}
         self._touched = [torch.from_numpy(checks.touched(t)) for t in range(len(self.weights))]
