@@ -16,7 +16,7 @@ from oper.errors import InvalidInputError
 from oper.support.files import check_target
 
 # A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
-# tables of its report, see `report`; and ``NOTE``, what stands below them. It may have
+# tables of its report, see `report`. It may have ``NOTE``, what stands below them;
 # ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
 # ``totals(entries)`` where the record has more than its cases, and ``remarks(entries)`` for what no
 # table says.
@@ -109,7 +109,7 @@ def run_bench(args: argparse.Namespace) -> int:
               flush=True)
         totals = write()  # after every case: an interrupted run keeps what it has
     shown = [*entries, {"name": "all", **totals}] if totals else entries
-    print(report(shown, module.FIGURES) + module.NOTE, end="")
+    print(report(shown, module.FIGURES) + getattr(module, "NOTE", ""), end="")
     if hasattr(module, "remarks"):
         print(module.remarks(entries), end="")
     if args.json:

@@ -6,22 +6,25 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from oper.bench.core.child import obey
 from oper.bench.core.launch import Progress
-from tests.support import run_here
 
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A case that says its name."""
+    """A case that fails where it has a name."""
 
     name: str
+    world_size: ClassVar[int] = 1
+    threads_per_rank: ClassVar[int] = 1
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Raises ValueError."""
-        raise ValueError(self.name)
+        if self.name:
+            raise ValueError(self.name)
+        return {"verified": True}
 
 
 def doubles(pipe: Any) -> None:
@@ -39,6 +42,8 @@ def dies(pipe: Any) -> None:
 def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], str]:
     """The entries of the record of ``oper bench``, which stays in the folder, and what was printed.
     """
+    from tests.support import run_here
+
     out = folder / "record.json"
     done = run_here("bench", *words, "--json", str(out), env=env)
     assert done.returncode == 0, done.stderr

@@ -129,7 +129,7 @@ def test_a_link_drops_while_a_model_trains() -> None:
 @emulated
 @pytest.mark.slow
 def test_a_whole_dlrm() -> None:
-    entry, = _run(replace(CASE, whole_model=True, in_grid=False))
+    entry, = _run(replace(CASE, whole_model=True))
     assert entry["verified"] is True, entry["contenders"]
     assert "dense" in entry["contenders"]["oper"]["verification"]["max_relative_diff"]
     assert entry["ratio_step"] > 0 and entry["predicted_step_ms"] is None
@@ -148,7 +148,7 @@ def test_irregular_clusters_and_inference() -> None:
     links = Links(3, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
                   host_0_cpu=0.9 if not why_no_quota() else 1.0)
     entry, lookups = _run(
-        replace(CASE, links=links, in_grid=False),
+        replace(CASE, links=links),
         replace(CASE, name="lookups", links=links, objective="inference", memory_share=0.5))
     for found in (entry, lookups):
         assert found["verified"] is True, found["contenders"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients, plan_kinds
+from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients
 from oper.train.engines import Engine, dense_optimizer, is_table
 from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
@@ -57,11 +57,6 @@ def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
         changed = {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
         assert changed == {name for name in before if is_table(name)}
     assert len(set(map(id, seen))) == len(seen)
-
-
-def test_what_torchrec_can_do_with_sequences() -> None:
-    task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=1).config())
-    assert plan_kinds(task.build()) == ("planner", "table_wise", "row_wise", "column_wise")
 
 
 def test_the_simulator(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ then predicts steps of workloads and placements that the fit did not use.
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,12 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.calibrate.network import (
-    across_hosts,
-    is_launched,
-    measure_hosts,
-    measure_network,
-)
+from oper.bench.calibrate.network import across_hosts, measure_hosts, measure_network
 from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
@@ -110,7 +107,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
     for path in filter(None, (args.output, args.check)):
         check_target(path)
-    if is_launched():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun has started several processes
         return _run_on_hosts(args)
     if args.hosts_per_rack:
         raise InvalidInputError("cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
@@ -421,8 +418,7 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
         ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
         plans), ``spearman_all``, ``spread`` (largest / smallest measured step),
         ``signed_error_by_kind`` (median of predicted / measured - 1), ``delayed`` (mean and largest
-        share of a plan's steps in which a rank waited for its core), ``interval`` (median and
-        widest, of the measured medians), ``plans``.
+        share of a plan's steps in which a rank waited for its core), ``plans``.
     """
     models = _modelled(_stated(samples, topology), topology)
     plans = [{"name": s.name, "kind": s.kind, "predicted_us": model.step_us,
@@ -441,9 +437,7 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
             "signed_error_by_kind": {
                 kind: float(np.median(ratio[[s.kind == kind for s in samples]])) - 1
                 for kind in dict.fromkeys(s.kind for s in samples)},
-            **{name: [float(middle([s.quality[name] for s in samples])),
-                      max(s.quality[name] for s in samples)]
-               for name, middle in (("delayed", np.mean), ("interval", np.median))},
+            "delayed": [of(s.quality["delayed"] for s in samples) for of in (statistics.mean, max)],
             "plans": plans}
 
 

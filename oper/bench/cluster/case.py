@@ -22,7 +22,7 @@ from oper.bench.cluster.contenders import (
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import INTERFACE, Links, OnHosts, num_dropped
+from oper.bench.cluster.network import INTERFACE, OnHosts, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
@@ -51,30 +51,16 @@ class Case(OnHosts):
     """One case.
 
     Attributes:
-        name: for the record.
-        links: the cluster.
-        work: the workload.
         objective: ``"training"`` (steps) or ``"inference"`` (lookups).
         memory_share: share of the bytes of all tables that a rank may hold; 0 = no limit.
         whole_model: a DLRM instead of the collection alone, for training.
-        in_grid: whether the case is part of the published grid.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: separate batches from which the statistics are taken.
         timed_s: approximate time for which all contenders together are timed.
-        constants: text of a topology file with the constants of processes on this machine.
     """
 
-    name: str
-    links: Links
-    work: Workload
     objective: str = "training"
     memory_share: float = 0.0
     whole_model: bool = False
-    in_grid: bool = True
-    num_batches: int = 32
-    num_stats_batches: int = 32
     timed_s: float = 12.0
-    constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Measure the cluster, plan, build, verify and time; rank 0's result is the case's record.
@@ -292,14 +278,13 @@ class _Runner(Run):
         assert contender.plan is not None
         simulated = float(np.mean(self.simulated_bytes(contender.plan, self.links.host_of,
                                                        self.trains, _COUNTED_STEPS)))
-        sent, packets, _ = np.sum(every, axis=0)
+        sent, packets = np.sum(every, axis=0)
         hosts = every[::self.links.ranks_per_host]
-        return {"counted_bytes": round(sent), "counted_packets": round(packets),
+        return {"counted_bytes": round(sent),
                 "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
                 "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated,
                                                      4),
-                "sent_bytes_by_host": [round(x[0]) for x in hosts],
-                "received_bytes_by_host": [round(x[2]) for x in hosts]}
+                "sent_bytes_by_host": [round(x[0]) for x in hosts]}
 
     # ---- the entry -------------------------------------------------------------------------------
 
@@ -309,9 +294,10 @@ class _Runner(Run):
         for c in every:
             times = seconds.get(c.name)
             known: dict[str, Any] = {
-                "runtime": c.runtime, "predicted_ms": _rounded(c.predicted_ms), "also": c.also,
-                "executed_ms": _rounded(screened[c.name] if times is None
-                                        else float(np.median(times))),
+                "runtime": c.runtime, "also": c.also,
+                "predicted_ms": c.predicted_ms and round(c.predicted_ms, 3),
+                "executed_ms": round(screened[c.name] if times is None
+                                     else float(np.median(times)), 3),
                 "is_screened_only": times is None,
                 "verification": self.unsharded.verdicts[c.key]}
             if times is not None:
@@ -326,7 +312,7 @@ class _Runner(Run):
         best, peer = (min(names, key=lambda n: (found[n]["is_screened_only"],
                                                 found[n]["executed_ms"]), default=None)
                       for names in (theirs, peers))
-        step_ms = oper["executed_ms"]
+        step_ms, parted, side = oper["executed_ms"], found.get(IN_PARTS), self.sides.get(IN_PARTS)
         bound = None if self.case.whole_model else planned.lower_bound_ms
         return {
             "objective": self.case.objective,
@@ -339,17 +325,10 @@ class _Runner(Run):
             "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
-            **self._overlap(found),
+            # A step of whole batches over one in parts, whose exchanges hide behind dense layers.
+            "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
+            "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
-
-    def _overlap(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """A step of whole batches over one in parts, whose exchanges hide behind dense layers."""
-        if IN_PARTS not in found:
-            return {"overlap_ratio": None}
-        pipeline = self.sides[IN_PARTS].pipeline if IN_PARTS in self.sides else None
-        return {"overlap_ratio": round(found["oper"]["executed_ms"]
-                                       / found[IN_PARTS]["executed_ms"], 4),
-                "overlap_parts": pipeline and pipeline.num_parts}
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -361,10 +340,6 @@ class _Runner(Run):
             side.tables.close()
         del side
         gc.collect()
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
 
 
 def _paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:

@@ -50,15 +50,15 @@ def cases(quick: bool) -> list[Any]:
     """
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
-                     in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
+                     num_batches=8, num_stats_batches=8, timed_s=2.0)
                 for ids in ("1", "mixed")]
     found: list[Any] = []
     for hosts in _HOSTS:
-        found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids))
-                  for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
+        found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids),
+                       in_grid=True) for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
         if hosts == _GRID_HOSTS:
             found += [Case(f"inference/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids),
-                           "inference", _MEMORY_SHARE)
+                           in_grid=True, objective="inference", memory_share=_MEMORY_SHARE)
                       for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
     others = {
         "16x200": Links(16, 200), "4x1000": Links(4, 1000), "4x2000": Links(4, 2000),
@@ -66,11 +66,10 @@ def cases(quick: bool) -> list[Any]:
         "4x400-one-slow-link": Links(4, 400, slow_host_share=0.25),
         "4x400-two-racks-100": Links(4, 400, uplink_mbits=100),
         "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
-    found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
+    found += [Case(f"training/{name}/mixed", links, workload("mixed"))
               for name, links in others.items()]
-    found.append(Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"),
-                      whole_model=True, in_grid=False))
-    found.append(LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")))
+    found += [Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"), whole_model=True),
+              LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed"))]
     shapes = list(dict.fromkeys(c.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.shape))
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
-from oper.bench.cluster.network import Links, OnHosts
+from oper.bench.cluster.network import OnHosts
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather, joint_stats, planned, slowest
-from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side
 from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
@@ -37,24 +36,10 @@ class LinkChange(OnHosts):
     """One case: host 0's link loses speed while a model trains.
 
     Attributes:
-        name: for the record.
-        links: the cluster at the beginning of training.
-        work: the workload.
         share_after: share of its rate that host 0's link keeps.
-        num_batches: distinct batches, which repeat.
-        num_stats_batches: separate batches from which the statistics are taken.
-        in_grid: False, since the case is not part of the published grid.
-        constants: text of a topology file with the constants of processes on this machine.
     """
 
-    name: str
-    links: Links
-    work: Workload
     share_after: float = 0.25
-    num_batches: int = 32
-    num_stats_batches: int = 32
-    in_grid: bool = False
-    constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, slow the link down, and compare; rank 0 returns the record's entry. Collective."""

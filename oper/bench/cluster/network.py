@@ -20,8 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 from oper.bench.core.child import ProcessOptions
+from oper.bench.core.workload import Workload
 from oper.errors import OperError
 from oper.support.locks import locked
 
@@ -67,23 +69,33 @@ class Links:
         """Host of each rank; ranks are numbered host by host."""
         return [r // self.ranks_per_host for r in range(self.world_size)]
 
-    @property
-    def rates(self) -> list[float]:
-        """Mbit/s of each host's link."""
-        return [self.mbits * (self.slow_host_share if h == 0 else 1.0)
-                for h in range(self.num_hosts)]
-
     def rack_of(self, host: int) -> int:
         """The rack of a host, that is, the switch that it is connected to."""
         return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
 
 
+@dataclass(frozen=True, slots=True)
 class OnHosts:
-    """A case whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`."""
+    """A case whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`.
 
-    __slots__ = ()
+    Attributes:
+        name: for the record.
+        links: the cluster.
+        work: the workload.
+        num_batches: distinct batches.
+        num_stats_batches: separate batches from which the statistics are taken.
+        in_grid: whether the case is part of the published grid.
+        constants: text of a topology file with the constants of processes on this machine.
+    """
+
+    name: str
     links: Links
-    threads_per_rank = 1
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    in_grid: bool = False
+    constants: str = ""
+    threads_per_rank: ClassVar[int] = 1
 
     @property
     def world_size(self) -> int:
@@ -140,7 +152,8 @@ def _switch_name(rack: int) -> str:
 def set_rates(links: Links, is_limited: bool) -> None:
     """Limit the links of a running cluster, or remove the limits."""
     ends = []
-    for host, rate in enumerate(links.rates):
+    for host in range(links.num_hosts):
+        rate = links.mbits * (links.slow_host_share if host == 0 else 1.0)
         ends += [(host_name(host), INTERFACE, rate),
                  (_switch_name(links.rack_of(host)), f"port{host}", rate)]
     if links.uplink_mbits:

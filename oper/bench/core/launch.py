@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -113,6 +114,7 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     for case in cases:
         result = case.measure(lambda text, name=case.name: tell("progress", f"{name}: {text}"))
         tell("result", json.dumps(result))
+        gc.collect()  # the next case needs the memory
     if world_size > 1:
         dist.barrier()
     sys.stdout.flush()

@@ -21,10 +21,6 @@ from oper.support import kernel
 from oper.support.files import read_json, write_text
 from oper.support.versions import versions
 
-# Variables that change what is measured; each record holds those that are set.
-ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
-               "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
-
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory (bytes), kernel and the kernel's huge-page settings."""
@@ -197,8 +193,7 @@ def interface_counters(name: str) -> np.ndarray:
     """Counters of a network interface of this network namespace since it was made.
 
     Returns:
-        float64 [3]: bytes sent, packets sent and bytes received, with the headers of all protocols.
+        float64 [2]: bytes and packets sent, with the headers of all protocols.
     """
     folder = Path(f"/sys/class/net/{name}/statistics")
-    return np.array([float((folder / counter).read_text())
-                     for counter in ("tx_bytes", "tx_packets", "rx_bytes")])
+    return np.array([float((folder / f"tx_{what}").read_text()) for what in ("bytes", "packets")])

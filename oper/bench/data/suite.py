@@ -28,7 +28,6 @@ _KINDS: dict[str, tuple[Callable[[int, Path], dict[str, Any]], int, int]] = {
     "loader": (loader, 60_000, 2_600_000), "increment": (increment, 200_000, 4_000_000),
     "store": (store, 60_000, 1_000_000), "sessions": (sessions, 8_000, 60_000)}
 FIGURES: tuple[tuple[str, ...], ...] = ()  # every case has its own: all of them are shown
-NOTE = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -148,6 +149,7 @@ def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
 
 
 def _plan(folder: Path, case: Training) -> dict[str, Any]:
+    from oper.bench.core.planning import rows_by_placement
     from oper.data import Folder
     from oper.search.explain.summary import as_json
     from oper.search.planner import plan_problem
@@ -160,13 +162,11 @@ def _plan(folder: Path, case: Training) -> dict[str, Any]:
         Topology.this_host(WORLD_SIZE), objective="training", batch_size=case.batch_size)
     plan = plan_problem(problem)
     plan.save(case.plan)
-    tiers: dict[str, dict[str, int]] = {}
-    for entry in plan.tables:
-        for tier in (t for piece in entry.pieces for t in piece.tiers):
-            sums = tiers.setdefault(f"{tier.placement} {tier.mode}", {"tiers": 0, "rows": 0})
-            sums["tiers"] += 1
-            sums["rows"] += tier.stop - tier.start
-    return as_json(plan, problem) | {"tiers": tiers}
+    count = Counter(f"{tier.placement} {tier.mode}" for entry in plan.tables
+                    for piece in entry.pieces for tier in piece.tiers)
+    return as_json(plan, problem) | {"tiers": {
+        kind: {"tiers": count[kind], "rows": n}
+        for kind, n in rows_by_placement(plan.tables).items()}}
 
 
 def _best(sides: dict[str, Any], what: str) -> str:

@@ -168,19 +168,13 @@ def run_case(case: Case, workload: Workload) -> dict[str, Any]:
         "ratio_vs_best_peer": None if best is None else peers[best] / found.step_us,
         "ratio_vs_torchrec": None if own is None else own / found.step_us,
         "torchrec_step_us": own, "torchrec_seconds": torchrec_seconds,
-        "torchrec": None if torchrec is None else _verdict(theirs, own),
+        "torchrec": None if torchrec is None else "best of its proposers" if own is not None else (
+            "its plans do not fit" if theirs else "no plan within the time limit"),
         "peers_step_us": peers, "imbalance": found.imbalance, "peak_rss_mb": peak_rss_mb,
         "verified": bool(found.fits and verdict.certified
                          and (better is plan or verify_plan(better, problem).certified)
                          and (best is None or found.step_us <= peers[best] * (1 + 1e-9))),
     }
-
-
-def _verdict(theirs: Mapping[str, Any], step_us: float | None) -> str:
-    """What became of TorchRec's planner, in words."""
-    if step_us is not None:
-        return "best of its proposers"
-    return "its plans do not fit" if theirs else "no plan within the time limit"
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -113,10 +113,10 @@ def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | N
           ) -> list[Any]:
     """A case per grade, and customers who come back; small ones, of a grade, when `quick`."""
     found: list[Any] = [*(Case(grade, grade) for grade in ("random", "medium", "expert")),
-                        RetentionCase(runs=runs)]
+                        RetentionCase("retention", GRADE, 1000, 300, runs=runs)]
     if quick:
         found = [Case("medium", "medium", 120, 60, 40),
-                 RetentionCase(num_logged=60, num_served=30, steps=20, short_steps=20, runs=runs)]
+                 RetentionCase("retention", GRADE, 60, 30, 20, short_steps=20, runs=runs)]
     return [replace(case, num_seeds=seeds, weights=weights) for case in found]
 
 
@@ -146,28 +146,16 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class RetentionCase:
-    """A log of customers who come back.
+class RetentionCase(Case):
+    """A log of customers who come back: as `Case`, with customers in the place of visits.
 
     Attributes:
-        name: of the case.
-        num_logged: customers in it.
-        num_served: customers of every policy, the same ones.
-        steps: gradient steps of CDT4Rec and of the Decision Transformer.
-        short_steps: of all others, whose steps take a fraction of the time; with half as many
-            customers in a batch.
-        num_seeds: trainings.
-        weights: folder of VirtualTaobao's weights; None = a shop of random networks.
+        short_steps: of all but CDT4Rec and the Decision Transformer, whose steps take a fraction of
+            the time; with half as many customers in a batch.
         runs: folder where every seed's outcomes are kept; None = nowhere.
     """
 
-    name: str = "retention"
-    num_logged: int = 1000
-    num_served: int = 300
-    steps: int = 600
     short_steps: int = 1500
-    num_seeds: int = 3
-    weights: str | None = None
     runs: str | None = None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
@@ -180,7 +168,7 @@ class RetentionCase:
 
         progress("policies that learn nothing")
         served = {"random": [serve(random_policy)],
-                  "behaviour": [serve(graded_policy(shop, GRADE))],
+                  "behaviour": [serve(graded_policy(shop, self.grade))],
                   "oracle of clicks": [serve(Oracle(shop, 1))],
                   "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
         asked, answered, repeated = [], [], True
@@ -207,7 +195,7 @@ class RetentionCase:
         plain = replace(config, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         progress(f"log {seed}")
-        log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
+        log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
         targets = [high_return(log, q) for q in QUANTILES]
         progress(f"transformers, seed {seed}")
         model = train_cdt4rec(log, config, options, seed)
@@ -235,7 +223,7 @@ class RetentionCase:
                           *(Path(source).read_bytes() for source in sources))
 
 
-CLICKS, RETURNS, PAGES = range(3)  # rows of an outcome
+CLICKS, VISITED, PAGES = range(3)  # rows of an outcome
 
 
 def _outcome(episodes: Episodes) -> np.ndarray:
@@ -252,7 +240,7 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
     every = {name: np.stack(runs, axis=1) for name, runs in served.items()}  # [3, seeds, N]
     clicks = {name: np.tile(x[CLICKS], (num_seeds // x.shape[1], 1)) for name, x in every.items()}
     return {name: {"return": bootstrap(clicks[name]).to_json(),
-                   "visits": bootstrap(x[RETURNS]).to_json(),
+                   "visits": bootstrap(x[VISITED]).to_json(),
                    "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
                    "pages": round(float(x[PAGES].mean()), 3),
                    "by_seed": x[CLICKS].mean(axis=1).round(3).tolist()}

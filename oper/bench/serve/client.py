@@ -167,7 +167,7 @@ class _Sender:
         host, _, port = address.rpartition(":")
         self._place, self._most = (host.strip("[]"), int(port)), connections
         self._messages = []
-        for request in served.library():
+        for request in map(served.query, range(served.num_queries)):
             body, length = encode_request(request.expanded()) if not once else encode_request(
                 request, served.signature.features)
             self._messages.append(

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.memory import num_descriptors, pss_bytes
 from oper.bench.serve.client import LoadClient
 from oper.bench.serve.models import (
     VARIANTS,
@@ -82,15 +81,6 @@ class Host(Child):
         super().__init__(_host, (served, options, run, kind), "the server of the benchmark")
         self.address: str = self.wait()
 
-    def usage(self) -> tuple[int, int]:
-        """PSS in bytes and open descriptors of supervisor and workers together."""
-        pids: Sequence[int] = [*self.ask("pids"), self.pid]
-        return sum(pss_bytes(p) for p in pids), sum(num_descriptors(p) for p in pids)
-
-    def close(self, seconds: float = 90.0) -> int:
-        """Drain and end; the exit code."""
-        return super().close(seconds)
-
 
 @contextlib.contextmanager
 def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
@@ -106,7 +96,7 @@ def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
         finally:
             client.close()
     finally:
-        code = host.close()
+        code = host.close(90.0)  # it drains
     if code:
         raise OperError(f"the server of case {name} ended with exit code {code}")
 

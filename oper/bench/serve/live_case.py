@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.memory import cpu_seconds
+from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import TOLERANCE, LoadClient, Seen
 from oper.bench.serve.host import BATCHING, Host, Swap, client_of
@@ -289,7 +289,7 @@ def _soak(live: _Live) -> dict[str, Any]:
     target = settings.expected_qps
     live.client.start(settings)
     begin, killed, swaps = time.monotonic(), 0, 0
-    samples: list[tuple[float, int, int]] = []
+    samples: list[tuple[float, ...]] = []
     busy: dict[int, float] = {}  # processor time of workers at 60 %
     while (done := (time.monotonic() - begin) / case.seconds) < 1:
         live.progress(f"{target:.0f} queries/s, {int(done * 10) * 10} %")
@@ -301,9 +301,11 @@ def _soak(live: _Live) -> dict[str, Any]:
             swaps += 1
         with contextlib.suppress(OperError):  # a worker that ends while it is looked at
             if live.host.ask("counts")["workers"] == case.workers:
-                samples.append((done, *live.host.usage()))
+                pids = live.host.ask("pids")
+                samples.append((done, *(sum(map(of, [*pids, live.host.pid]))
+                                        for of in (pss_bytes, num_descriptors))))
                 if done > 0.6 and not busy:
-                    busy = {pid: cpu_seconds(pid) for pid in live.host.ask("pids")}
+                    busy = {pid: cpu_seconds(pid) for pid in pids}
         time.sleep(min(1.0, case.seconds / 60))
     spent = sorted((cpu_seconds(pid) - before for pid, before in busy.items()), reverse=True)
     seen = live.client.finish(case.seconds)
@@ -320,7 +322,7 @@ def _soak(live: _Live) -> dict[str, Any]:
             **share, "run": _summary(seen), "loadgen": settings.to_json()}
 
 
-def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
+def _growth(samples: list[tuple[float, ...]]) -> dict[str, Any]:
     """Growth of memory and descriptors from the middle fifth of the run to the last one."""
     table = np.array(samples, np.float64).reshape(-1, 3)
     middle = table[(table[:, 0] >= 0.4) & (table[:, 0] < 0.6)]

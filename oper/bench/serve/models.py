@@ -90,10 +90,6 @@ class ServeWork:
                 for t, ((name, table), n) in enumerate(found)}, stats.source, True)
         return TieredRows(stats, self.error_budget)
 
-    def library(self) -> list[Request]:
-        """All queries."""
-        return [self.query(k) for k in range(self.num_queries)]
-
 
 def build(served: ServeWork, device: str) -> nn.Module:
     """The float32 DLRM, with weights on ``"cpu"``, without on ``"meta"``."""

@@ -223,7 +223,7 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
     queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
-    library = served.library()
+    library = [served.query(k) for k in range(served.num_queries)]
     build(served, "meta")  # imports what the model needs: not part of its memory
     give_back_memory()
     before = unfiled_pss_bytes(os.getpid())

@@ -7,6 +7,7 @@ take turns, run by run, so that they meet the same arrivals and share the machin
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -94,15 +95,12 @@ def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Resu
         run: of a contender at a rate; told how often it has run at it before.
         seconds: no turn begins after this time.
     """
-    names = list(searches)
-    until = time.monotonic() + seconds
-    turn = 0
-    while time.monotonic() < until:
+    names, until = list(searches), time.monotonic() + seconds
+    for turn in itertools.count():
         steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
-        if not steps:
+        if not steps or time.monotonic() >= until:
             return
         shift = turn % len(names)
-        turn += 1
         for name in names[shift:] + names[:shift]:
             if name in steps and time.monotonic() < until:
                 step = steps[name]

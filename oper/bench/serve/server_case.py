@@ -29,6 +29,7 @@ _TUNED = ("torchrec-1p", "torch-1p")
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
 _NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
 _CHECKED = 16
+_MOST_QUERIES = (1, 4)  # of a batch, as tried for each contender
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,6 @@ class ServerCase:
     Attributes:
         name: for the record.
         served: what is scored.
-        bound_ms: latency bound of 99 % of the queries.
-        max_queries: of a batch, as tried for each contender.
         run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
             that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
             many.
@@ -50,8 +49,6 @@ class ServerCase:
 
     name: str
     served: ServeWork = field(default_factory=ServeWork)
-    bound_ms: float = 10.0
-    max_queries: tuple[int, ...] = (1, 4)
     run_s: float = 2.5
     min_queries: int = 2000
     search_s: float = 900.0
@@ -91,7 +88,7 @@ class _Runner:
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
         # Threads of a worker, queries of its largest batch, and the way to run its model.
-        self.ways = dict.fromkeys(CONTENDERS, (1, case.max_queries[0], VARIANTS[0]))
+        self.ways = dict.fromkeys(CONTENDERS, (1, _MOST_QUERIES[0], VARIANTS[0]))
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
@@ -109,7 +106,7 @@ class _Runner:
         tried = {}
         for name, (kind, _) in CONTENDERS.items():
             at, p99 = replace(server, expected_qps=0.6 * rates[name]), {}
-            for way in itertools.product((1, 2) if name in _TUNED else (1,), self._case.max_queries,
+            for way in itertools.product((1, 2) if name in _TUNED else (1,), _MOST_QUERIES,
                                          VARIANTS if kind == "torchrec" else VARIANTS[:1]):
                 self.ways[name] = way
                 found = [self(name, replace(at, seed=at.seed + k)) for k in range(2)]
@@ -122,8 +119,7 @@ class _Runner:
 
 def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
              ) -> dict[str, Any]:
-    base = loadgen.Settings("Offline", 300, case.other_s, bound_ms=case.bound_ms,
-                            num_samples=case.served.num_queries)
+    base = loadgen.Settings("Offline", 300, case.other_s, num_samples=case.served.num_queries)
     server = replace(base, scenario="Server", min_duration_s=case.run_s,
                      min_queries=case.min_queries)
     run = _Runner(case, pools, progress)

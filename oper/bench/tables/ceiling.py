@@ -90,20 +90,17 @@ class Ceiling:
                                      for f, w in enumerate(where)]) for ids in batches]
         self._pooling = pooling
         size = batches[0].shape[1] // pooling
-        self.out = torch.empty(size, self._dim * len(names))
+        self._out = torch.empty(size, self._dim * len(names))
         self.settings: dict[str, int | str | bool] = {}
         self._prefetch, self._stream = PREFETCH_ROWS[0], False
         self._arrange(ORDERS[0], len(batches))
 
-    def run(self, number: int) -> None:
-        """Gather batch `number` (modulo the number of batches) into `out`."""
+    def run(self, number: int) -> torch.Tensor:
+        """Gather batch `number` (modulo the number of batches); the result is valid until the next
+        one."""
         torch.ops.oper.gather_ceiling(*self._batches[number % len(self._batches)], self._dim,
-                                      self._prefetch, self._stream, self.out)
-
-    def gathered(self, number: int) -> torch.Tensor:
-        """`out` after batch `number`."""
-        self.run(number)
-        return self.out
+                                      self._prefetch, self._stream, self._out)
+        return self._out
 
     def tune(self, align: Callable[[], None]) -> float:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.

@@ -118,8 +118,7 @@ class LookupCase(Case):
             ceiling = Ceiling(model.tables, run.ids(), work.pooling)
             ceiling.tune(align)
             figures["ceiling"] = ceiling.settings
-            timed["ceiling"] = ceiling.run
-            checked["ceiling"] = ceiling.gathered
+            timed["ceiling"] = checked["ceiling"] = ceiling.run
         run.say("comparing with the unsharded collection")
         verdicts = verify(checked, peers, len(kjts))
         own = self.threads_per_rank
@@ -296,7 +295,7 @@ class ScaleCase(Case):
         kjts = [make_kjt(work, x) for x in ids]
         sums, verdict = Ceiling(model.tables, ids, work.pooling), Verdict()
         with torch.no_grad():
-            verdict.compare("pooled", model(kjts[0]).values(), sums.gathered(0))
+            verdict.compare("pooled", model(kjts[0]).values(), sums.run(0))
         gradient = run.gradient(work.seed, work.batch_size // run.world_size)
         align = aligner(model.tables)
         step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
@@ -324,7 +323,7 @@ def scale_cases() -> list[ScaleCase]:
     """The points of all axes: exponent 1.05, and 10 ids per bag except along batch sizes and
     tables."""
     base = Workload(num_rows=(500_000,) * 8, pooling=10)
-    points = {
+    points: dict[str, dict[Any, Workload]] = {
         "rows": {f"{size:g}GB": replace(base, num_rows=(int(size * 1e9 / (8 * base.dim * 4)),) * 8)
                  for size in (0.1, 1.0, 4.0, 12.0)},
         "batch": {batch: replace(base, batch_size=batch, pooling=2)
