@@ -16,10 +16,10 @@ from oper.errors import InvalidInputError
 from oper.support.files import check_target
 
 # A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
-# tables of its report, see `report`; and ``NOTE``, what stands below them. It may have
+# tables of its report, see `report`. It may have ``NOTE``, what stands below them;
 # ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
-# ``possible(args, cases)`` where some cannot run, ``totals(entries)`` where the record has more
-# than its cases, and ``remarks(entries)`` for what no table says.
+# ``totals(entries)`` where the record has more than its cases, and ``remarks(entries)`` for what no
+# table says.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
@@ -84,36 +84,32 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
                                 f"a pattern for {[c.name for c in every]}",
                                 "change the pattern, or leave --only out to run all cases")
-    if hasattr(module, "possible"):
-        chosen = module.possible(args, chosen)
-    known = record.resumed(args.resume, args.json, args.benchmark, [c.name for c in every])
+    known = record.resumed(args.resume, args.json, args.benchmark)
     left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)
     load = load_before = record.load_average()
     # What is known comes first: none of it is lost if the run ends early.
     entries: list[dict[str, Any]] = list(known.values())
-    totals: dict[str, Any] = {}
 
-    def write() -> None:
-        nonlocal totals
-        totals = module.totals(entries) if hasattr(module, "totals") else {}
+    def write() -> dict[str, Any]:
+        totals: dict[str, Any] = module.totals(entries) if hasattr(module, "totals") else {}
         if args.json:
             record.write(args.json, record.record(
                 args.benchmark, record.command_line(args, "oper", "bench", args.benchmark), entries,
                 load_before) | totals)
+        return totals
 
-    if known:
-        write()
+    totals = write() if known else {}
     found = module.run(args, left) if hasattr(module, "run") else measured(left)
     for entry in found if left else ():
         entries.append({**entry, "load_before": load, "load_after": record.load_average()})
         load = entries[-1]["load_after"]
         print(f"{len(entries)}/{len(known) + len(left)} {entry['name']} done", file=sys.stderr,
               flush=True)
-        write()  # after every case: an interrupted run keeps what it has
+        totals = write()  # after every case: an interrupted run keeps what it has
     shown = [*entries, {"name": "all", **totals}] if totals else entries
-    print(report(shown, module.FIGURES) + module.NOTE, end="")
+    print(report(shown, module.FIGURES) + getattr(module, "NOTE", ""), end="")
     if hasattr(module, "remarks"):
         print(module.remarks(entries), end="")
     if args.json:

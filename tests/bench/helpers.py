@@ -1,25 +1,30 @@
-"""What runs in processes that tests of benchmarks start."""
+"""Benchmarks as tests run them, and what runs in processes that these start."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from oper.bench.core.child import obey
-from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.launch import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A case that says its name."""
+    """A case that fails where it has a name."""
 
     name: str
+    world_size: ClassVar[int] = 1
+    threads_per_rank: ClassVar[int] = 1
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Raises ValueError."""
-        raise ValueError(self.name)
+        if self.name:
+            raise ValueError(self.name)
+        return {"verified": True}
 
 
 def doubles(pipe: Any) -> None:
@@ -34,7 +39,12 @@ def dies(pipe: Any) -> None:
     pipe.send(None)
 
 
-def together(cases: Sequence[Any], world_size: int) -> dict[str, dict[str, Any]]:
-    """Entries by name of cases of several kinds in the same processes, which take long to start."""
-    return {case.name: {"name": case.name, **found} for case, found in zip(
-        cases, run_workers(cases, world_size), strict=True)}
+def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], str]:
+    """The entries of the record of ``oper bench``, which stays in the folder, and what was printed.
+    """
+    from tests.support import run_here
+
+    out = folder / "record.json"
+    done = run_here("bench", *words, "--json", str(out), env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())["cases"], done.stdout

@@ -26,6 +26,7 @@ from oper.bench.cluster.contenders import Contender, Planned
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
 from oper.bench.core import record
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
 from oper.bench.tables.sides import Side
@@ -54,8 +55,8 @@ def _namespaces() -> list[str]:
 
 
 def _run(*cases: Case | LinkChange) -> list[dict[str, Any]]:
-    found = grid._run_group(cases, as_toml(Topology.this_host(2)))
-    return [{"name": c.name, **entry} for c, entry in zip(cases, found, strict=True)]
+    alone = as_toml(Topology.this_host(2))
+    return list(measured([replace(c, constants=alone) for c in cases]))
 
 
 @emulated
@@ -128,7 +129,7 @@ def test_a_link_drops_while_a_model_trains() -> None:
 @emulated
 @pytest.mark.slow
 def test_a_whole_dlrm() -> None:
-    entry, = _run(replace(CASE, whole_model=True, in_grid=False))
+    entry, = _run(replace(CASE, whole_model=True))
     assert entry["verified"] is True, entry["contenders"]
     assert "dense" in entry["contenders"]["oper"]["verification"]["max_relative_diff"]
     assert entry["ratio_step"] > 0 and entry["predicted_step_ms"] is None
@@ -147,7 +148,7 @@ def test_irregular_clusters_and_inference() -> None:
     links = Links(3, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
                   host_0_cpu=0.9 if not why_no_quota() else 1.0)
     entry, lookups = _run(
-        replace(CASE, links=links, in_grid=False),
+        replace(CASE, links=links),
         replace(CASE, name="lookups", links=links, objective="inference", memory_share=0.5))
     for found in (entry, lookups):
         assert found["verified"] is True, found["contenders"]
@@ -270,7 +271,7 @@ def test_the_grid() -> None:
     assert len({c.name for c in every}) == len(every)
     assert all(c.work.batch_size == 4096 and len(c.work.num_rows) == 26 and
                max(c.work.num_rows) == 200_000 for c in every)
-    shapes = [c.links.shape for c in every]  # cases of one cluster follow each other
+    shapes = [c.shape for c in every]  # cases of one cluster follow each other
     assert len(set(shapes)) == 1 + sum(a != b for a, b in itertools.pairwise(shapes))
 
 

@@ -12,9 +12,10 @@ from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite as device
-from oper.bench.device.cases import draw_inputs, floor_bytes, one_rank_plan
+from oper.bench.device.cases import draw_inputs, floor_bytes
 from oper.bench.device.contenders import open_tables, oper_side
 from oper.bench.device.reference import Reference
+from oper.plan import uniform_plan
 from oper.shmem import library
 from tests.cuda import emulated
 
@@ -64,11 +65,11 @@ def test_wrong_rows_are_found(kernels: None) -> None:
     inputs = draw_inputs(CASE, where, 0)
     gradient = torch.ones(16, 16, device=where)
     reference = Reference(CASE, where, [inputs], gradient)
-    tables: Any = open_tables(CASE, where, one_rank_plan(CASE))
+    tables: Any = open_tables(CASE, where, uniform_plan(CASE.tables(), 1))
     side = oper_side(tables, CASE.tables())
     assert reference.check_lookup(side, inputs)["passed"]
     assert not reference.check_rows(side)["passed"], "rows that were not trained"
-    side.step(inputs, gradient)
+    side.forward(inputs).backward(gradient)
     assert reference.check_rows(side)["passed"]
     assert not reference.check_lookup(side, inputs)["passed"], "the rows have changed"
     tables.close()

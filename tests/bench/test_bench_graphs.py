@@ -59,8 +59,7 @@ def test_counts_find_what_shares_invent() -> None:
     assert independent["shares"]["false_positive_rate"]["mean"] > 0.5
     assert independent["log_counts"]["true_positive_rate"] is None
     assert sparse["ratio_shd"] < 0.7
-    text = report([independent, sparse], graphs.FIGURES)
-    assert "sparse: shares" in text and "nan" not in text
+    assert "nan" not in report([independent, sparse], graphs.FIGURES)
 
 
 def test_users_choose_by_their_tastes() -> None:

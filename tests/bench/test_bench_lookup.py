@@ -19,7 +19,6 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.bench import helpers
 
 WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 SMALL = {"num_batches": 4, "num_stats_batches": 4, "rounds": 2, "per_round": 2}
@@ -34,7 +33,7 @@ Entry = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Entry]:
-    return helpers.together(IN_TWO_PROCESSES, 2)
+    return {entry["name"]: entry for entry in measure(IN_TWO_PROCESSES)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -62,7 +61,6 @@ def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
     assert set(entry["timings"]) == {"oper", "fbgemm"}
     assert entry["ratio_update"] == pytest.approx(
         entry["fbgemm_update_ms"] / entry["oper_update_ms"], rel=1e-2)
-    assert entry["name"] in report([entry], lookup.FIGURES)
 
 
 def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
@@ -75,7 +73,6 @@ def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
     assert 40 < distinct <= ids
     assert full == pytest.approx(
         ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
-    assert "scale-dim-64" in report(entries, lookup.FIGURES)
 
 
 def test_growing_tables_are_set_beside_the_bare_machine(measured: dict[str, Entry]) -> None:

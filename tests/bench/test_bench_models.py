@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients, plan_kinds
+from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients
 from oper.train.engines import Engine, dense_optimizer, is_table
 from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
+from tests.bench.helpers import bench
 from tests.support import run_here
 
 
@@ -21,18 +21,13 @@ from tests.support import run_here
     # It has pooled tables, which TorchRec does not shard row-wise on CPU.
     ("cadvae", {"table_wise", "column_wise"}), ("hstu", {"table_wise", "row_wise", "column_wise"})])
 def test_training_steps_of_a_recommender(model: str, kinds: set[str], tmp_path: Path) -> None:
-    done = run_here("bench", "train", "--model", model, "--quick", "--json",
-                    str(tmp_path / "record.json"))
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert f"--model {model}" in record["command"]
-    (case,) = record["cases"]
+    (case,), printed = bench(tmp_path, "train", "--model", model, "--quick")
     assert case["verified"] and max(case["max_relative_diff"].values()) <= 1e-4
     assert set(case["plans"]) == {"oper", "planner"} | kinds
     for phase in ("embedding", "step"):
         best = min(case["plans"][p][phase]["median_ms"] for p in case["plans"] if p != "oper")
         assert case[f"torchrec_{phase}_ms"] == best
-    assert "torchrec" in done.stdout
+    assert "torchrec" in printed
 
 
 def test_users_of_hstu_have_as_many_items_as_those_of_movielens() -> None:
@@ -64,24 +59,15 @@ def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
     assert len(set(map(id, seen))) == len(seen)
 
 
-def test_what_torchrec_can_do_with_sequences() -> None:
-    task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=1).config())
-    assert plan_kinds(task.build()) == ("planner", "table_wise", "row_wise", "column_wise")
-
-
 def test_the_simulator(tmp_path: Path) -> None:
-    command = ["bench", "simulator", "--quick", "--seeds", "1", "--runs", str(tmp_path / "runs"),
-               "--json", str(tmp_path / "record.json")]
-    done = run_here(*command)
-    assert done.returncode == 0, done.stderr
-    case, retention = json.loads((tmp_path / "record.json").read_text())["cases"]
+    command = ["simulator", "--quick", "--seeds", "1", "--runs", str(tmp_path / "runs")]
+    (case, retention), printed = bench(tmp_path, *command)
     # What is kept is taken as it is, whatever it says.
     (kept,) = (tmp_path / "runs").iterdir()
     with np.load(kept) as stored:
         arrays = {name: stored[name] for name in stored.files}
-    np.savez(kept, **arrays | {"iql/clicks": arrays["iql/clicks"] + 1})
-    assert run_here(*command, "--only", "retention").returncode == 0
-    (again,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    np.savez(kept, **arrays | {"iql": arrays["iql"] + 1})
+    (again,), _ = bench(tmp_path, *command, "--only", "retention")
     mean = again["policies"]["iql"]["return"].pop("mean")
     assert mean == pytest.approx(retention["policies"]["iql"]["return"]["mean"] + 1)
     assert again["policies"]["cql"] == retention["policies"]["cql"]
@@ -98,5 +84,5 @@ def test_the_simulator(tmp_path: Path) -> None:
     asked = retention["asked"]
     assert len(asked["spearman"]) == 1 and -1 <= asked["spearman"][0] <= 1
     assert asked["served"][0][5] == pytest.approx(clicks["cdt4rec"], abs=1e-3)
-    assert "no statement on a real shop" in done.stdout
+    assert "no statement on a real shop" in printed
     assert run_here("bench", "simulator", "--weights", str(tmp_path)).returncode == 1

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support import real_data, run_oper
+from tests.bench.helpers import bench
+from tests.support import real_data
 
 
 def test_simulated_logs(tmp_path: Path) -> None:
-    out = tmp_path / "record.json"
-    done = run_oper("bench", "off-policy", "--quick", "--samples", "200", "--json", str(out),
-                    env={"OPER_DATA": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    entries = json.loads(out.read_text())["cases"]
+    entries, printed = bench(tmp_path, "off-policy", "--quick", "--samples", "200",
+                             OPER_DATA=str(tmp_path))
     assert [e["name"] for e in entries] == ["simulated/rows", "simulated/visitors",
                                             "simulated/recommender"]
     for e in entries:
         assert set(e["coverage"]) == {"ips", "snips", "dm", "dr", "switch-dr", "dros", "mips"}
         assert abs(e["bias"]["ips"]) < e["rmse"]["ips"] and e["rmse"]["dr"] < e["rmse"]["ips"]
-    assert "coverage at 95 %" in done.stdout and "on policy" not in done.stdout
+    assert "coverage at 95 %" in printed and "on policy" not in printed
 
 
 def test_open_bandit(tmp_path: Path) -> None:
     log = real_data("open_bandit/random/women/women.csv.gz")
-    out = tmp_path / "record.json"
-    done = run_oper("bench", "off-policy", "--only", "open-bandit/*", "--samples", "200", "--json",
-                    str(out), env={"OPER_DATA": str(log.parents[3]), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    entries = {e["name"]: e for e in json.loads(out.read_text())["cases"]}
+    found, _ = bench(tmp_path, "off-policy", "--only", "open-bandit/*", "--samples", "200",
+                     OPER_DATA=str(log.parents[3]))
+    entries = {e["name"]: e for e in found}
     assert len(entries) == 4
     same = entries["open-bandit/random-log/random"]  # every estimate is near what was logged
     rate = same["on_policy"]["mean"]

@@ -14,7 +14,7 @@ from oper.bench.plan.workloads import Workload, cluster, drawn, machine
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import make_problem
+from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from tests.bench import helpers
@@ -180,9 +180,13 @@ def test_torchrec_is_a_peer(suite, tmp_path) -> None:
     assert case["ratio_vs_torchrec"] >= 1
 
 
-def test_a_planner_that_does_not_come_back_is_ended() -> None:
+@pytest.fixture
+def stated() -> Problem:
     work = small()
-    stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
+    return make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
+
+
+def test_a_planner_that_does_not_come_back_is_ended(stated: Problem) -> None:
     with closing(TorchRecPlanner(10.0)) as planner:
         planner.time_limit_s = -1.9  # gives up after a tenth of a second
         assert planner.propose(stated) == {}
@@ -193,10 +197,8 @@ def test_a_planner_that_does_not_come_back_is_ended() -> None:
     assert planner._child is None
 
 
-def test_a_planner_that_dies_is_no_more_than_one_without_plans(monkeypatch) -> None:
+def test_a_planner_that_dies_is_no_more_than_one_without_plans(stated, monkeypatch) -> None:
     monkeypatch.setattr(plan_peer, "_serve", helpers.dies)
-    work = small()
-    stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
     with closing(TorchRecPlanner(30.0)) as planner:
         for _ in range(2):
             assert planner.propose(stated) == {}

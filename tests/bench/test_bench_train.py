@@ -12,7 +12,7 @@ from oper.bench.tables import train
 from oper.bench.tables.sides import Dense
 from oper.bench.tables.train import TrainCase
 from oper.train.config import DLRMConfig
-from tests.bench import broken, helpers
+from tests.bench import broken
 
 TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 UNEVEN = replace(TINY, lengths=(1, 3))
@@ -47,7 +47,7 @@ def measured() -> list[dict[str, Any]]:
     cases = [_case("ebc"), _case("dlrm", Dense()), _case("broken", kind=broken.BrokenTrainCase),
              _case("dcn", CROSS, UNEVEN),
              _case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN)]
-    return list(helpers.together(cases, 2).values())
+    return list(measure(cases))
 
 
 def test_two_processes_measure_and_verify(measured: list[dict[str, Any]]) -> None:

@@ -8,6 +8,8 @@ then predicts steps of workloads and placements that the fit did not use.
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,12 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.calibrate.network import (
-    across_hosts,
-    is_launched,
-    measure_hosts,
-    measure_network,
-)
+from oper.bench.calibrate.network import across_hosts, measure_hosts, measure_network
 from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
@@ -67,7 +64,6 @@ class Sample:
         kind: one of `worker.KINDS`.
         stats: its access statistics, of other batches.
         wall_us: median of the slowest rank's undisturbed steps.
-        median_us: median of all steps: far above `wall_us` when other programs use the machine.
         phases_us: float64 [3, W], medians of forward, backward and update in microseconds, waiting
             left out.
         bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
@@ -78,7 +74,6 @@ class Sample:
     kind: str
     stats: AccessStats
     wall_us: float
-    median_us: float
     phases_us: np.ndarray
     bytes_read: dict[str, dict[str, int]] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
@@ -112,7 +107,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
     for path in filter(None, (args.output, args.check)):
         check_target(path)
-    if is_launched():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun has started several processes
         return _run_on_hosts(args)
     if args.hosts_per_rack:
         raise InvalidInputError("cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
@@ -182,7 +177,7 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
             for kind, x in result.items():
                 forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
                 phases = np.stack([forward, reduce, update + refresh])
-                samples.append(Sample(case.work, kind, stats, x["wall_us"], x["median_us"], phases,
+                samples.append(Sample(case.work, kind, stats, x["wall_us"], phases,
                                       x["bytes_read"], {k: x[k] for k in _QUALITY}))
     fitted = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
     return *fitted, [s for s in samples if s.work in checking]
@@ -371,7 +366,7 @@ class _Clock:
         phases = np.array([s.phases_us for s in samples])
         busy = phases > _IDLE_US
         pushes = np.array(["push" in s.kind for s in samples])
-        width = np.array([s.quality.get("interval", 0.0) for s in samples])
+        width = np.array([s.quality["interval"] for s in samples])
         weight = np.minimum(1.0, INTERVAL / np.maximum(width, 1e-9))
         return _Clock(busy, phases[busy], np.array([s.wall_us for s in samples]),
                       len(_PHASES) + 1.0 * pushes,
@@ -422,41 +417,28 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
     Returns:
         ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
         plans), ``spearman_all``, ``spread`` (largest / smallest measured step),
-        ``signed_error_by_kind`` (median of predicted / measured - 1), ``by_workload``
-        (``median_error``, ``spearman`` and ``spread`` of each), ``delayed`` (mean and largest share
-        of a plan's steps in which a rank waited for its core), ``interval`` (median and widest, of
-        the measured medians), ``plans``.
+        ``signed_error_by_kind`` (median of predicted / measured - 1), ``delayed`` (mean and largest
+        share of a plan's steps in which a rank waited for its core), ``plans``.
     """
-    plans = []
     models = _modelled(_stated(samples, topology), topology)
-    for s, model in zip(samples, models, strict=True):
-        predicted = model.step_us
-        plans.append({"name": s.name, "kind": s.kind, "placement_fitted": s.kind in _FITTED,
-                      "predicted_us": predicted, "measured_us": s.wall_us,
-                      "measured_median_us": s.median_us, **s.quality, "bytes_read": s.bytes_read,
-                      "error": abs(predicted - s.wall_us) / s.wall_us,
-                      "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
-                      "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()})
+    plans = [{"name": s.name, "kind": s.kind, "predicted_us": model.step_us,
+              "measured_us": s.wall_us, **s.quality, "bytes_read": s.bytes_read,
+              "error": abs(model.step_us - s.wall_us) / s.wall_us,
+              "predicted_phases_us": [round(p.time_us, 1) for p in model.phases],
+              "measured_phases_us": s.phases_us.max(axis=1).round(1).tolist()}
+             for s, model in zip(samples, models, strict=True)]
     us = np.array([[p["predicted_us"], p["measured_us"]] for p in plans])
-    by_work = {s.work: [k for k, x in enumerate(samples) if x.work == s.work] for s in samples}
-    every = {w.name: {"median_error": float(np.median([plans[i]["error"] for i in k])),
-                      "spearman": spearman(*us[k].T),
-                      "spread": float(us[k, 1].max() / us[k, 1].min())}
-             for w, k in by_work.items() if len(k) > 2}
-    orders = [x["spearman"] for x in every.values()]
-    unseen = [p["error"] for p in plans if not p["placement_fitted"]]
-    signed = {kind: float(np.median([p["predicted_us"] / p["measured_us"] - 1 for p in plans
-                                     if p["kind"] == kind]))
-              for kind in dict.fromkeys(p["kind"] for p in plans)}
+    groups = [us[[s.work == work for s in samples]] for work in {s.work for s in samples}]
+    orders = [spearman(*group.T) for group in groups if len(group) > 2]
+    ratio = us[:, 0] / us[:, 1]
     return {"num_plans": len(plans), "median_error": float(np.median([p["error"] for p in plans])),
-            "median_error_unseen": float(np.median(unseen)) if unseen else None,
             "spearman": float(np.mean(orders)) if orders else None,
             "spearman_all": spearman(*us.T), "spread": float(us[:, 1].max() / us[:, 1].min()),
-            "signed_error_by_kind": signed, "by_workload": every,
-            **{name: [float(middle([s.quality[name] for s in samples])),
-                      max(s.quality[name] for s in samples)]
-               for name, middle in (("delayed", np.mean), ("interval", np.median))
-               if all(name in s.quality for s in samples)}, "plans": plans}
+            "signed_error_by_kind": {
+                kind: float(np.median(ratio[[s.kind == kind for s in samples]])) - 1
+                for kind in dict.fromkeys(s.kind for s in samples)},
+            "delayed": [of(s.quality["delayed"] for s in samples) for of in (statistics.mean, max)],
+            "plans": plans}
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:

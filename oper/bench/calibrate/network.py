@@ -6,7 +6,6 @@ calls, but no wire. The bandwidth of real links is measured by `oper.shmem.group
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -48,11 +47,6 @@ class Exchange:
         small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
         both_ways = 2 * (ranks()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
         return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
-
-
-def phase_us() -> float:
-    """Microseconds of a header and a small payload. Collective."""
-    return 2e6 * exchange_s(_HEADER_BYTES)
 
 
 def exchange_s(num_bytes: int) -> float:
@@ -118,11 +112,6 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
                    hosts_share_links=any(h.world_size > 1 for h in hosts), racks=racks)
 
 
-def is_launched() -> bool:
-    """Whether this process is one of several that torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int = 0) -> Topology:
     """Topology of the hosts in the default process group. Collective.
 
@@ -136,7 +125,6 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup
-    from oper.shmem.group.links import link_gbps, uplink_gbps
 
     domain_of = find_domains(ProcessGroup())
     if sorted(domain_of) != domain_of:
@@ -152,11 +140,25 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
     if len(hosts) == 1:
         return hosts[0]
     rack_of = [h // (hosts_per_rack or len(hosts)) for h in range(len(hosts))]
-    links = link_gbps(ProcessGroup(), domain_of, rack_of)
-    uplinks = (uplink_gbps(ProcessGroup(), [rack_of[h] for h in domain_of]) if any(rack_of)
-               else [])
-    racks = tuple(Rack(tuple(h for h, k in enumerate(rack_of) if k == rack), gbps)
-                  for rack, gbps in enumerate(uplinks))
-    return of_hosts(hosts, links, {
-        "phase_us": phase_us(),
-        "ns_per_byte": sum(x for _, x in found) / len(found)}, racks)
+    return joined(hosts, domain_of, rack_of, sum(x for _, x in found) / len(found))
+
+
+def joined(hosts: Sequence[Topology], host_of: Sequence[int], rack_of: Sequence[int],
+           ns_per_byte: float) -> Topology:
+    """Measured hosts as one cluster, whose links, uplinks and phases are measured. Collective.
+
+    Args:
+        hosts: per host, the costs of ranks that share its memory.
+        host_of: host of each rank.
+        rack_of: rack of each host; hosts of several racks share an uplink.
+        ns_per_byte: that a rank sends or receives.
+    """
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.links import link_gbps, uplink_gbps
+
+    network = {"phase_us": 2e6 * exchange_s(_HEADER_BYTES), "ns_per_byte": ns_per_byte}
+    links = link_gbps(ProcessGroup(), host_of, rack_of)
+    uplinks = uplink_gbps(ProcessGroup(), [rack_of[h] for h in host_of]) if any(rack_of) else []
+    return of_hosts(hosts, links, network, tuple(
+        Rack(tuple(h for h, k in enumerate(rack_of) if k == rack), gbps)
+        for rack, gbps in enumerate(uplinks)))

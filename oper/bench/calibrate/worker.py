@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import bytes_read, joint_stats, slowest
+from oper.bench.core.planning import bytes_read, joint_stats
 from oper.bench.core.workload import TIMED, Workload, batch_ids
 from oper.bench.tables.ceiling import Ceiling
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
@@ -219,9 +219,9 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
 
     Returns:
         ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
-        interval, relative: McGill, Tukey and Larsen 1978), ``median_us`` (of all steps),
-        ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
-        for its core) and ``phases_us``, float [W][6] (medians).
+        interval, relative: McGill, Tukey and Larsen 1978), ``num_steps``, ``num_undisturbed``,
+        ``delayed`` (mean share of all steps that a rank waited for its core) and ``phases_us``,
+        float [W][6] (medians).
     """
     every = group.all_gather([np.array(x, float) for x in zip(*steps, strict=True)])
     seconds, clocks, delays = (np.stack(x) for x in zip(*every, strict=True))
@@ -231,7 +231,7 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
     limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
     kept = delayed <= limit
     low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
-    return {"wall_us": float(middle), "median_us": float(np.median(slowest)),
+    return {"wall_us": float(middle),
             "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
             "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
             "delayed": float(delayed.mean()),
@@ -247,7 +247,7 @@ def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
     found = {}
     for name, num_rows in (("read_gbps", spec.num_rows), ("cache_gbps", near)):
         ids = rng.integers(0, num_rows, 1 << 18)
-        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier, slowest)
+        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier)
         found[name] = group.world_size * ids.size * 256 / seconds / 1e9
     tables.barrier()
     tables.close()

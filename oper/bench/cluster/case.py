@@ -22,11 +22,11 @@ from oper.bench.cluster.contenders import (
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import Links, num_dropped, read_counters
+from oper.bench.cluster.network import INTERFACE, OnHosts, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
-from oper.bench.core.planning import gather, joint_stats, slowest, total
+from oper.bench.core.planning import gather, joint, joint_stats, slowest
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
@@ -35,47 +35,32 @@ from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
+from oper.train.model import ranks
 
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
-_SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
-_AGREE_SHARE = 1.05
-_FAR_BEHIND = 2.5  # that many times the best, a contender takes no more steps than the least
+_SCREENED_STEPS = 3
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
 _COUNTED_STEPS = 2
-_PER_ROUND, _LEAD_IN = 4, 1  # steps of a turn: timed, and before them
+_PER_ROUND = 4  # timed steps of a turn
 _ROUNDS = (3, 10)  # at least, and at most
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Case(OnHosts):
     """One case.
 
     Attributes:
-        name: for the record.
-        links: the cluster.
-        work: the workload.
         objective: ``"training"`` (steps) or ``"inference"`` (lookups).
         memory_share: share of the bytes of all tables that a rank may hold; 0 = no limit.
         whole_model: a DLRM instead of the collection alone, for training.
-        in_grid: whether the case is part of the published grid.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: separate batches from which the statistics are taken.
         timed_s: approximate time for which all contenders together are timed.
-        constants: text of a topology file with the constants of processes on this machine.
     """
 
-    name: str
-    links: Links
-    work: Workload
     objective: str = "training"
     memory_share: float = 0.0
     whole_model: bool = False
-    in_grid: bool = True
-    num_batches: int = 32
-    num_stats_batches: int = 32
     timed_s: float = 12.0
-    constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Measure the cluster, plan, build, verify and time; rank 0's result is the case's record.
@@ -83,23 +68,29 @@ class Case:
         runner = _Runner(self, progress)
         try:
             return runner.run()
-        finally:
-            runner.close_all()
+        finally:  # the next case needs the memory
+            for name in list(runner.sides):
+                runner.close(name)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What cases of one cluster share: the reference of the last workload, and what comparing
-    placements with it has found."""
+@dataclass(frozen=True, slots=True)
+class _Unsharded:
+    """What cases of one workload share: its reference, on rank 0, and what comparing placements
+    with it has found."""
 
-    work: Workload | None = None
-    kind: tuple[str, bool] = ("", False)  # objective, and whether it is of a whole model
-    checks: Checks | None = None
-    reference: Any = None
+    checks: Checks
+    reference: Reference | None
     verdicts: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
 
-_KEPT = _Kept()
+@functools.lru_cache(maxsize=1)
+def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
+    checks = Checks.make(work, *ranks())
+    if checks.rank:
+        return _Unsharded(checks, None)
+    collection = make_collection(work, "cpu")
+    return _Unsharded(checks, Reference(make_dlrm(work, collection), checks) if whole_model
+                      else KeptReference(BagsOnly(collection), checks))
 
 
 class _Runner(Run):
@@ -109,6 +100,10 @@ class _Runner(Run):
         self.sides: dict[str, Side] = {}
         self.given: list[Any] = []  # the timed batches
         self.machine: dict[str, Any] = {}  # what TorchRec's planner is told
+
+    @property
+    def unsharded(self) -> _Unsharded:
+        return _unsharded(self.work, self.case.objective, self.case.whole_model)
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -128,9 +123,8 @@ class _Runner(Run):
                                            self.case.whole_model) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
         every, self.machine = planned.contenders, planner_machine(self.links, topology)
-        self._prepare_reference()
         screened = self._screen(every, planned, problem)
-        seconds, phases, others = self._time(screened)
+        seconds, phases = self._time(screened)
         # What is sent for dense gradients is not simulated.
         wire = {"bytes_ratio": None, "bytes_ratio_without_headers": None} if (
             self.case.whole_model) else self._wire(next(c for c in every if c.name == "oper"))
@@ -146,34 +140,15 @@ class _Runner(Run):
             "constants": topology.source, "num_batches": self.case.num_batches,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
             "seconds": round(time.perf_counter() - begin, 1),
-            "other_busy_cores": round(others, 2)}
+            "other_busy_cores": self.others[""]}
 
     # ---- same numbers ----------------------------------------------------------------------------
-
-    def _prepare_reference(self) -> None:
-        """The unsharded model on rank 0, which cases of one workload share."""
-        kept, work, kind = _KEPT, self.work, (self.case.objective, self.case.whole_model)
-        if kept.work == work and kept.kind == kind:
-            return
-        kept.work, kept.kind, kept.verdicts = work, kind, {}
-        kept.checks = Checks.make(work, self.rank, self.world_size)
-        kept.reference = None
-        if self.rank == 0 and self.case.whole_model:
-            kept.reference = Reference(make_dlrm(work, make_collection(work, "cpu")), kept.checks)
-        elif self.rank == 0 and self.trains:
-            kept.reference = KeptReference(BagsOnly(make_collection(work, "cpu")), kept.checks)
-        elif self.rank == 0:
-            collection = make_collection(work, "cpu")
-            with torch.no_grad():
-                kept.reference = [collection(kept.checks.joint_batch(k).sparse_features).values()
-                                  for k in range(len(kept.checks.ids))]
 
     def _verify(self, contender: Contender, side: Side) -> bool:
         """Whether a side's numbers are those of the unsharded model; on all ranks. Links are not
         limited meanwhile: what arrives does not depend on when."""
-        kept = _KEPT
+        kept = self.unsharded
         if contender.key not in kept.verdicts:
-            assert kept.checks is not None
             limit(self.links, False)
             if self.trains:
                 tables = side.tables
@@ -188,14 +163,13 @@ class _Runner(Run):
         return bool(kept.verdicts[contender.key]["passed"])
 
     def _compare_lookups(self, side: Side) -> dict[str, Any]:
-        verdict, checks = Verdict(), _KEPT.checks
-        assert checks is not None
-        for step in range(len(checks.ids)):
-            mine = side.lookup(checks.batch(step, self.rank).sparse_features)
-            every = gather(mine)
-            if self.rank == 0:
-                verdict.compare("pooled", torch.cat(every), _KEPT.reference[step])
-        return verdict.to_json() if self.rank == 0 else {}
+        verdict, kept = Verdict(), self.unsharded
+        for step in range(len(kept.checks.ids)):
+            ours = joint(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
+            if kept.reference is not None:  # which nothing trains
+                verdict.compare("pooled", ours,
+                                kept.reference.step(step, torch.zeros_like(ours))[0])
+        return verdict.to_json()
 
     # ---- time ------------------------------------------------------------------------------------
 
@@ -219,18 +193,11 @@ class _Runner(Run):
                 planned.left_out[contender.name] = reason
                 every.remove(contender)
                 continue
-            run, best = self._call(self.sides[contender.name]), min(found.values(), default=1e30)
-            seconds: list[float] = []
-            for k in range(_SCREENED_STEPS[1]):
-                dist.barrier()
-                seconds.append(slowest([record.elapsed(functools.partial(run, k))])[0] * 1e3)
-                fastest, second = sorted([*seconds, math.inf])[:2]
-                if k + 1 >= _SCREENED_STEPS[0] and (
-                        fastest > _FAR_BEHIND * best or second < _AGREE_SHARE * fastest):
-                    break
-            found[contender.name] = min(seconds)
+            runs = {"": self._call(self.sides[contender.name])}
+            seconds = record.interleave(runs, dist.barrier, 1, _SCREENED_STEPS, lead_in=0)[""]
+            found[contender.name] = min(slowest(seconds.tolist())) * 1e3
             for name in self._hopeless(found):
-                self._close(name)
+                self.close(name)
         return found
 
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
@@ -277,30 +244,21 @@ class _Runner(Run):
                 step += 1
         return ""
 
-    def _time(self, screened: dict[str, float]
-              ) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
-        """Milliseconds by contender and call, in turns; OPER's phases; cores that others used."""
+    def _time(self, screened: dict[str, float]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Milliseconds by contender and call, in turns; OPER's phases."""
         runs = {name: self._call(side) for name, side in self.sides.items()}
-        once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + _LEAD_IN)
-        rounds = int(np.clip(self.case.timed_s / once, *_ROUNDS))
-        rounds = gather(rounds)[0]
-        self.say(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
+        once = sum(screened[name] for name in runs) / 1e3 * _PER_ROUND
+        rounds = gather(int(np.clip(self.case.timed_s / once, *_ROUNDS)))[0]
         tables, ticks = self.sides["oper"].tables, []
         assert tables is not None
         plain = runs["oper"]
 
         def with_phases(k: int) -> None:
             plain(k)
-            if k % (_PER_ROUND + _LEAD_IN) >= _LEAD_IN:  # one that is timed
-                ticks.append(list(tables.phase_ns().values()))
+            ticks.append(list(tables.phase_ns().values()))
 
-        runs["oper"] = with_phases
-        gc.collect()
-        clock = record.BusyClock()
-        mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND, _LEAD_IN)
-        others = clock.others(total)
-        seconds = {n: np.array(slowest(s.tolist())) * 1e3 for n, s in mine.items()}
-        return seconds, median_phases(tables, ticks), others
+        seconds = self.time(runs | {"oper": with_phases}, dist.barrier, rounds=(rounds, _PER_ROUND))
+        return {n: s * 1e3 for n, s in seconds.items()}, median_phases(tables, ticks)
 
     # ---- bytes -----------------------------------------------------------------------------------
 
@@ -309,25 +267,24 @@ class _Runner(Run):
         run = self._call(self.sides["oper"])
         is_first = self.rank % self.links.ranks_per_host == 0
         dist.barrier()
-        before = read_counters()
+        before = record.interface_counters(INTERFACE)
         dist.barrier()  # a host's other ranks send nothing before
         for k in range(_COUNTED_STEPS):
             run(k)
         dist.barrier()
-        every = gather((read_counters() - before) * is_first / _COUNTED_STEPS)
+        every = gather((record.interface_counters(INTERFACE) - before) * is_first / _COUNTED_STEPS)
         if self.rank:
             return {}
         assert contender.plan is not None
         simulated = float(np.mean(self.simulated_bytes(contender.plan, self.links.host_of,
                                                        self.trains, _COUNTED_STEPS)))
-        sent, packets, _ = np.sum(every, axis=0)
+        sent, packets = np.sum(every, axis=0)
         hosts = every[::self.links.ranks_per_host]
-        return {"counted_bytes": round(sent), "counted_packets": round(packets),
+        return {"counted_bytes": round(sent),
                 "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
                 "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated,
                                                      4),
-                "sent_bytes_by_host": [round(x[0]) for x in hosts],
-                "received_bytes_by_host": [round(x[2]) for x in hosts]}
+                "sent_bytes_by_host": [round(x[0]) for x in hosts]}
 
     # ---- the entry -------------------------------------------------------------------------------
 
@@ -337,11 +294,12 @@ class _Runner(Run):
         for c in every:
             times = seconds.get(c.name)
             known: dict[str, Any] = {
-                "runtime": c.runtime, "predicted_ms": _rounded(c.predicted_ms), "also": c.also,
-                "executed_ms": _rounded(screened[c.name] if times is None
-                                        else float(np.median(times))),
+                "runtime": c.runtime, "also": c.also,
+                "predicted_ms": c.predicted_ms and round(c.predicted_ms, 3),
+                "executed_ms": round(screened[c.name] if times is None
+                                     else float(np.median(times)), 3),
                 "is_screened_only": times is None,
-                "verification": _KEPT.verdicts[c.key]}
+                "verification": self.unsharded.verdicts[c.key]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":
@@ -354,7 +312,7 @@ class _Runner(Run):
         best, peer = (min(names, key=lambda n: (found[n]["is_screened_only"],
                                                 found[n]["executed_ms"]), default=None)
                       for names in (theirs, peers))
-        step_ms = oper["executed_ms"]
+        step_ms, parted, side = oper["executed_ms"], found.get(IN_PARTS), self.sides.get(IN_PARTS)
         bound = None if self.case.whole_model else planned.lower_bound_ms
         return {
             "objective": self.case.objective,
@@ -367,36 +325,21 @@ class _Runner(Run):
             "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
-            **self._overlap(found),
+            # A step of whole batches over one in parts, whose exchanges hide behind dense layers.
+            "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
+            "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
-
-    def _overlap(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """A step of whole batches over one in parts, whose exchanges hide behind dense layers."""
-        if IN_PARTS not in found:
-            return {"overlap_ratio": None}
-        pipeline = self.sides[IN_PARTS].pipeline if IN_PARTS in self.sides else None
-        return {"overlap_ratio": round(found["oper"]["executed_ms"]
-                                       / found[IN_PARTS]["executed_ms"], 4),
-                "overlap_parts": pipeline and pipeline.num_parts}
 
     # ---- ends ------------------------------------------------------------------------------------
 
-    def _close(self, name: str) -> None:
+    def close(self, name: str) -> None:
+        """Free a side."""
         side = self.sides.pop(name)
         if side.tables is not None:
             dist.barrier()
             side.tables.close()
         del side
         gc.collect()
-
-    def close_all(self) -> None:
-        """Free all sides; the next case needs the memory."""
-        for name in list(self.sides):
-            self._close(name)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
 
 
 def _paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:

@@ -20,9 +20,7 @@ import torch
 from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest
-from oper.shmem.group.groups import ProcessGroup
-from oper.shmem.group.links import link_gbps, uplink_gbps
-from oper.topology import Costs, Rack, Topology
+from oper.topology import Costs, Topology
 from oper.train.model import ranks
 
 _GATHERS, _ROUNDS = 24, 15
@@ -43,21 +41,20 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
         ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several; and
         ``assumed``: names of the costs between hosts that `constants` lacks and defaults replace.
     """
-    rank, alone = ranks()[0], Topology.from_dict(tomllib.loads(constants))
+    alone = Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
-    if rank == 0:
+    if ranks()[0] == 0:
         set_rates(links, True)
-    phase_us = calibrate_network.phase_us()
-    racks = [links.rack_of(h) for h in range(links.num_hosts)]
-    gbps = link_gbps(ProcessGroup(), links.host_of, racks)
-    found: dict[str, Any] = {"contention": round(unlimited["contention"], 3),
-             "ns_per_byte": round(unlimited["ns_per_byte"], 3), "phase_us": round(phase_us, 1),
-             "link_mbits": [round(8e3 * x, 2) for x in gbps],
-             "assumed": [] if alone.costs.far_ns else ["far_ns"]}
-    if any(racks):
-        uplinks = uplink_gbps(ProcessGroup(), [racks[h] for h in links.host_of])
-        found["uplink_mbits"] = [round(8e3 * x, 2) for x in uplinks]
-    return _topology(links, alone, found, memory_bytes), found
+    hosts = _hosts(links, alone, unlimited["contention"], memory_bytes)
+    made = calibrate_network.joined(hosts, links.host_of, [
+        links.rack_of(h) for h in range(links.num_hosts)], unlimited["ns_per_byte"])
+    found: dict[str, Any] = {
+        **{key: round(x, 3) for key, x in unlimited.items()}, "phase_us": made.costs.phase_us,
+        "link_mbits": [round(8e3 * d.cross_gbps * len(d.ranks), 2) for d in made.domains],
+        "assumed": [] if alone.costs.far_ns else ["far_ns"]}
+    if made.racks:
+        found["uplink_mbits"] = [round(8e3 * rack.uplink_gbps, 2) for rack in made.racks]
+    return replace(made, name=f"cluster-{links.num_hosts}x{links.ranks_per_host}"), found
 
 
 def limit(links: Links, is_limited: bool = True) -> None:
@@ -68,25 +65,22 @@ def limit(links: Links, is_limited: bool = True) -> None:
     gather(None)
 
 
-def _topology(links: Links, alone: Topology, found: dict[str, Any], memory_bytes: int | None
-              ) -> Topology:
-    here, slower, per_host = alone.domains[0], found["contention"], links.ranks_per_host
+def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | None
+           ) -> list[Topology]:
+    """Each host by itself, whose ranks take `slower` times as long as those of `alone`."""
+    here, per_host = alone.domains[0], links.ranks_per_host
     share = per_host / (alone.world_size * slower)
     far_ns = alone.costs.far_ns or Topology.of_domains(range(2)).costs.far_ns
     costs = replace(alone.costs, **{
         f.name: getattr(replace(alone.costs, far_ns=far_ns), f.name) * slower
         for f in fields(Costs) if f.name.endswith(("_ns", "_us"))})
-    hosts = [replace(alone, costs=costs, domains=(replace(
+    return [replace(alone, costs=costs, domains=(replace(
         here, ranks=tuple(range(per_host)),
         memory_bytes=_MEMORY_BYTES if memory_bytes is None else memory_bytes * per_host,
         read_gbps=here.read_gbps * share * cpu, cache_gbps=here.cache_gbps * share * cpu,
         cache_bytes=here.cache_bytes * per_host // max(links.world_size, alone.world_size),
         link_gbps=here.link_gbps * share),))
         for cpu in (links.host_0_cpu, *[1.0] * (links.num_hosts - 1))]
-    racks = tuple(Rack(tuple(h for h in range(links.num_hosts) if links.rack_of(h) == k), x / 8e3)
-                  for k, x in enumerate(found.get("uplink_mbits", [])))
-    made = calibrate_network.of_hosts(hosts, [x / 8e3 for x in found["link_mbits"]], found, racks)
-    return replace(made, name=f"cluster-{links.num_hosts}x{per_host}")
 
 
 @functools.lru_cache(maxsize=8)

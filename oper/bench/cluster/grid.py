@@ -13,8 +13,8 @@ from typing import Any
 from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.link_change import LinkChange
-from oper.bench.cluster.network import Links, check_possible, cluster, why_no_quota
-from oper.bench.core.launch import run_workers
+from oper.bench.cluster.network import Links, check_possible, why_no_quota
+from oper.bench.core.launch import measured
 from oper.bench.core.workload import Workload
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.topology import Topology
@@ -50,15 +50,15 @@ def cases(quick: bool) -> list[Any]:
     """
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
-                     in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
+                     num_batches=8, num_stats_batches=8, timed_s=2.0)
                 for ids in ("1", "mixed")]
     found: list[Any] = []
     for hosts in _HOSTS:
-        found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids))
-                  for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
+        found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids),
+                       in_grid=True) for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
         if hosts == _GRID_HOSTS:
             found += [Case(f"inference/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids),
-                           "inference", _MEMORY_SHARE)
+                           in_grid=True, objective="inference", memory_share=_MEMORY_SHARE)
                       for ids, mbits in itertools.product(_LENGTHS, _MBITS)]
     others = {
         "16x200": Links(16, 200), "4x1000": Links(4, 1000), "4x2000": Links(4, 2000),
@@ -66,13 +66,12 @@ def cases(quick: bool) -> list[Any]:
         "4x400-one-slow-link": Links(4, 400, slow_host_share=0.25),
         "4x400-two-racks-100": Links(4, 400, uplink_mbits=100),
         "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
-    found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
+    found += [Case(f"training/{name}/mixed", links, workload("mixed"))
               for name, links in others.items()]
-    found.append(Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"),
-                      whole_model=True, in_grid=False))
-    found.append(LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")))
-    shapes = list(dict.fromkeys(c.links.shape for c in found))
-    return sorted(found, key=lambda c: shapes.index(c.links.shape))
+    found += [Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"), whole_model=True),
+              LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed"))]
+    shapes = list(dict.fromkeys(c.shape for c in found))
+    return sorted(found, key=lambda c: shapes.index(c.shape))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,39 +84,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Run the cases; one entry each. Cases of one cluster share its processes.
 
-    If this machine cannot run a case, its entry gives the reason and counts as verified. If a case
-    fails, its entry gives the reason and does not count as verified, and the processes of its
-    cluster are restarted.
+    If this machine cannot run a case, its entry gives the reason and counts as verified.
     """
     check_possible()
-    alone, left = _alone(args), list(chosen)
-    while left:
-        _, same = next(itertools.groupby(left, lambda c: c.links.shape))
-        group = list(same)
-        reason = why_no_quota() if group[0].links.host_0_cpu < 1 else ""
-        if reason:
-            yield {"name": group[0].name, "verified": True, "skipped": reason}
-            left = left[1:]
-            continue
-        done = 0
-        try:
-            for entry in _run_group(group, alone):
-                done += 1
-                yield {"name": group[done - 1].name, **entry}
-        except Exception as error:  # the cases after it are still worth their time
-            if done == len(group):  # none has failed: taking the cluster down has
-                raise
-            yield {"name": group[done].name, "verified": False,
-                   "failed": f"{type(error).__name__}: {error}"}
-            done += 1
-        left = left[done:]
-
-
-def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
-    """Cases on clusters of one shape."""
-    with cluster(group[0].links) as rank_options:
-        yield from run_workers([replace(c, constants=alone) for c in group],
-                               group[0].links.world_size, rank_options=rank_options)
+    alone, reason = _alone(args), why_no_quota()
+    possible = [c for c in chosen if not reason or c.links.host_0_cpu == 1]
+    yield from measured([replace(c, constants=alone) for c in possible])
+    for case in chosen:
+        if case not in possible:
+            yield {"name": case.name, "verified": True, "skipped": reason}
 
 
 def _alone(args: argparse.Namespace) -> str:

@@ -14,49 +14,32 @@ import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
-from oper.bench.cluster.network import Links
+from oper.bench.cluster.network import OnHosts
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
-from oper.bench.core.planning import gather, joint_stats, slowest
-from oper.bench.core.workload import Workload
+from oper.bench.core.planning import gather, joint_stats, planned, slowest
 from oper.bench.tables.sides import Side
 from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
-from oper.search.planner import plan_problem
-from oper.search.problem.statement import make_problem
 from oper.topology import Topology
 
 _WINDOW = 8  # steps
 _BEFORE = 4 * _WINDOW  # steps on the links as they were
 _MOST_STEPS = 300  # after the change; tables that a move does not pay for stay
-_ROUNDS, _PER_ROUND = 6, 4  # of timing the moved tables beside a plan that is new from the start
+_ROUNDS = (6, 4)  # and steps of each, of the moved tables beside a plan that is new from the start
 _TOLERANCE = 1e-4  # of rows, since the order of additions changes where tiers are pushed
 
 
 @dataclass(frozen=True, slots=True)
-class LinkChange:
+class LinkChange(OnHosts):
     """One case: host 0's link loses speed while a model trains.
 
     Attributes:
-        name: for the record.
-        links: the cluster at the beginning of training.
-        work: the workload.
         share_after: share of its rate that host 0's link keeps.
-        num_batches: distinct batches, which repeat.
-        num_stats_batches: separate batches from which the statistics are taken.
-        in_grid: False, since the case is not part of the published grid.
-        constants: text of a topology file with the constants of processes on this machine.
     """
 
-    name: str
-    links: Links
-    work: Workload
     share_after: float = 0.25
-    num_batches: int = 32
-    num_stats_batches: int = 32
-    in_grid: bool = False
-    constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, slow the link down, and compare; rank 0 returns the record's entry. Collective."""
@@ -82,9 +65,9 @@ class LinkChange:
         now, _ = measured_topology(slower, self.constants)
         fresh = begun.side(begun.plan(now))
         both = {"moved": side, "fresh": fresh}
-        times = record.interleave({n: functools.partial(begun.step, s) for n, s in both.items()},
-                                  dist.barrier, _ROUNDS, _PER_ROUND)
-        after = {n: float(np.median(slowest(t.tolist()))) * 1e3 for n, t in times.items()}
+        times = begun.time({n: functools.partial(begun.step, s) for n, s in both.items()},
+                           dist.barrier, rounds=_ROUNDS)
+        after = {n: float(np.median(t)) * 1e3 for n, t in times.items()}
         steps = slowest(begun.step_ms)
         for x in both.values():
             dist.barrier()
@@ -128,13 +111,8 @@ class _Run(Run):
         self.step_ms: list[float] = []
 
     def plan(self, topology: Topology) -> Plan:
-        """OPER's plan, made by rank 0. Collective."""
-        made = None
-        if self.rank == 0:
-            made = plan_problem(make_problem(
-                self.work.tables(), self.stats, topology, objective="training",
-                batch_size=self.work.batch_size // self.world_size))
-        return gather(made)[0]
+        """OPER's plan. Collective."""
+        return planned(self.work, self.stats, "training", topology)[0]
 
     def side(self, plan: Plan) -> Side:
         """The tables under a plan."""

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import numpy as np
+from typing import ClassVar
 
 from oper.bench.core.child import ProcessOptions
+from oper.bench.core.workload import Workload
 from oper.errors import OperError
 from oper.support.locks import locked
 
@@ -71,21 +69,49 @@ class Links:
         """Host of each rank; ranks are numbered host by host."""
         return [r // self.ranks_per_host for r in range(self.world_size)]
 
-    @property
-    def rates(self) -> list[float]:
-        """Mbit/s of each host's link."""
-        return [self.mbits * (self.slow_host_share if h == 0 else 1.0)
-                for h in range(self.num_hosts)]
-
-    @property
-    def shape(self) -> tuple[int, int, bool, float]:
-        """A key of clusters that can share processes and namespaces, whose rates may change
-        meanwhile."""
-        return self.num_hosts, self.ranks_per_host, self.uplink_mbits > 0, self.host_0_cpu
-
     def rack_of(self, host: int) -> int:
         """The rack of a host, that is, the switch that it is connected to."""
         return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class OnHosts:
+    """A case whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`.
+
+    Attributes:
+        name: for the record.
+        links: the cluster.
+        work: the workload.
+        num_batches: distinct batches.
+        num_stats_batches: separate batches from which the statistics are taken.
+        in_grid: whether the case is part of the published grid.
+        constants: text of a topology file with the constants of processes on this machine.
+    """
+
+    name: str
+    links: Links
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    in_grid: bool = False
+    constants: str = ""
+    threads_per_rank: ClassVar[int] = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return self.links.world_size
+
+    @property
+    def shape(self) -> tuple[int, int, bool, float]:
+        """Equal for cases that can share processes and namespaces, whose rates may change
+        meanwhile."""
+        links = self.links
+        return links.num_hosts, links.ranks_per_host, links.uplink_mbits > 0, links.host_0_cpu
+
+    def hosts(self) -> contextlib.AbstractContextManager[list[ProcessOptions]]:
+        """The hosts, see `cluster`."""
+        return cluster(self.links)
 
 
 def why_not() -> str:
@@ -100,8 +126,7 @@ def why_not() -> str:
 
 def check_possible() -> None:
     """Raise OperError, with the reason, if namespaces cannot be created."""
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
                         f"{reason}; run it as root, e.g. by sudo, or in a virtual machine")
 
@@ -127,7 +152,8 @@ def _switch_name(rack: int) -> str:
 def set_rates(links: Links, is_limited: bool) -> None:
     """Limit the links of a running cluster, or remove the limits."""
     ends = []
-    for host, rate in enumerate(links.rates):
+    for host in range(links.num_hosts):
+        rate = links.mbits * (links.slow_host_share if host == 0 else 1.0)
         ends += [(host_name(host), INTERFACE, rate),
                  (_switch_name(links.rack_of(host)), f"port{host}", rate)]
     if links.uplink_mbits:
@@ -141,17 +167,6 @@ def set_rates(links: Links, is_limited: bool) -> None:
         else:
             words += ["pfifo", "limit", "10000"]
         _run(*words)
-
-
-def read_counters() -> np.ndarray:
-    """Counters of the network interface of this process's emulated host since it was made.
-
-    Returns:
-        float64 [3]: bytes sent, packets sent and bytes received, with the headers of all protocols.
-    """
-    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
-    return np.array([float((folder / name).read_text())
-                     for name in ("tx_bytes", "tx_packets", "rx_bytes")])
 
 
 def num_dropped(links: Links) -> int:
@@ -264,9 +279,13 @@ def remove_leftovers() -> None:
     names = [p.name for p in _NAMESPACES.glob(f"{PREFIX}*")] if _NAMESPACES.is_dir() else []
     for name in names:
         # One of them may be half made: then it holds no processes either.
-        found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True,
-                               check=False).stdout.split()
-        _end([int(pid) for pid in found])
+        until = time.monotonic() + 10
+        while time.monotonic() < until and (pids := subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True,
+                check=False).stdout.split()):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
         _run("ip", "netns", "del", name)
     root = _quota_root()
     if root is None:
@@ -278,18 +297,3 @@ def remove_leftovers() -> None:
         if not folder.exists():
             break
         time.sleep(0.1)
-
-
-def _end(pids: Sequence[int]) -> None:
-    """Kill processes and wait for their end."""
-    handles: list[Any] = []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(pid))
-            os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    for handle in handles:
-        waiting = select.poll()
-        waiting.register(handle, select.POLLIN)
-        waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-        os.close(handle)

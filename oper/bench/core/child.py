@@ -15,13 +15,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from oper.bench.core.memory import peak_rss_mb
+from oper.bench.core.memory import cpu_seconds, peak_rss_mb
 from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import end_with_parent
 
 _ANSWER_S = 600.0
-_ALONE = {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+# Of a process with one thread; Arrow takes the number for computing from OpenMP's.
+_ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,10 @@ class Child:
         self.send(*words)
         return self.wait(seconds)
 
+    def cpu_seconds(self) -> float:
+        """Processor time (s) so far, see `memory.cpu_seconds`."""
+        return cpu_seconds(self.pid)
+
     def close(self, seconds: float = 10.0) -> int:
         """End the process, by force after `seconds`; returns its exit code."""
         self.pipe.close()
@@ -139,8 +144,7 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Start a process with one thread and this process's allocator settings."""
-    return Child(_with_one_thread, (function, arguments), "a measured process",
-                 ProcessOptions(environment=_ALONE))
+    return Child(function, arguments, "a measured process", ProcessOptions(environment=_ALONE))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
@@ -173,15 +177,6 @@ def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any
     value = function(*arguments)
     pipe.send({"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu,
                "rss_mb": peak_rss_mb(), "value": value})
-
-
-def _with_one_thread(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]
-                     ) -> None:
-    import pyarrow as pa
-
-    pa.set_cpu_count(1)
-    pa.set_io_thread_count(1)
-    function(pipe, *arguments)
 
 
 def main() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import json
 import logging
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, ProcessOptions
+from oper.bench.core.record import BusyClock
 from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import free_port
@@ -43,7 +47,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(world_size)]
         try:
-            for rank, options in enumerate(rank_options or _here(world_size)):
+            for rank, options in enumerate(rank_options or _on_this_host(world_size)):
                 environment = {
                     **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
                     "RANK": str(rank), "WORLD_SIZE": str(world_size), **options.environment}
@@ -58,7 +62,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
                 worker.close(0)
 
 
-def _here(world_size: int) -> list[ProcessOptions]:
+def _on_this_host(world_size: int) -> list[ProcessOptions]:
     """Ranks of one host, over its loopback interface."""
     port = str(free_port())
     return [ProcessOptions(environment={
@@ -110,6 +114,7 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     for case in cases:
         result = case.measure(lambda text, name=case.name: tell("progress", f"{name}: {text}"))
         tell("result", json.dumps(result))
+        gc.collect()  # the next case needs the memory
     if world_size > 1:
         dist.barrier()
     sys.stdout.flush()
@@ -120,18 +125,46 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
 def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Measure cases; yields each entry of the record as soon as it is complete.
 
+    The entry of a case that fails says why, as ``failed``, and counts as not verified; the others
+    are still measured.
+
     Args:
         cases: each has a ``name`` and ``measure(progress)``, which returns its figures. Consecutive
-            cases of one class with a ``world_size`` are measured in that many worker processes with
-            ``threads_per_rank`` threads each, other cases in this process.
+            cases with equal ``world_size`` and, if they have one, ``shape`` are measured in as many
+            worker processes with ``threads_per_rank`` threads each, on ``hosts()`` if they have
+            such, a context that gives the options of each rank; cases without a ``world_size`` in
+            this process.
     """
-    for (_, world_size), group in itertools.groupby(
-            cases, lambda c: (type(c), getattr(c, "world_size", 0))):
-        together = list(group)
-        figures = run_workers(together, world_size, together[0].threads_per_rank) if (
-            world_size) else (case.measure(teller(case.name)) for case in together)
-        for case, found in zip(together, figures, strict=True):
-            yield {"name": case.name, **found}
+    left = list(cases)
+    while left:
+        _, same = next(itertools.groupby(
+            left, lambda c: (getattr(c, "world_size", 0), getattr(c, "shape", None))))
+        group, done = list(same), 0
+        try:
+            for found in _together(group) if hasattr(group[0], "world_size") else map(_here, group):
+                done += 1
+                yield {"name": group[done - 1].name, **found}
+        except Exception as error:
+            if done == len(group):  # none has failed: the end of their processes has
+                raise
+            if not isinstance(error, OperError):
+                traceback.print_exc()
+            yield {"name": group[done].name, "verified": False,
+                   "failed": f"{type(error).__name__}: {error}"}
+            done += 1
+        left = left[done:]
+
+
+def _here(case: Any) -> dict[str, Any]:
+    clock = BusyClock()
+    found = case.measure(teller(case.name))
+    return {"other_busy_cores": round(clock.others(), 2), **found}
+
+
+def _together(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    first = cases[0]
+    with first.hosts() if hasattr(first, "hosts") else contextlib.nullcontext() as rank_options:
+        yield from run_workers(cases, first.world_size, first.threads_per_rank, rank_options)
 
 
 def teller(name: str) -> Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,11 @@ class Case:
     def threads_per_rank(self) -> int:
         """Threads of each of OPER's processes."""
         return max(1, self.num_threads // self.world_size)
+
+
+def quick_case(case: Any) -> Any:
+    """A `Case` with a third of its rounds, and statistics of few batches."""
+    return replace(case, num_stats_batches=8, rounds=case.rounds // 3, per_round=3)
 
 
 class Run:
@@ -120,23 +125,27 @@ class Run:
             for ids in (x[k % count] for x in everyones)]).sum()) for k in range(steps)]
 
     def time(self, runs: Mapping[str, Call], align: Callable[[], None], phase: str = "",
-             before: Mapping[str, Call] | None = None) -> dict[str, np.ndarray]:
+             before: Mapping[str, Call] | None = None, rounds: tuple[int, int] | None = None
+             ) -> dict[str, np.ndarray]:
         """Time contenders in turns after two calls of each. Collective.
 
         Args:
             runs, align, before: see `record.interleave`.
             phase: name of what is timed, the key in `others`.
+            rounds: rounds, and calls of each, in place of the case's.
 
         Returns:
             float64 [n] seconds by contender, the slowest rank's of every call.
         """
         gc.collect()
-        case = self.case
-        self.say(f"measuring {phase}: {case.rounds} rounds of {case.per_round}")
+        gc.freeze()  # else a collection within the time would look at all that is there
+        turns, calls = rounds or (self.case.rounds, self.case.per_round)
+        self.say(f"measuring {phase or ', '.join(runs)}: {turns} rounds of {calls}")
         record.interleave(runs, align, 1, 2, before=before)
         clock = record.BusyClock()
-        mine = record.interleave(runs, align, case.rounds, case.per_round, before=before)
+        mine = record.interleave(runs, align, turns, calls, before=before)
         self.others[phase] = round(clock.others(total), 2)
+        gc.unfreeze()
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
 
     def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +165,34 @@ class Run:
             "threads_per_rank": case.threads_per_rank,
             "num_stats_batches": case.num_stats_batches,
             "other_busy_cores": others.get("", others)}
+
+
+class Steps:
+    """A contender's forward pass, and the backward pass of its latest output.
+
+    Args:
+        forward: function that returns the output of a batch, given by its number.
+        gradient: the gradient of every output.
+    """
+
+    def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
+        self._forward, self._gradient = forward, gradient
+        self._out: torch.Tensor | None = None
+
+    def forward(self, number: int) -> None:
+        """Look a batch up."""
+        self._out = self._forward(number)
+
+    def backward(self, number: int) -> None:
+        """Backward and update of the last forward pass."""
+        assert self._out is not None
+        self._out.backward(self._gradient)
+        self._out = None
+
+    def step(self, number: int) -> None:
+        """Both."""
+        self.forward(number)
+        self.backward(number)
 
 
 def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict[str, float]:

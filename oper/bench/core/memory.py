@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -82,10 +83,17 @@ def num_descriptors(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time (s) that a process has used so far, all threads; 0 when it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0.0
-    ticks = text.rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    """Processor time (s) that a process and its descendants have used so far, those included that
+    have ended and were waited for; 0 when it has ended itself."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))
+            children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+
+    def total(pid: int) -> int:
+        return ticks.get(pid, 0) + sum(map(total, children.get(pid, ())))
+
+    return total(pid) / os.sysconf("SC_CLK_TCK")

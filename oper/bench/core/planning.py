@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from oper.analysis import merge_stats
@@ -31,6 +32,11 @@ def gather(value: Any) -> list[Any]:
     if world_size > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def joint(value: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor, one after another. Collective."""
+    return torch.cat(gather(value))
 
 
 def slowest(values: Sequence[float]) -> list[float]:
@@ -76,14 +82,19 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
 
     Unless `is_one_host`, every rank is treated as a host of its own. Collective.
     """
+    world_size = ranks()[1]
+    topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
+    return planned(work, joint_stats(work, num_stats_batches), objective, topology)
+
+
+def planned(work: Workload, stats: AccessStats, objective: str, topology: Topology
+            ) -> tuple[Plan, float]:
+    """OPER's plan for a machine, which rank 0 makes, and the seconds that it took. Collective."""
     from oper.search import make_plan
 
-    rank, world_size = ranks()
-    stats = joint_stats(work, num_stats_batches)
     made: Any = None
     begin = time.perf_counter()
-    if rank == 0:
-        topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
+    if ranks()[0] == 0:
         made = make_plan(work.tables(), stats, topology, objective=objective,
-                         batch_size=work.batch_size // world_size)
+                         batch_size=work.batch_size // topology.world_size)
     return gather((made, time.perf_counter() - begin))[0]

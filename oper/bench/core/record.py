@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from oper.bench.core.memory import cpu_seconds
 from oper.errors import InvalidInputError
 from oper.support import kernel
 from oper.support.files import read_json, write_text
 from oper.support.versions import versions
-
-# Variables that change what is measured; each record holds those that are set.
-ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
-               "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
 
 
 def machine() -> dict[str, Any]:
@@ -50,18 +47,18 @@ class BusyClock:
 
     Args:
         own: function that returns the processor time (s) of what is measured; by default that of
-            this process.
+            this process and its descendants.
     """
 
-    def __init__(self, own: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:
         self._begin, self._busy = time.perf_counter(), _busy_seconds()
         self._read, self._own = own, own()
 
-    def others(self, total: Callable[[list[float]], list[float]]) -> float:
+    def others(self, total: Callable[[list[float]], list[float]] = list) -> float:
         """Mean busy cores since the start, less this program's own. Collective.
 
         Args:
-            total: function that sums each of the given numbers over ranks.
+            total: function that sums each of the given numbers over ranks, where there are several.
         """
         own, = total([self._read() - self._own])
         wall = time.perf_counter() - self._begin
@@ -166,8 +163,7 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
-            ) -> dict[str, dict[str, Any]]:
+def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
     """Entries of an earlier record by name, without failed and skipped ones.
 
     Args:
@@ -175,7 +171,6 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
             exist yet.
         target: file that this run writes.
         benchmark: the benchmark that must have written it.
-        names: names of that benchmark's cases; those of the record must have equally many parts.
 
     Raises:
         InvalidInputError: the file is not such a record.
@@ -187,8 +182,6 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
         if value["benchmark"] != benchmark:
             raise ValueError(f"it is one of {value['benchmark']!r}")
-        if not {n.count("/") for n in found} <= {n.count("/") for n in names}:
-            raise ValueError(f"cases now have names such as {names[0]!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError("cannot resume from a record", "--resume", path,
                                 f"a record of oper bench {benchmark}",
@@ -196,7 +189,11 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
     return found
 
 
-def loopback_bytes() -> int:
-    """Bytes that the loopback interface of this network namespace has sent so far."""
-    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
-    return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))
+def interface_counters(name: str) -> np.ndarray:
+    """Counters of a network interface of this network namespace since it was made.
+
+    Returns:
+        float64 [2]: bytes and packets sent, with the headers of all protocols.
+    """
+    folder = Path(f"/sys/class/net/{name}/statistics")
+    return np.array([float((folder / f"tx_{what}").read_text()) for what in ("bytes", "packets")])

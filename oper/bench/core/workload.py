@@ -22,6 +22,7 @@ NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
 # Streams of random numbers; batches of different streams are independent.
 TIMED, STATISTICS, CHECKED = 0, 1, 2
 NO_ID = -1  # in arrays of ids: no lookup
+EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}  # of ids, by the end of a case's name
 
 
 @dataclass(frozen=True, slots=True)

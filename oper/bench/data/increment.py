@@ -66,16 +66,15 @@ def _preprocess(target: Path, logs: Sequence[Path], vocabulary: Path | None = No
 
 def _halves(log: Path, work: Path) -> list[Path]:
     """The halves of a log, as files."""
+    paths, size = [work / "day1.txt", work / "day2.txt"], os.path.getsize(log)
     with log.open("rb") as file:
-        file.seek(os.path.getsize(log) // 2)
+        file.seek(size // 2)
         file.readline()
         middle = file.tell()
-    paths = [work / "day1.txt", work / "day2.txt"]
-    with log.open("rb") as file:
-        for path, size in zip(paths, (middle, os.path.getsize(log) - middle), strict=True):
+        for path, at, end in zip(paths, (0, middle), (middle, size), strict=True):
             with path.open("wb") as out:
-                while size and (piece := file.read(min(size, 1 << 24))):
-                    size -= out.write(piece)
+                while at < end:
+                    at += os.sendfile(out.fileno(), file.fileno(), at, end - at)
     return paths
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,34 @@ def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None
     pipe.send(found)
 
 
+def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list[int]]:
+    """Checksums of samples, from the labels and each column's ids of parts of them.
+
+    Returns:
+        Samples and the sum of each column's ids; labels and the sum of the squares, modulo a
+        number.
+    """
+    found = np.zeros((2, 27), np.int64)
+    for labels, columns in parts:
+        ids = [x.astype(np.int64) for x in columns]
+        found += [[labels.size, *(x.sum() for x in ids)],
+                  [int(labels.sum()), *((x * x % _MODULUS).sum() for x in ids)]]
+    return found.tolist()
+
+
+def _sum_files(data: Path) -> list[list[int]]:
+    """`_sums` of what the files hold."""
+    folder = Folder.open(data)
+    tables = (folder.read_part(p, (folder.label, *folder.sparse)) for p in folder.parts("train"))
+    return _sums((t.column(folder.label).to_numpy(),
+                  [t.column(n).to_numpy() for n in folder.sparse]) for t in tables)
+
+
 def _sum_batches(where: list[Any]) -> list[list[int]]:
     """`_sums` of what three ranks' batches hold."""
-    sums = [[0] * 27 for _ in range(2)]
-    for rank in range(3):
-        for batch in _open(where, rank, 3):
-            sums[0][0] += batch.labels.numel()
-            sums[1][0] += int(batch.labels.sum())
-            ids = batch.sparse_features.values().view(26, -1)
-            for k, of_columns in enumerate((ids.sum(1), (ids * ids % _MODULUS).sum(1))):
-                for c, total in enumerate(of_columns.tolist(), 1):
-                    sums[k][c] += total
-    return sums
+    batches = (batch for rank in range(3) for batch in _open(where, rank, 3))
+    return _sums((b.labels.numpy(), b.sparse_features.values().view(26, -1).numpy())
+                 for b in batches)
 
 
 def _first_batch(where: list[Any]) -> float:
@@ -108,7 +125,7 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     one = _epochs(where, 1)
     cores = len(os.sched_getaffinity(0))
     many = _epochs(where, cores)
-    exact = _sums(data) == child.call(_sum_batches, where)["value"]
+    exact = _sum_files(data) == child.call(_sum_batches, where)["value"]
     first, num_files, apparent = _first(data, shape, where[1:])
     whole = child.answer(_digests, where, str(state))
     at = len(whole) // 3 + 1
@@ -144,25 +161,6 @@ def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
         running.close()
     return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
              sum(e[0] / e[2] for e in epoch)) for epoch in zip(*told, strict=True)][1:]
-
-
-def _sums(data: Path) -> list[list[int]]:
-    """What the ranks' batches should add up to, from the files themselves.
-
-    Returns:
-        Rows and the sum of each column's ids; labels and the sum of the squares, modulo a number.
-    """
-    folder = Folder.open(data)
-    rows, labels, sums, squares = 0, 0, [0] * 26, [0] * 26
-    for part in folder.parts("train"):
-        table = folder.read_part(part, (folder.label, *folder.sparse))
-        rows += table.num_rows
-        labels += int(table.column(folder.label).to_numpy().sum())
-        for c, name in enumerate(folder.sparse):
-            ids = table.column(name).to_numpy().astype(np.int64)
-            sums[c] += int(ids.sum())
-            squares[c] += int((ids * ids % _MODULUS).sum())
-    return [[rows, *sums], [labels, *squares]]
 
 
 def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:

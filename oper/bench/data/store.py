@@ -36,7 +36,7 @@ def s3_server() -> Iterator[str]:
                                      "pip install 'oper[bench]'")
     settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
                 "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
-    before = {name: os.environ.get(name) for name in settings}
+    before = dict(os.environ)
     server = Child(_serve, (), "the store")
     try:
         os.environ.update(settings)
@@ -45,10 +45,8 @@ def s3_server() -> Iterator[str]:
         made.create_dir(path)
         yield f"s3://{BUCKET}/{{}}?{address}"
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
         server.close(0)
 
 

@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -17,7 +18,6 @@ from oper.bench.core import record
 from oper.bench.demo.page import page
 from oper.errors import InvalidInputError, UsageError
 from oper.support.flags import whole
-from oper.support.versions import versions
 
 if TYPE_CHECKING:
     from oper.bench.demo.worker import Training
@@ -52,10 +52,8 @@ def run_demo(args: argparse.Namespace) -> int:
                          "nothing with --data, whose log has its own", "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
-    found = demo(args, folder)
-    command = " ".join(record.command_line(args, "oper", "demo"))
-    found = {"benchmark": "demo", "command": command, "versions": versions(),
-             "machine": {**record.machine(), "load_before": load_before}, **found}
+    made = demo(args, folder)
+    found = made | record.record("demo", record.command_line(args, "oper", "demo"), [], load_before)
     record.write(folder / "demo.json", found)
     if args.json:
         record.write(args.json, found)
@@ -136,6 +134,8 @@ def _stage(number: int, name: str) -> Iterator[None]:
 
 def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
     """Steps, batch size, batch size of checked steps, and rounds that suit the size of the log."""
+    from oper.bench.demo.worker import PER_TURN
+
     batch = _MAX_BATCH
     while batch > 8 and rows < _MIN_STEPS * WORLD_SIZE * batch:
         batch //= 2
@@ -145,10 +145,11 @@ def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
                                 f">= {WORLD_SIZE * batch}", "use a longer log")
     most = _QUICK_STEPS if quick else _MAX_STEPS
     num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, most))
-    return num_steps, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
+    return num_steps // PER_TURN * PER_TURN, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
 
 
 def _plan(folder: Path, case: Training) -> dict[str, Any]:
+    from oper.bench.core.planning import rows_by_placement
     from oper.data import Folder
     from oper.search.explain.summary import as_json
     from oper.search.planner import plan_problem
@@ -161,13 +162,11 @@ def _plan(folder: Path, case: Training) -> dict[str, Any]:
         Topology.this_host(WORLD_SIZE), objective="training", batch_size=case.batch_size)
     plan = plan_problem(problem)
     plan.save(case.plan)
-    tiers: dict[str, dict[str, int]] = {}
-    for entry in plan.tables:
-        for tier in (t for piece in entry.pieces for t in piece.tiers):
-            sums = tiers.setdefault(f"{tier.placement} {tier.mode}", {"tiers": 0, "rows": 0})
-            sums["tiers"] += 1
-            sums["rows"] += tier.stop - tier.start
-    return as_json(plan, problem) | {"tiers": tiers}
+    count = Counter(f"{tier.placement} {tier.mode}" for entry in plan.tables
+                    for piece in entry.pieces for tier in piece.tiers)
+    return as_json(plan, problem) | {"tiers": {
+        kind: {"tiers": count[kind], "rows": n}
+        for kind, n in rows_by_placement(plan.tables).items()}}
 
 
 def _best(sides: dict[str, Any], what: str) -> str:

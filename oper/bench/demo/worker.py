@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from oper.bench.tables.sides import Side
 from oper.bench.tables.torchrec_peer import PLAN_KINDS, build_peer
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
-from oper.data.loading.kjt import torchrec_batch
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
 from oper.train.engines import Engine, dense_optimizer, unsharded, with_oper
 from oper.train.metrics import gather_rows
@@ -33,7 +33,7 @@ from oper.train.tasks import evaluate_clicks
 OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
                              dense="sgd", dense_lr=0.1)
 MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
-_PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
+PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
 _NUM_BATCHES = 32  # distinct ones for the embedding collection alone
 
 
@@ -47,8 +47,7 @@ class Training:
         world_size: ranks.
         checked_steps: number of steps after which logits and weights are compared.
         num_steps: number of steps in all.
-        batch_size, checked_batch_size: samples per rank, and how many of them the checked steps
-            use.
+        batch_size, checked_batch_size: samples per rank, and those of the checked steps.
         rounds: rounds of timing the collections alone.
     """
 
@@ -90,21 +89,19 @@ class Sharded(Training):
         sides = {"oper": _oper(self)} | {kind: _torchrec(self, kind) for kind in PLAN_KINDS}
         clock = record.BusyClock()
         timed = _train_in_turns(sides, self, progress)
-        busy = [clock.others(total)]
         results: dict[str, Any] = {}
         for name, (engine, _) in sides.items():
             progress(f"validating {name}")
             results[name] = evaluate_clicks(engine, _batches(self, "valid", *ranks()))
         progress("timing the embedding collections alone")
-        clock = record.BusyClock()
         taken = {"train_step": timed, **_time_collections(sides, self)}
-        busy.append(clock.others(total))
+        others = clock.others(total)
         for what, by_name in taken.items():
             for name, seconds in by_name.items():
                 results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
         bags = sides["oper"][1]
         return {"sides": results, "page_kind": bags.tables.page_kind,
-                "other_busy_cores": round(max(busy), 2)}
+                "other_busy_cores": round(others, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +152,12 @@ def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
     return Engine(sharded, sharded, [*tables, dense], collective=True), bags
 
 
-def _batches(case: Training, split: str, rank: int, world_size: int) -> Loader:
+def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:
+    """A rank's batches of `size` samples, by default of its part of a step's."""
     training = split == "train"
     return Loader(case.data, split, LoaderOptions(
-        case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
+        size or case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
         seed=case.seed, drop_last=training, share="batches", rank=rank, world_size=world_size))
-
-
-def _first(batch: Any, size: int) -> Any:
-    """The first samples of a batch of columns of one id each."""
-    kjt = batch.sparse_features
-    keys = kjt.keys()
-    ids = kjt.values().view(len(keys), -1)[:, :size].reshape(-1)
-    return torchrec_batch(batch.dense_features[:size], {
-        "keys": keys, "values": ids, "lengths": torch.ones(ids.numel(), dtype=torch.int32),
-        "stride": size}, batch.labels[:size])
 
 
 def _epochs(loader: Loader) -> Iterator[Any]:
@@ -180,47 +168,38 @@ def _epochs(loader: Loader) -> Iterator[Any]:
 
 
 def _training_batches(case: Training, rank: int) -> Iterator[Any]:
-    """A rank's share of the first ``num_steps`` batches, through as many epochs as that takes.
+    """A rank's batches of all steps, through as many epochs as that takes.
 
-    The checked steps come first and use the first ``checked_batch_size`` samples of each share. The
-    fewer samples, the less likely is one that meets a ReLU within rounding of its kink, from where
-    row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
+    The checked steps come first, of ``checked_batch_size`` samples each. The fewer samples, the
+    less likely is one that meets a ReLU within rounding of its kink, from where row-wise Adagrad,
+    which takes a cold row's first step at full length, makes differences large.
     """
-    data = _batches(case, "train", rank, case.world_size)
-    for step, batch in enumerate(itertools.islice(_epochs(data), case.num_steps)):
-        checked = step < case.checked_steps
-        yield _first(batch, case.checked_batch_size) if checked else batch
+    for steps, size in ((case.checked_steps, case.checked_batch_size),
+                        (case.num_steps - case.checked_steps, case.batch_size)):
+        loader = _batches(case, "train", rank, case.world_size, size)
+        yield from itertools.islice(_epochs(loader), steps)
 
 
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
     """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
-    names = list(sides)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    batches, done = _training_batches(case, ranks()[0]), 0
-    for turn in itertools.count():
-        chunk = list(itertools.islice(batches, min(_PER_TURN, case.num_steps - done)))
-        if not chunk:
-            break
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
-            engine = sides[name][0]
-            step = iter(chunk)
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
+    batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
 
-            def run(_: int, engine: Engine = engine, step: Iterator[Any] = step,
-                    into: list[torch.Tensor] = logits[name]) -> None:
-                into.append(engine.step(next(step))[1][1])
+    def step(k: int, name: str) -> None:
+        if k not in drawn:  # the first side in its turn; the others follow with the same batches
+            drawn.pop(k - PER_TURN, None)
+            drawn[k] = next(batches)
+        logits[name].append(sides[name][0].step(drawn[k])[1][1])
+        if k + 1 == case.checked_steps:
+            _write(case, name, logits[name], sides[name][0].module)
+        if name == "oper" and k % 32 == 31:
+            progress(f"training in two processes: step {k + 1} of {case.num_steps}")
 
-            seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
-            if done >= case.checked_steps:
-                taken[name].extend(seconds)
-        done += len(chunk)
-        if done == case.checked_steps:
-            for name, (engine, _) in sides.items():
-                _write(case, name, logits[name], engine.module)
-        if turn % 4 == 3:
-            progress(f"training in two processes: step {done} of {case.num_steps}")
-    return {name: np.array(values) for name, values in taken.items()}
+    taken = record.interleave({n: functools.partial(step, name=n) for n in sides}, dist.barrier,
+                              case.num_steps // PER_TURN, PER_TURN - 1)
+    untimed = case.checked_steps // PER_TURN * (PER_TURN - 1)
+    return {name: seconds[untimed:] for name, seconds in taken.items()}
 
 
 def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
@@ -250,4 +229,4 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
              for name, (engine, bags) in sides.items()}
     return {phase: record.interleave(
         {name: over(batches, getattr(side, phase)) for name, side in alone.items()}, dist.barrier,
-        case.rounds, _PER_TURN, lead_in=2) for phase in ("step", "forward")}
+        case.rounds, PER_TURN, lead_in=2) for phase in ("step", "forward")}

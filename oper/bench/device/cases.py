@@ -6,8 +6,8 @@ and ids. On a CPU device the same code runs on small cases, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from oper.bench.core import record
 from oper.bench.core.workload import Workload, batch_ids, hottest_ids
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
 
@@ -47,38 +47,31 @@ class DeviceCase:
 
     def tables(self) -> list[TableSpec]:
         """The tables, with row-wise Adagrad state."""
-        return [TableSpec(f"t{k}", n, self.work.dim, (f"f{k}",), "sum", self.dtype)
-                for k, n in enumerate(self.work.num_rows)]
-
-
-def one_rank_plan(case: DeviceCase, world_size: int = 1) -> Plan:
-    """All rows striped over the ranks."""
-    return uniform_plan(case.tables(), world_size, "striped")
+        return [replace(t, dtype=self.dtype) for t in self.work.tables()]
 
 
 def with_head_plan(case: DeviceCase) -> Plan:
-    """As `one_rank_plan`, with an explicit head of a tenth of every table's rows."""
+    """Rows striped over one rank, with an explicit head of a tenth of every table's rows."""
     rng = np.random.default_rng(case.work.seed)
-    entries = []
-    for t in case.tables():
-        head = rng.permutation(t.num_rows)[:max(1, t.num_rows // 10)].astype(np.int64)
-        tiers = [Tier(0, head.size, "striped", (0,), (1,))]
-        if head.size < t.num_rows:
-            tiers.append(Tier(head.size, t.num_rows, "owned", (0,)))
-        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
-    return Plan(1, tuple(entries))
+    return _in_tiers(case, [rng.permutation(n)[:max(1, n // 10)].astype(np.int64)
+                            for n in case.work.num_rows], "striped")
 
 
 def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
     """The hottest `share` of every table's rows in device memory, the others in the host's."""
+    return _in_tiers(case, [hottest_ids(case.work, k, max(1, int(n * share)))
+                            for k, n in enumerate(case.work.num_rows)], "owned", "host")
+
+
+def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
+              memory: str = "device") -> Plan:
+    """Each table's head, by ids, and its tail in that memory."""
     entries = []
-    for k, t in enumerate(case.tables()):
-        hot = max(1, int(t.num_rows * share))
-        tiers = [Tier(0, hot, "owned", (0,))]
-        if hot < t.num_rows:
-            tiers.append(Tier(hot, t.num_rows, "owned", (0,), memory="host"))
-        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),),
-                                 hottest_ids(case.work, k, hot)))
+    for t, head in zip(case.tables(), heads, strict=True):
+        tiers = [Tier(0, head.size, placement, (0,))]
+        if head.size < t.num_rows:
+            tiers.append(Tier(head.size, t.num_rows, "owned", (0,), memory=memory))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
     return Plan(1, tuple(entries))
 
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,41 +44,24 @@ def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group
     return tables
 
 
+@dataclass(frozen=True, slots=True)
 class Side:
-    """A contender: lookups, backward passes with the update, and its rows for comparison.
+    """A contender.
 
     Attributes:
-        forward: pooled rows of a batch, in any layout.
-        rows: [n, D] of a table by ids; None if it has no access to them.
+        forward: pooled rows of a batch, in any layout; tables are updated in its backward pass.
+        rows: [n, D] of a table by ids, for comparison; None if it has no access to them.
         tolerance: of its pooled rows, relative to the largest one.
     """
 
-    def __init__(self, forward: Callable[[Inputs], torch.Tensor],
-                 rows: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
-                 tolerance: float = 1e-5) -> None:
-        self.forward = forward
-        self.rows = rows
-        self.tolerance = tolerance
-        self._out: torch.Tensor | None = None
+    forward: Callable[[Inputs], torch.Tensor]
+    rows: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    tolerance: float = 1e-5
 
     def lookup(self, inputs: Inputs) -> torch.Tensor:
         """Without gradient."""
         with torch.no_grad():
             return self.forward(inputs)
-
-    def prepare(self, inputs: Inputs) -> None:
-        """Run the forward pass whose backward pass `update` runs."""
-        self._out = self.forward(inputs)
-
-    def update(self, gradient: torch.Tensor) -> None:
-        """Backward pass with the update of the tables."""
-        assert self._out is not None
-        self._out.backward(gradient)
-        self._out = None
-
-    def step(self, inputs: Inputs, gradient: torch.Tensor) -> None:
-        """Forward, backward, update."""
-        self.forward(inputs).backward(gradient)
 
 
 def oper_side(tables: Any, specs: Sequence[Any]) -> Side:

@@ -11,6 +11,7 @@ from oper.bench.device.cases import DeviceCase, Inputs
 from oper.bench.device.contenders import Side, initial_rows
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.bench.tables.verify import Verdict
+from oper.train.reference import SparseTableOptimizer
 
 # max|a - b| <= tolerance * max|b|: rows of 16 bits may round to either neighbour in every step.
 ROWS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -18,10 +19,8 @@ _SAMPLES = 64
 
 
 class Reference:
-    """Pooled rows, and rows after steps of row-wise Adagrad, in float64.
-
-    The update is FBGEMM's EXACT_ROWWISE_ADAGRAD: ``s += mean(g^2); w -= lr / (sqrt(s) + eps) * g``
-    with ``g`` the sum over a row's occurrences in the batch.
+    """Pooled rows, and rows after steps of row-wise Adagrad (see `SparseTableOptimizer`; FBGEMM's
+    EXACT_ROWWISE_ADAGRAD), in float64.
 
     Args:
         case: the case.
@@ -43,23 +42,17 @@ class Reference:
             bags = steps[0].by_table[table].view(-1, case.work.pooling)[self.samples]
             self.pooled.append(weight[bags].double().sum(1))
             of_table = gradient[:, table * case.work.dim:(table + 1) * case.work.dim]
-            self._train(table, weight, steps, of_table.double())
-
-    def _train(self, table: int, weight: torch.Tensor, steps: Sequence[Inputs],
-               gradient: torch.Tensor) -> None:
-        touched = torch.unique(torch.cat([x.by_table[table] for x in steps]))
-        rows = weight[touched].double()
-        state = torch.zeros(touched.numel(), 1, dtype=torch.float64, device=rows.device)
-        of_id = gradient.repeat_interleave(self._case.work.pooling, 0)
-        for x in steps:
-            at = torch.searchsorted(touched, x.by_table[table])
-            total = torch.zeros_like(rows).index_add_(0, at, of_id)
-            hit = torch.zeros(touched.numel(), 1, dtype=torch.bool, device=rows.device)
-            hit[at] = True
-            state += total.square().mean(1, keepdim=True)
-            rows -= torch.where(hit, LEARNING_RATE / (state.sqrt() + EPS) * total, 0.0)
-        self.ids.append(touched)
-        self.rows.append(rows)
+            touched = torch.unique(torch.cat([x.by_table[table] for x in steps]))
+            bag = torch.nn.EmbeddingBag.from_pretrained(weight[touched].double(), freeze=False,
+                                                        mode="sum")
+            optimizer = SparseTableOptimizer(bag, "rowwise_adagrad", LEARNING_RATE, EPS)
+            for x in steps:
+                optimizer.zero_grad()
+                at = torch.searchsorted(touched, x.by_table[table])
+                bag(at.view(-1, case.work.pooling)).backward(of_table.double())
+                optimizer.step()
+            self.ids.append(touched)
+            self.rows.append(bag.weight.detach())
 
     def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
         """Check a contender's pooled rows of the first batch."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Call, Steps, over
 from oper.bench.core.workload import Workload
 from oper.bench.device.cases import (
     Clock,
@@ -27,7 +28,6 @@ from oper.bench.device.cases import (
     floor_bytes,
     host_tail_plan,
     interleave,
-    one_rank_plan,
     with_head_plan,
 )
 from oper.bench.device.contenders import (
@@ -40,6 +40,7 @@ from oper.bench.device.contenders import (
 )
 from oper.bench.device.reference import Reference
 from oper.errors import OperError
+from oper.plan import uniform_plan
 
 _CHECKED_STEPS = 2
 _IN_A_ROW = 50  # launches of a small batch
@@ -109,7 +110,7 @@ class Case(DeviceCase):
         """Every phase of all contenders, the floors, and the additional time of peers and
         directories."""
         clock, inputs = Clock(device), self.inputs(device)
-        tables = open_tables(self, device, one_rank_plan(self))
+        tables = open_tables(self, device, uniform_plan(self.tables(), 1))
         sides = {"oper": oper_side(tables, self.tables()), "torch": torch_side(self, device)}
         if has_fbgemm():
             sides["fbgemm"] = fbgemm_side(self, device)
@@ -161,7 +162,7 @@ class GraphCase(Case):
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Microseconds of a pass in either way, alone and many in a row."""
         clock, inputs = Clock(device), draw_inputs(self, device, 0)
-        tables = open_tables(self, device, one_rank_plan(self), trained=False)
+        tables = open_tables(self, device, uniform_plan(self.tables(), 1), trained=False)
         side = oper_side(tables, self.tables())
         verdict = Reference(self, device, [inputs], torch.zeros(
             self.work.batch_size, self.work.dim * len(self.work.num_rows), device=device)
@@ -206,24 +207,17 @@ def _compared(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequ
     gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
                            device=device, generator=generator) * 1e-3
     verification = _verify(case, device, sides, inputs[:_CHECKED_STEPS], gradient)
-    trained = {n: s for n, s in sides.items() if s.rows is not None}
-
-    def batch(number: int) -> Inputs:
-        return inputs[number % len(inputs)]
-
+    trained = {n: Steps(over(inputs, s.forward), gradient)
+               for n, s in sides.items() if s.rows is not None}
+    runs: dict[str, dict[str, Call]] = {
+        "forward": {n: over(inputs, s.lookup) for n, s in sides.items()},
+        "update": {n: s.backward for n, s in trained.items()},
+        "step": {n: s.step for n, s in trained.items()}}
+    before = {"update": {n: s.forward for n, s in trained.items()}}
     return {
         "verified": all(v["passed"] for v in verification.values()), "verification": verification,
-        "timings": {
-            "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
-            "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
-                                 _calls(trained, lambda s, k: s.prepare(batch(k)))),
-            "step": interleave(case, clock,
-                               _calls(trained, lambda s, k: s.step(batch(k), gradient)))}}
-
-
-def _calls(sides: dict[str, Side], call: Callable[[Side, int], Any]
-           ) -> dict[str, Callable[[int], Any]]:
-    return {n: lambda k, s=s: call(s, k) for n, s in sides.items()}  # type: ignore[misc]
+        "timings": {phase: interleave(case, clock, of, before.get(phase))
+                    for phase, of in runs.items()}}
 
 
 def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
@@ -234,7 +228,7 @@ def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
         if side.rows is None:
             continue
         for x in checks:
-            side.step(x, gradient)
+            side.forward(x).backward(gradient)
         found[f"{name} rows"] = reference.check_rows(side)
     return found
 
@@ -286,6 +280,6 @@ def _open_peers(case: DeviceCase, device: torch.device, world_size: int) -> list
     from oper.shmem.group.groups import ThreadGroup
 
     groups = ThreadGroup.create(world_size, deadline_s=300.0)
-    plan = one_rank_plan(case, world_size)
+    plan = uniform_plan(case.tables(), world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda g: open_tables(case, device, plan, g, trained=False), groups))

@@ -30,6 +30,7 @@ from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 # Labels that a graph is fitted to: those of CaD-VAE, and the shares of a user's items that are of
 # each concept, which sum to 1 and are therefore correlated whatever the users like.
 LABELS = ("log_counts", "shares")
+_WEIGHTS = (0.6, 1.2)  # absolute ones of edges; their signs are random
 FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
 FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
@@ -55,7 +56,6 @@ class Case:
         num_users: of a graph.
         mean: items of a concept that a user with u = a = 0 takes on average.
         activity: standard deviation of a.
-        weights: range of the absolute weights of edges; their signs are random.
         noise: range of the standard deviations of e by concept.
     """
 
@@ -66,7 +66,6 @@ class Case:
     num_users: int = 4000
     mean: float = 6.0
     activity: float = 0.6
-    weights: tuple[float, float] = (0.6, 1.2)
     noise: tuple[float, float] = (0.5, 0.5)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
     k, n = case.num_concepts, case.num_users
     order = rng.permutation(k)
     pairs = np.triu(rng.random((k, k)) < 2 * case.num_edges / (k * (k - 1)), 1)
-    sizes = rng.uniform(*case.weights, (k, k)) * rng.choice([-1.0, 1.0], (k, k))
+    sizes = rng.uniform(*_WEIGHTS, (k, k)) * rng.choice([-1.0, 1.0], (k, k))
     graph = np.zeros((k, k))
     graph[np.ix_(order, order)] = pairs * sizes
     noise = rng.normal(size=(n, k)) * rng.uniform(*case.noise, k)

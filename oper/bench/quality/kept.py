@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,21 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()[:12]
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Keep the arrays of a run; the file is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        np.savez_compressed(file, **dict[str, Any](arrays))
+def place(folder: str | None, name: str, *parts: Any) -> Path | None:
+    """File of a run in the folder where runs are kept, whose name has a digest of all that the run
+    depends on; None = it is not kept."""
+    return None if folder is None else Path(folder, f"{name}-{digest(*parts)}.npz")
 
 
-def read(path: Path) -> dict[str, np.ndarray] | None:
-    """The arrays of a run, or None where it is not kept."""
-    if not path.exists():
-        return None
-    with np.load(path, allow_pickle=False) as stored:
-        return {name: stored[name] for name in stored.files}
+def once(path: Path | None, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of a run as they are kept; where they are not, `make` makes them, and they are
+    kept from then on: the file is there as a whole or not at all."""
+    if path is not None and path.exists():
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    found = dict[str, Any](make())
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            np.savez_compressed(file, **found)
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.bench.core.launch import teller
+from oper.bench.core.launch import Progress
 from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
 from oper.bench.quality import kept
@@ -188,6 +188,9 @@ class Case:
         protocol: key of its protocols.
         model: key of `MODELS`.
         quick: one seed and few passes.
+        seeds: it is trained from seeds 1 to this one; 0: nothing is trained, see `seeds_of`.
+        runs: folder where runs are kept; None = nowhere.
+        earlier: runs of the cases before it, by data set and protocol, and by model.
     """
 
     name: str
@@ -195,6 +198,9 @@ class Case:
     protocol: str
     model: str
     quick: bool
+    seeds: int
+    runs: str | None
+    earlier: dict[tuple[str, str], dict[str, Runs]]
 
     @property
     def under(self) -> Protocol:
@@ -216,10 +222,39 @@ class Case:
         return dataclasses.replace(MODELS[self.model].fit, metrics=self.under.metrics,
                                    chosen_by=self.under.reported[0], **few)
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Train and test the model; returns the record's entry, with differences from the models
+        before it on the same log under the same protocol."""
+        data = load(self.data, self.protocol)
+        runs = join_runs([self._run(data, seed, progress) for seed in seeds_of(self)])
+        earlier = self.earlier.setdefault((self.data, self.protocol), {})
+        against = {other: {m: difference(runs.per_user[m], before.per_user[m]).to_json()
+                           for m in self.under.reported} for other, before in earlier.items()}
+        earlier[self.model] = runs
+        return {"model": self.model, "config": dataclasses.asdict(self.config),
+                "fit": dataclasses.asdict(self.fit), "protocol": dataclasses.asdict(self.under),
+                "data": _about(data), "runs": list(runs.fitted), "threads": torch.get_num_threads(),
+                "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
+                "verified": all(f["verified"] for f in runs.fitted), "against": against}
 
-def cases(quick: bool, models: str = "") -> list[Case]:
-    """Every model, or ablation, on every data set that is there under each of its protocols."""
-    found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick)
+    def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
+        """A run: trained and tested, or the one that is kept."""
+        def trained() -> dict[str, np.ndarray]:
+            found = _train_and_test(self, data, seed)
+            return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
+
+        arrays = kept.once(_place(self, data, seed), trained)
+        told, by = json.loads(str(arrays.pop("about"))), self.fit.chosen_by
+        progress(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
+                 f"{told['epochs']} epochs, {told['seconds']:.0f} s")
+        return Runs(self.model, (seed,), arrays, (told,))
+
+
+def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None) -> list[Case]:
+    """Every model, or ablation, on every data set that is there under each of its protocols; where
+    nothing is to be trained, those of which runs are kept."""
+    earlier: dict[tuple[str, str], dict[str, Runs]] = {}
+    found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
              for protocol in source.protocols for name, model in MODELS.items()
              if model.ablation == bool(models)]
@@ -227,7 +262,20 @@ def cases(quick: bool, models: str = "") -> list[Case]:
         raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
                                 "set it to the folder that the logs are in")
+    if not seeds and not (found := [case for case in found if seeds_of(case)]):
+        raise InvalidInputError("no kept runs to report", "--runs", runs,
+                                "a folder with runs of today's sources and logs",
+                                "name it, or train with --seeds 1 or more")
     return found
+
+
+def seeds_of(case: Case) -> list[int]:
+    """Seeds to train with; where nothing is to be trained those of which runs are kept."""
+    if case.seeds:
+        return list(range(1, 2 if case.quick else case.seeds + 1))
+    data = load(case.data, case.protocol)
+    return [seed for seed in range(1, MOST_SEEDS + 1)
+            if (place := _place(case, data, seed)) and place.exists()]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -242,40 +290,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="keep every training run there, and take those of the same data and "
                              "sources that are there already")
     parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
-
-
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Train and test the chosen models; yields an entry per case."""
-    done: dict[str, Runs] = {}
-    at = ("", "")
-    for case in chosen:
-        if (case.data, case.protocol) != at:
-            at, done = (case.data, case.protocol), {}
-        entry, runs = _run_case(case, load(*at), _seeds(case, args), args.runs)
-        entry["against"] = {
-            other: {m: difference(runs.per_user[m], earlier.per_user[m]).to_json()
-                    for m in case.under.reported} for other, earlier in done.items()}
-        done[case.model] = runs
-        yield entry
-
-
-def possible(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
-    """The cases; where nothing is to be trained, those of which runs are kept."""
-    found = [case for case in chosen if args.seeds or _seeds(case, args)]
-    if not found:
-        raise InvalidInputError("no kept runs to report", "--runs", args.runs,
-                                "a folder with runs of today's sources and logs",
-                                "name it, or train with --seeds 1 or more")
-    return found
-
-
-def _seeds(case: Case, args: argparse.Namespace) -> list[int]:
-    """Seeds to train with; with ``--seeds 0`` those of which runs are kept."""
-    if args.seeds:
-        return list(range(1, 2 if case.quick else args.seeds + 1))
-    data = load(case.data, case.protocol)
-    return [seed for seed in range(1, MOST_SEEDS + 1)
-            if args.runs and _place(case, data, seed, args.runs).exists()]
 
 
 def load(name: str, protocol: str) -> Interactions:
@@ -305,35 +319,11 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
         return load_interactions(Path(folder) / "data", held.data)
 
 
-def _place(case: Case, data: Interactions, seed: int, keep: str) -> Path:
-    """Where the run is kept: its name holds a digest of all that the result depends on."""
+def _place(case: Case, data: Interactions, seed: int) -> Path | None:
+    """Where the run is kept."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
                       _contents(data), _code(case.model)], sort_keys=True)
-    return Path(keep, f"{case.name.replace('/', '-')}-{kept.digest(key.encode())}.npz")
-
-
-def _run_case(case: Case, data: Interactions, seeds: Sequence[int], keep: str | None
-              ) -> tuple[dict[str, Any], Runs]:
-    about = {"name": case.name, "model": case.model, "config": dataclasses.asdict(case.config),
-             "fit": dataclasses.asdict(case.fit), "protocol": dataclasses.asdict(case.under),
-             "data": _about(data)}
-    parts = []
-    for seed in seeds:
-        place = _place(case, data, seed, keep) if keep else None
-        found = _kept(place, case.model, seed) if place else None
-        if found is None:
-            found = _train_and_test(case, data, seed)
-            if place:
-                _keep(place, found)
-        parts.append(found)
-        told = found.fitted[0]
-        by = case.fit.chosen_by
-        teller(case.name)(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
-                          f"{told['epochs']} epochs, {told['seconds']:.0f} s")
-    runs = join_runs(parts)
-    return {**about, "runs": list(runs.fitted), "threads": torch.get_num_threads(),
-            "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
-            "verified": all(f["verified"] for f in runs.fitted)}, runs
+    return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
 
 
 def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
@@ -377,17 +367,6 @@ def training_sources(model: str) -> list[Path]:
 
 def _code(model: str) -> str:
     return kept.digest(*(path.read_bytes() for path in training_sources(model)))
-
-
-def _keep(place: Path, runs: Runs) -> None:
-    kept.write(place, {"about": np.array(json.dumps(runs.fitted[0])), **runs.per_user})
-
-
-def _kept(place: Path, model: str, seed: int) -> Runs | None:
-    arrays = kept.read(place)
-    if arrays is None:
-        return None
-    return Runs(model, (seed,), arrays, (json.loads(str(arrays.pop("about"))),))
 
 
 def _about(data: Interactions) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -112,10 +113,10 @@ def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | N
           ) -> list[Any]:
     """A case per grade, and customers who come back; small ones, of a grade, when `quick`."""
     found: list[Any] = [*(Case(grade, grade) for grade in ("random", "medium", "expert")),
-                        RetentionCase(runs=runs)]
+                        RetentionCase("retention", GRADE, 1000, 300, runs=runs)]
     if quick:
         found = [Case("medium", "medium", 120, 60, 40),
-                 RetentionCase(num_logged=60, num_served=30, steps=20, short_steps=20, runs=runs)]
+                 RetentionCase("retention", GRADE, 60, 30, 20, short_steps=20, runs=runs)]
     return [replace(case, num_seeds=seeds, weights=weights) for case in found]
 
 
@@ -145,55 +146,38 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class RetentionCase:
-    """A log of customers who come back.
+class RetentionCase(Case):
+    """A log of customers who come back: as `Case`, with customers in the place of visits.
 
     Attributes:
-        name: of the case.
-        num_logged: customers in it.
-        num_served: customers of every policy, the same ones.
-        steps: gradient steps of CDT4Rec and of the Decision Transformer.
-        short_steps: of all others, whose steps take a fraction of the time; with half as many
-            customers in a batch.
-        num_seeds: trainings.
-        weights: folder of VirtualTaobao's weights; None = a shop of random networks.
+        short_steps: of all but CDT4Rec and the Decision Transformer, whose steps take a fraction of
+            the time; with half as many customers in a batch.
         runs: folder where every seed's outcomes are kept; None = nowhere.
     """
 
-    name: str = "retention"
-    num_logged: int = 1000
-    num_served: int = 300
-    steps: int = 600
     short_steps: int = 1500
-    num_seeds: int = 3
-    weights: str | None = None
     runs: str | None = None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Log, train and serve; a seed has a log of its own. What stands in the record."""
         shop = shop_of(self.weights, Returning())
 
-        def serve(policy: Policy) -> Served:
+        def serve(policy: Policy) -> np.ndarray:
             torch.manual_seed(CUSTOMERS_SEED)
             return _outcome(collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED))
 
         progress("policies that learn nothing")
         served = {"random": [serve(random_policy)],
-                  "behaviour": [serve(graded_policy(shop, GRADE))],
+                  "behaviour": [serve(graded_policy(shop, self.grade))],
                   "oracle of clicks": [serve(Oracle(shop, 1))],
                   "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
         asked, answered, repeated = [], [], True
         for seed in range(1, self.num_seeds + 1):
-            place = self._place(seed)
-            found = _kept(place) if place else None
-            if found is None:
-                found = self._learn(shop, serve, seed, progress)
-                if place:
-                    _keep(place, found)
-            control = found.pop("control")
-            asked.append(control["asked"].tolist())
-            answered.append(control["answered"].tolist())
-            repeated &= bool(control["repeated"].all())
+            found = kept.once(self._place(seed), functools.partial(
+                self._learn, shop, serve, seed, progress))
+            asked.append(found.pop("asked").tolist())
+            answered.append(found.pop("answered").tolist())
+            repeated &= bool(found.pop("repeated"))
             for name, outcome in found.items():
                 served.setdefault(name, []).append(outcome)
         assert shop.returning is not None
@@ -203,15 +187,15 @@ class RetentionCase:
                 "policies": _figures(served, self.num_seeds), "asked": _control(asked, answered),
                 "verified": repeated}
 
-    def _learn(self, shop: Shop, serve: Callable[[Policy], Served], seed: int, progress: Progress
-               ) -> dict[str, Served]:
-        """What the policies learned from a seed's log serve, by name; and under ``"control"`` what
-        CDT4Rec was asked for, what it served, and whether it serves the same again."""
+    def _learn(self, shop: Shop, serve: Callable[[Policy], np.ndarray], seed: int,
+               progress: Progress) -> dict[str, np.ndarray]:
+        """Outcomes of the policies learned from a seed's log, by name; and what CDT4Rec was
+        ``asked`` for, ``answered``, and whether it has ``repeated`` its outcome."""
         config = SIMULATOR_CONFIG()
         plain = replace(config, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         progress(f"log {seed}")
-        log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
+        log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
         targets = [high_return(log, q) for q in QUANTILES]
         progress(f"transformers, seed {seed}")
         model = train_cdt4rec(log, config, options, seed)
@@ -225,60 +209,42 @@ class RetentionCase:
         found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
         for method in METHODS:
             found[method] = serve(train_actor_critic(method, log, short, seed))
-        return found | {"control": {
-            "asked": np.array(targets), "answered": np.array([x["clicks"].mean() for x in answers]),
-            "repeated": again["clicks"] == answers[chosen]["clicks"]}}
+        return found | {
+            "asked": np.array(targets), "answered": np.array([x[CLICKS].mean() for x in answers]),
+            "repeated": np.array((again[CLICKS] == answers[chosen][CLICKS]).all())}
 
     def _place(self, seed: int) -> Path | None:
-        """Where a seed's outcomes are kept: the name has a digest of what they depend on."""
-        if self.runs is None:
-            return None
+        """Where a seed's outcomes are kept."""
         about = {**asdict(self), "num_seeds": seed, "runs": None}
         sources = sorted(str(m.__file__) for n, m in sys.modules.items()
                          if n.startswith("oper.rl_rec.") or n == __name__)
-        told = kept.digest(json.dumps(about, sort_keys=True).encode(),
-                           *(Path(source).read_bytes() for source in sources))
-        return Path(self.runs, f"{self.name}-{seed}-{told}.npz")
+        return kept.place(self.runs, f"{self.name}-{seed}",
+                          json.dumps(about, sort_keys=True).encode(),
+                          *(Path(source).read_bytes() for source in sources))
 
 
-Served = dict[str, np.ndarray]  # "clicks", "visits" and "pages" of each customer
+CLICKS, VISITED, PAGES = range(3)  # rows of an outcome
 
 
-def _outcome(episodes: Episodes) -> Served:
+def _outcome(episodes: Episodes) -> np.ndarray:
+    """Clicks, visits and pages of each customer, float64 [3, N]."""
     counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
-    return {"clicks": episodes.clicks, "visits": counted.amax(dim=1).double().numpy(),
-            "pages": episodes.pages}
+    return np.stack([episodes.clicks, counted.amax(dim=1).double().numpy(), episodes.pages])
 
 
-def _keep(place: Path, found: Mapping[str, Served]) -> None:
-    kept.write(place, {
-        f"{name}/{part}": x for name, parts in found.items() for part, x in parts.items()})
-
-
-def _kept(place: Path) -> dict[str, Served] | None:
-    arrays = kept.read(place)
-    if arrays is None:
-        return None
-    found: dict[str, Served] = {}
-    for key, x in arrays.items():
-        name, part = key.rsplit("/", 1)
-        found.setdefault(name, {})[part] = x
-    return found
-
-
-def _figures(served: Mapping[str, Sequence[Served]], num_seeds: int) -> dict[str, Any]:
+def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict[str, Any]:
     """Clicks and visits per customer, with intervals over customers and seeds, by policy.
 
     A policy that learns nothing has served once, and is the same for every seed.
     """
-    clicks = {name: np.stack([e["clicks"] for e in runs] * (num_seeds // len(runs)))
-              for name, runs in served.items()}
+    every = {name: np.stack(runs, axis=1) for name, runs in served.items()}  # [3, seeds, N]
+    clicks = {name: np.tile(x[CLICKS], (num_seeds // x.shape[1], 1)) for name, x in every.items()}
     return {name: {"return": bootstrap(clicks[name]).to_json(),
-                   "visits": bootstrap(np.stack([e["visits"] for e in runs])).to_json(),
+                   "visits": bootstrap(x[VISITED]).to_json(),
                    "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
-                   "pages": round(float(np.mean([e["pages"].mean() for e in runs])), 3),
-                   "by_seed": [round(float(e["clicks"].mean()), 3) for e in runs]}
-            for name, runs in served.items()}
+                   "pages": round(float(x[PAGES].mean()), 3),
+                   "by_seed": x[CLICKS].mean(axis=1).round(3).tolist()}
+            for name, x in every.items()}
 
 
 def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]

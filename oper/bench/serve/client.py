@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.errors import OperError
 
 TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
+_CONNECTIONS = 64  # most queries in flight
 _ANSWER_S = 60.0  # beyond the length of a run
 _PATIENCE_S = 10.0  # of a query, with all that sends it again
 _PAUSE_S = 0.02  # before a query is sent again
@@ -73,23 +73,16 @@ class LoadClient(Child):
     Args:
         address: address of the server.
         served: the model and its queries.
-        connections: most requests in flight.
         once: whether queries contain their user's features only once.
 
     Attributes:
         seen: results of its runs.
     """
 
-    def __init__(self, address: str, served: ServeWork, connections: int = 64,
-                 once: bool = False) -> None:
-        super().__init__(_client, (address, served, connections, once),
-                         "the client of the benchmark")
+    def __init__(self, address: str, served: ServeWork, once: bool = False) -> None:
+        super().__init__(_client, (address, served, once), "the client of the benchmark")
         self.seen: list[Seen] = []
         self.wait(_ANSWER_S)
-
-    def cpu_seconds(self) -> float:
-        """Processor time (s) so far."""
-        return cpu_seconds(self.pid)
 
     def learn(self) -> np.ndarray:
         """Send all queries one by one and keep the scores as those of the present weights.
@@ -111,14 +104,10 @@ class LoadClient(Child):
         self.seen.append(self.wait(seconds + 5 * _ANSWER_S))
         return self.seen[-1]
 
-    def run(self, settings: loadgen.Settings) -> Seen:
-        """Run LoadGen once; returns the result."""
-        self.start(settings)
-        return self.finish(settings.min_duration_s)
-
-    def result(self, settings: loadgen.Settings) -> loadgen.Result:
+    def run(self, settings: loadgen.Settings) -> loadgen.Result:
         """Run LoadGen once; returns its verdict."""
-        return self.run(settings).result
+        self.start(settings)
+        return self.finish(settings.min_duration_s).result
 
 
 @dataclass(slots=True)
@@ -178,7 +167,7 @@ class _Sender:
         host, _, port = address.rpartition(":")
         self._place, self._most = (host.strip("[]"), int(port)), connections
         self._messages = []
-        for request in served.library():
+        for request in map(served.query, range(served.num_queries)):
             body, length = encode_request(request.expanded()) if not once else encode_request(
                 request, served.signature.features)
             self._messages.append(
@@ -358,8 +347,8 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     return decode_scores(body, int(length))
 
 
-def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
-    sender = _Sender(address, served, connections, once)
+def _client(control: Any, address: str, served: ServeWork, once: bool) -> None:
+    sender = _Sender(address, served, _CONNECTIONS, once)
     control.send(True)
     run = partial(sender.run, on_start=partial(control.send, None))
     while obey(control, {"learn": sender.learn, "run": run}):

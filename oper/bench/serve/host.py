@@ -6,13 +6,12 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve.client import LoadClient
 from oper.bench.serve.models import (
     VARIANTS,
@@ -37,12 +36,10 @@ class Swap:
 
     Attributes:
         begin, end: its begin and end.
-        epoch: its epoch.
     """
 
     begin: float
     end: float
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,6 @@ class Host(Child):
     Args:
         served: the model.
         workers: of the server.
-        spin_us: of each worker.
         run: folder of a training run's checkpoints, whose weights are served instead.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
             each worker, which nothing can be published to.
@@ -80,24 +76,10 @@ class Host(Child):
     ``memory`` and ``publication``, the bytes and the name of its weights.
     """
 
-    def __init__(self, served: ServeWork, workers: int, spin_us: float = 0.0, run: str = "",
-                 kind: str = "oper") -> None:
-        options = ServeOptions(port=0, workers=workers, batching=BATCHING, spin_us=spin_us)
+    def __init__(self, served: ServeWork, workers: int, run: str = "", kind: str = "oper") -> None:
+        options = ServeOptions(port=0, workers=workers, batching=BATCHING)
         super().__init__(_host, (served, options, run, kind), "the server of the benchmark")
         self.address: str = self.wait()
-
-    def cpu_seconds(self) -> float:
-        """Processor time (s) of supervisor and present workers so far."""
-        return sum(map(cpu_seconds, [*self.ask("pids"), self.pid]))
-
-    def usage(self) -> tuple[int, int]:
-        """PSS in bytes and open descriptors of supervisor and workers together."""
-        pids: Sequence[int] = [*self.ask("pids"), self.pid]
-        return sum(pss_bytes(p) for p in pids), sum(num_descriptors(p) for p in pids)
-
-    def close(self, seconds: float = 90.0) -> int:
-        """Drain and end; the exit code."""
-        return super().close(seconds)
 
 
 @contextlib.contextmanager
@@ -114,7 +96,7 @@ def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
         finally:
             client.close()
     finally:
-        code = host.close()
+        code = host.close(90.0)  # it drains
     if code:
         raise OperError(f"the server of case {name} ended with exit code {code}")
 
@@ -222,5 +204,5 @@ def _swap(server: Server, weights: Any) -> Swap:
         even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
         weights = weights["b" if even else "a"]
     begin = time.monotonic()
-    epoch = server.publish(weights)
-    return Swap(begin, time.monotonic(), epoch)
+    server.publish(weights)
+    return Swap(begin, time.monotonic())

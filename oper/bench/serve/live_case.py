@@ -7,15 +7,14 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.memory import cpu_seconds
+from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import TOLERANCE, LoadClient, Seen
 from oper.bench.serve.host import BATCHING, Host, Swap, client_of
@@ -26,7 +25,6 @@ from oper.errors import OperError
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20
-_MAX_UNMET = 10  # runs in which no request met a publication
 _ROUNDS = 3  # over HTTP and in process, in turn, at one rate
 _KEPT = 0.97  # of the rate asked for, at least; arrivals are random
 _SUSTAINED_MS = 100.0  # p99 of a rate that the server keeps up with: its queues do not grow
@@ -49,9 +47,8 @@ class LiveCase:
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
         votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
-        max_runs, search_s: most runs of each server, and longest time of the search.
+        search_s: longest time of the search.
         bound_ms: latency bound of 99 % of the queries.
-        spin_us: polling time of the server's workers, see `ServeOptions`.
     """
 
     name: str
@@ -63,21 +60,16 @@ class LiveCase:
     swaps: int = 50
     run_s: float = 2.5
     min_queries: int = 1000
-    max_runs: int = 10
     votes: int = 3
     search_s: float = 90.0
     bound_ms: float = 10.0
-    spin_us: float = 0.0
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Start, load and compare; returns the record's entry."""
         with _running(self, progress) as live:
-            clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
-                                              + live.client.cpu_seconds()))
             entry = {"http": _http, "candidates": _candidates, "publish": _publish,
                      "soak": _soak}[self.kind](live)
-            entry |= {"other_busy_cores": round(clock.others(list), 2),
-                      "server_memory_bytes": live.host.ask("memory"),
+            entry |= {"server_memory_bytes": live.host.ask("memory"),
                       "separation_of_sets": live.separation, "std_of_scores": live.std}
         entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
         return {**entry, "case": asdict(self), "niceness": os.nice(0),
@@ -96,37 +88,16 @@ class _Live:
     separation: float = 0.0  # least distance between the two sets' scores of a query
     std: float = 0.0
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
-    beside_s: float = 0.0  # processor time of what ran beside them and has ended
 
     def at(self, rate: float, seconds: float) -> loadgen.Settings:
         """Poisson arrivals at a rate."""
         return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
 
-    def sustained(self) -> tuple[float, dict[str, Any]]:
-        """Highest rate of Poisson arrivals that the server keeps up with, and how it was found.
-
-        The search starts at the rate of a closed loop, as many queries in flight as the client
-        sends at once: more cannot be.
-        """
-        case = self.case
-        self.progress("looking for the rate that can be sustained")
-        loop = replace(self.settings, scenario="Offline", expected_qps=300)
-        guess = self.client.result(loop).rate
-        closed = self.client.result(replace(loop, expected_qps=1.4 * guess))
-        found = Search(closed.rate, _SUSTAINED_MS, case.max_runs, case.votes)
-        search({"server": found}, lambda _, rate, before: self.client.result(replace(
-            self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
-            seed=self.settings.seed + before)), case.search_s)
-        rate, result = found.best()
-        return rate, {"closed_loop": closed.to_json(), "search": found.to_json(),
-                      "p99_bound_ms": _SUSTAINED_MS,
-                      "server": {"target_qps": round(rate, 2), **result.to_json()}}
-
 
 @contextlib.contextmanager
 def _running(case: LiveCase, progress: Progress) -> Iterator[_Live]:
     progress("starting the server")
-    host = Host(case.served, case.workers, case.spin_us)
+    host = Host(case.served, case.workers)
     with client_of(host, case.name, case.served) as client:
         base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
                                 num_samples=case.served.num_queries)
@@ -153,69 +124,60 @@ def _errors(*runs: Seen) -> int:
 Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]]  # a run, its CPU
 
 
-@dataclass(slots=True)
-class _Compared:
-    """Ways to have the same queries scored: highest rates at the bound, one query alone, and what
-    runs of all but some at one rate, which the first way decides, have shown."""
+def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
+              only_searched: str = "") -> dict[str, Any]:
+    """Ways to have the same queries scored: highest rates at the bound, one query alone, and runs
+    at one rate, which the first way decides. All take turns, with equal queries, arrivals, lengths
+    of runs and verdicts.
 
-    sides: dict[str, Side]
-    only_searched: tuple[str, ...] = ()
-    single: dict[str, loadgen.Result] = field(default_factory=dict)
-    searches: dict[str, Search] = field(default_factory=dict)
-    runs: dict[str, list[loadgen.Result]] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)  # processor time (s) of the last runs
-    target: float = 0.0
-
-    def measure(self, live: _Live) -> None:
-        """Equal queries, arrivals, lengths of runs and verdicts. The two take turns."""
-        case = live.case
-        live.progress("looking for the capacity")
-        single = replace(live.settings, scenario="SingleStream", expected_qps=300)
-        self.single = {name: run(single) for name, (run, _) in self.sides.items()}
-        self.searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
-                         for name, result in self.single.items()}
-        search(self.searches, lambda name, rate, before: self.sides[name][0](replace(
-            live.at(rate, case.run_s), min_queries=case.min_queries,
-            seed=live.settings.seed + before)), case.search_s)
-        leading = self.searches[next(iter(self.sides))]
-        # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
-        self.target = case.load * (leading.best()[0] or min(r[0] for r in leading.to_json()))
-        both = [name for name in self.sides if name not in self.only_searched]
-        self.runs, self.busy = {name: [] for name in both}, dict.fromkeys(both, 0.0)
-        for turn in range(_ROUNDS):
-            live.progress(f"{self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
-            for name in both[::1 - 2 * (turn % 2)]:
-                run, cpu = self.sides[name]
-                before = cpu()
-                settings = self.settings(live)
-                self.runs[name].append(run(replace(settings, seed=settings.seed + turn)))
-                self.busy[name] += cpu() - before
-
-    def settings(self, live: _Live) -> loadgen.Settings:
-        """Of the last runs."""
-        return replace(live.at(self.target, live.case.seconds), min_queries=live.case.min_queries)
-
-    def rate(self, name: str) -> float:
-        """The highest VALID one."""
-        return round(self.searches[name].best()[0], 2)
-
-    def saved(self, name: str, other: str) -> float:
-        """Queries per second of processor time, of those of the other."""
-        return round(self.busy[other] / self.busy[name], 4) if self.busy[name] else 0.0
-
-    def to_json(self, live: _Live, queries: int) -> dict[str, Any]:
-        """For the record; `queries` is how many each had in the last runs."""
-        latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
-                          for p in ("p50", "p90", "p99")} for name, found in self.runs.items()}
-        first = next(iter(self.sides))
-        return {"p99_ms": latency[first]["p99"], "latency_ms": latency,
-                "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in self.busy.items()},
-                "single_ms": self.single[first].latency_ms["p50"],
-                "target_qps": round(self.target, 2), "capacity_qps": self.rate(first),
-                "capacity": {name: {"single_stream": self.single[name].to_json(),
-                                    "search": found.to_json()}
-                             for name, found in self.searches.items()},
-                "loadgen": self.settings(live).to_json()}
+    Args:
+        live: the server.
+        sides: the ways by name.
+        clients: those of the ways over HTTP.
+        only_searched: a way without runs at that rate.
+    """
+    case, first, *others = live.case, *sides
+    live.progress("looking for the capacity")
+    single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+              for name, (run, _) in sides.items()}
+    searches = {name: Search(0.5 * result.rate, case.votes) for name, result in single.items()}
+    search(searches, lambda name, rate, before: sides[name][0](replace(
+        live.at(rate, case.run_s), min_queries=case.min_queries,
+        seed=live.settings.seed + before)), case.search_s)
+    rates = {name: round(found.best()[0], 2) for name, found in searches.items()}
+    # Where no rate keeps the bound, what the lowest one does is of interest, beside the others.
+    target = case.load * (rates[first] or min(r[0] for r in searches[first].to_json()))
+    settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
+    timed = [name for name in sides if name != only_searched]
+    runs: dict[str, list[loadgen.Result]] = {name: [] for name in timed}
+    busy = dict.fromkeys(timed, 0.0)  # processor time (s)
+    for turn in range(_ROUNDS):
+        live.progress(f"{target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+        for name in timed[::1 - 2 * (turn % 2)]:
+            run, cpu = sides[name]
+            before = cpu()
+            runs[name].append(run(replace(settings, seed=settings.seed + turn)))
+            busy[name] += cpu() - before
+    seen = [x for client in clients for x in client.seen[-_ROUNDS:]]
+    queries = sum(x.begin.size for x in seen) / len(clients)  # equal seeds: of every way
+    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+                      for p in ("p50", "p90", "p99")} for name, found in runs.items()}
+    errors = _errors(*(x for client in clients for x in client.seen))
+    entry = {"queries_per_s": rates[first], "single_ms": single[first].latency_ms["p50"],
+             "p99_ms": latency[first]["p99"], "latency_ms": latency,
+             "client_cores": round(float(np.mean([x.cores for x in seen])), 3),
+             "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
+             "target_qps": round(target, 2), "capacity_qps": rates[first],
+             "capacity": {name: {"single_stream": single[name].to_json(), "search": x.to_json()}
+                          for name, x in searches.items()},
+             "errors": errors, "loadgen": settings.to_json(), "runs": list(map(_summary, seen))}
+    for name in others:
+        entry |= {f"{name}_queries_per_s": rates[name],
+                  f"{name}_single_ms": single[name].latency_ms["p50"],
+                  f"ratio_{name}": round(rates[first] / rates[name], 4) if rates[name] else None}
+    for name in timed[1:]:  # queries per second of processor time
+        entry[f"cpu_ratio_{name}"] = round(busy[name] / busy[first], 4) if busy[first] else 0.0
+    return entry
 
 
 def _http(live: _Live) -> dict[str, Any]:
@@ -223,36 +185,21 @@ def _http(live: _Live) -> dict[str, Any]:
     case = live.case
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
-    beside = Pool("oper", case.served, BATCHING, live.host.ask("publication"))
-    beside.grow(case.workers)
-    peer = Host(case.served, case.workers, case.spin_us, kind="torchrec")
+    beside = Pool("oper", case.served, BATCHING, case.workers, live.host.ask("publication"))
+    peer = Host(case.served, case.workers, kind="torchrec")
     try:
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
-            compared = _Compared({"http": (live.client.result, live.host.cpu_seconds),
-                                  "in_process": (functools.partial(beside.run, case.workers),
-                                                 beside.cpu_seconds),
-                                  "torchrec": (client.result, peer.cpu_seconds)},
-                                 ("torchrec",))
-            compared.measure(live)
-            live.beside_s = beside.cpu_seconds() + peer.cpu_seconds() + client.cpu_seconds()
+            entry = _compared(live, {
+                "http": (live.client.run, live.host.cpu_seconds),
+                "in_process": (functools.partial(beside.run, case.workers), beside.cpu_seconds),
+                "torchrec": (client.run, peer.cpu_seconds)}, [live.client], "torchrec")
     finally:
         beside.close()
-    last = live.client.seen[-_ROUNDS:]
-    errors, peers = _errors(*live.client.seen, *client.seen), compared.rate("torchrec")
-    return {"queries_per_s": compared.rate("http"), "torchrec_queries_per_s": peers,
-            "ratio_torchrec": round(compared.rate("http") / peers, 4) if peers else None,
-            "torchrec_single_ms": compared.single["torchrec"].latency_ms["p50"],
-            "torchrec_max_abs_diff": differ,
-            "in_process_queries_per_s": compared.rate("in_process"),
-            "ratio_in_process": compared.saved("http", "in_process"),
-            "in_process_single_ms": compared.single["in_process"].latency_ms["p50"],
-            "client_cores": round(float(np.mean([s.cores for s in last])), 3),
-            "errors": errors, "verified": not errors and differ <= TOLERANCE,
-            # Equal settings and seeds: LoadGen issues equal queries on both sides.
-            **compared.to_json(live, sum(s.begin.size for s in last)),
-            "runs": [_summary(s) for s in last],
-            "in_process_runs": [r.to_json() for r in compared.runs["in_process"]]}
+    entry["ratio_in_process"] = entry.pop("cpu_ratio_in_process")
+    errors = entry["errors"] + _errors(*client.seen)
+    return {**entry, "torchrec_max_abs_diff": differ, "errors": errors,
+            "verified": not errors and differ <= TOLERANCE}
 
 
 def _candidates(live: _Live) -> dict[str, Any]:
@@ -261,33 +208,33 @@ def _candidates(live: _Live) -> dict[str, Any]:
     try:
         # Only the newest set of weights is in service from here on.
         differ = float(np.abs(once.learn() - live.client.learn()).max())
-        compared = _Compared({
-            "once": (once.result, live.host.cpu_seconds),
-            "full": (live.client.result, live.host.cpu_seconds)})
-        compared.measure(live)
-        live.beside_s = once.cpu_seconds()
+        entry = _compared(live, {
+            "once": (once.run, live.host.cpu_seconds),
+            "full": (live.client.run, live.host.cpu_seconds)}, [once, live.client])
     finally:
         once.close()
-    last = [*once.seen[-_ROUNDS:], *live.client.seen[-_ROUNDS:]]
-    errors = _errors(*once.seen, *live.client.seen)
-    rates = {name: compared.rate(name) for name in compared.sides}
-    return {"queries_per_s": rates["once"], "full_queries_per_s": rates["full"],
-            "ratio_full": round(rates["once"] / rates["full"], 4) if rates["full"] else None,
-            "cpu_ratio_full": compared.saved("once", "full"),
-            "max_abs_diff": differ, "errors": errors,
-            "verified": differ <= TOLERANCE and not errors,
-            "full_single_ms": compared.single["full"].latency_ms["p50"],
-            **compared.to_json(live, sum(s.begin.size for s in last) // 2),
-            "runs": [_summary(s) for s in last]}
+    return {**entry, "max_abs_diff": differ,
+            "verified": differ <= TOLERANCE and not entry["errors"]}
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
-    """A run at the wanted share of what the server keeps up with, and how that was found."""
-    rate, how = live.sustained()
+    """A run at the wanted share of the highest rate of Poisson arrivals that the server keeps up
+    with, and how that rate was found: from the rate of one query after another, for each worker."""
+    case = live.case
+    live.progress("looking for the rate that can be sustained")
+    single = live.client.run(replace(live.settings, scenario="SingleStream", expected_qps=300))
+    found = Search(case.workers * single.rate, case.votes)
+    search({"server": found}, lambda _, rate, before: live.client.run(replace(
+        live.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
+        seed=live.settings.seed + before)), case.search_s)
+    rate, result = found.best()
     # A machine too busy for any valid rate still gets its load, and the record says so.
-    target = live.case.load * (rate or min(r[0] for r in how["search"]))
-    return live.at(target, live.case.seconds), {
-        "capacity_qps": round(rate, 2), "capacity": how, "target_qps": round(target, 2)}
+    target = case.load * (rate or min(r[0] for r in found.to_json()))
+    return live.at(target, case.seconds), {
+        "capacity_qps": round(rate, 2), "target_qps": round(target, 2), "capacity": {
+            "single_stream": single.to_json(), "search": found.to_json(),
+            "p99_bound_ms": _SUSTAINED_MS,
+            "server": {"target_qps": round(rate, 2), **result.to_json()}}}
 
 
 def _publish(live: _Live) -> dict[str, Any]:
@@ -296,28 +243,21 @@ def _publish(live: _Live) -> dict[str, Any]:
     settings, share = _share(live)
     target = settings.expected_qps
     live.progress(f"{target:.0f} queries/s, quiet")
-    quiet = [live.client.run(settings)]
+    live.client.run(settings)
+    quiet = live.client.seen[-1:]
     swaps: list[Swap] = []
     during: list[Seen] = []
-    unmet = 0
     while len(swaps) < case.swaps:
         live.progress(f"{target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
         live.client.start(settings)
         until = time.monotonic() + case.seconds
-        new: list[Swap] = []
-        while time.monotonic() < until and len(swaps) + len(new) < case.swaps:
-            new.append(live.host.ask("publish"))
+        while time.monotonic() < until and len(swaps) < case.swaps:
+            swaps.append(live.host.ask("publish"))
             time.sleep(0.05)
         during.append(live.client.finish(case.seconds))
-        if _overlaps(during[-1], new).any():
-            swaps += new
-            continue
-        unmet += 1  # a client that began after the last of them has shown nothing
-        if unmet == _MAX_UNMET:
-            raise RuntimeError(f"no request was in flight during publications, in {unmet} runs; "
-                               f"ask for longer runs than {case.seconds} s")
     live.progress(f"{target:.0f} queries/s, quiet again")
-    quiet.append(live.client.run(settings))
+    live.client.run(settings)
+    quiet.append(live.client.seen[-1])
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
     still = np.concatenate([s.latency_ms for s in quiet])
     p99, quiet_p99 = float(np.percentile(touched, 99)), float(np.percentile(still, 99))
@@ -349,7 +289,7 @@ def _soak(live: _Live) -> dict[str, Any]:
     target = settings.expected_qps
     live.client.start(settings)
     begin, killed, swaps = time.monotonic(), 0, 0
-    samples: list[tuple[float, int, int]] = []
+    samples: list[tuple[float, ...]] = []
     busy: dict[int, float] = {}  # processor time of workers at 60 %
     while (done := (time.monotonic() - begin) / case.seconds) < 1:
         live.progress(f"{target:.0f} queries/s, {int(done * 10) * 10} %")
@@ -361,11 +301,13 @@ def _soak(live: _Live) -> dict[str, Any]:
             swaps += 1
         with contextlib.suppress(OperError):  # a worker that ends while it is looked at
             if live.host.ask("counts")["workers"] == case.workers:
-                samples.append((done, *live.host.usage()))
+                pids = live.host.ask("pids")
+                samples.append((done, *(sum(map(of, [*pids, live.host.pid]))
+                                        for of in (pss_bytes, num_descriptors))))
                 if done > 0.6 and not busy:
-                    busy = {pid: cpu_seconds(pid) for pid in live.host.ask("pids")}
+                    busy = {pid: cpu_seconds(pid) for pid in pids}
         time.sleep(min(1.0, case.seconds / 60))
-    shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
+    spent = sorted((cpu_seconds(pid) - before for pid, before in busy.items()), reverse=True)
     seen = live.client.finish(case.seconds)
     counts, pids = live.host.ask("counts"), live.host.ask("pids")
     replaced = counts["worker_restarts"] == 1 and killed not in pids
@@ -375,17 +317,12 @@ def _soak(live: _Live) -> dict[str, Any]:
     return {"p99_ms": seen.result.latency_ms["p99"], "errors": errors,
             "verified": not errors and replaced and not growth["grows"] and kept >= _KEPT, **growth,
             "killed_worker_replaced": replaced, "share_of_rate_kept": round(kept, 4),
-            "shares_of_workers_after_the_kill": shares, "seconds": case.seconds, "swaps": swaps,
+            "shares_of_workers_after_the_kill": [round(s / (sum(spent) or 1.0), 3) for s in spent],
+            "seconds": case.seconds, "swaps": swaps,
             **share, "run": _summary(seen), "loadgen": settings.to_json()}
 
 
-def _shares(seconds: dict[int, float]) -> list[float]:
-    """How the workers' processor time is divided, the busiest first."""
-    total = sum(seconds.values()) or 1.0
-    return sorted((round(s / total, 3) for s in seconds.values()), reverse=True)
-
-
-def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
+def _growth(samples: list[tuple[float, ...]]) -> dict[str, Any]:
     """Growth of memory and descriptors from the middle fifth of the run to the last one."""
     table = np.array(samples, np.float64).reshape(-1, 3)
     middle = table[(table[:, 0] >= 0.4) & (table[:, 0] < 0.6)]

@@ -90,10 +90,6 @@ class ServeWork:
                 for t, ((name, table), n) in enumerate(found)}, stats.source, True)
         return TieredRows(stats, self.error_budget)
 
-    def library(self) -> list[Request]:
-        """All queries."""
-        return [self.query(k) for k in range(self.num_queries)]
-
 
 def build(served: ServeWork, device: str) -> nn.Module:
     """The float32 DLRM, with weights on ``"cpu"``, without on ``"meta"``."""
@@ -127,25 +123,22 @@ class TorchPredictor:
     """A model in this process's own memory.
 
     Attributes:
-        is_quantised: by TorchRec, whose float models cannot be traced.
-        variant: one of `VARIANTS`; those but the first are there once `add_variants` was called.
+        variants: of `VARIANTS`; TorchRec's float models cannot be traced.
+        variant: one of them, in which it runs.
     """
 
     epoch = 1
 
-    def __init__(self, model: nn.Module, signature: Signature, is_quantised: bool = False) -> None:
-        self.is_quantised = is_quantised
-        self._models: dict[str, Any] = {VARIANTS[0]: model}
+    def __init__(self, model: nn.Module, signature: Signature, variants: Sequence[str]) -> None:
+        self.variants, self._models = variants, {VARIANTS[0]: model}
         self.signature, self.variant = signature, VARIANTS[0]
-
-    def add_variants(self) -> None:
-        """Make the model ready to run in another way; weights are shared."""
-        self._models[VARIANTS[1]] = _scripted(self._models[VARIANTS[0]])
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
         """Probabilities float32 [B], and 1."""
         import torch
 
+        if self.variant not in self._models:  # weights are shared
+            self._models[self.variant] = _scripted(self._models[VARIANTS[0]])
         batch = batch.expanded()
         with torch.no_grad():
             logits = self._models[self.variant](torch.from_numpy(batch.dense),
@@ -175,10 +168,6 @@ class FloorPredictor:
             digest.update(_HASHED)  # other threads may run meanwhile, as in PyTorch's operators
         return np.zeros(batch.num_samples, np.float32), 1
 
-    def rows_read(self) -> dict[str, int]:
-        """None are read."""
-        return {}
-
 
 def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
     """A contender's predictor.
@@ -202,19 +191,17 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
         model = quantize_inference_model(model, fp_weight_dtype=torch.qint8,
                                          quantization_dtype=dtype)
     give_back_memory()
-    return TorchPredictor(model, served.signature, kind == "torchrec")
+    return TorchPredictor(model, served.signature, VARIANTS if kind == "torchrec" else VARIANTS[:1])
 
 
 def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
     """Run first calls of all variants, so that everything created lazily exists."""
-    for request in requests:
-        predictor.predict(request)
-    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
-        predictor.add_variants()  # after a call: a trace would leave its mark in the module
-        predictor.variant = VARIANTS[1]
+    # Scripted after a call: a trace would leave its mark in the module.
+    for variant in getattr(predictor, "variants", VARIANTS[:1]):
+        predictor.variant = variant
         for request in requests:
             predictor.predict(request)
-        predictor.variant = VARIANTS[0]
+    predictor.variant = VARIANTS[0]
 
 
 def _scripted(model: nn.Module) -> Any:

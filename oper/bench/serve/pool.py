@@ -18,15 +18,14 @@ import socket
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from oper.bench.core.child import Child, ProcessOptions, obey
-from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
-from oper.bench.core.stalls import Stalls, spin
+from oper.bench.core.memory import pss_bytes, unfiled_pss_bytes
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
     ServeWork,
@@ -58,42 +57,36 @@ class Pool:
         kind: of `oper.bench.serve.models`.
         served: what they score.
         batching: of each worker.
+        count: workers, which are ready to score.
         publication: score with these weights, in place of a publication of the pool's own, and
             requests and scores as the messages that go over HTTP: each query is read from one and
             its answer written as one, in the worker's memory.
     """
 
-    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions,
+    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions, count: int,
                  publication: str = "") -> None:
         self.kind, self._served, self._batching = kind, served, batching
         self._workers: list[_Worker] = []
         self._publisher: Child | None = None
         self._name = publication or f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._as_messages = bool(publication)
-        self._waited_for: list[Child] = []
         if kind == "oper" and not publication:
             self._publisher = self._start(_publish, (served, self._name))
-        self._is_published = self._publisher is None
+            self._publisher.wait()
+        self.grow(count)
 
-    def begin(self, count: int) -> None:
-        """Start workers up to `count`; those of OPER after publishing the tables."""
-        while self._is_published and len(self._workers) < count:
+    def grow(self, count: int) -> None:
+        """Have at least `count` workers, ready to score."""
+        new = range(len(self._workers), count)
+        for _ in new:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process = self._start(_work, (
                     theirs.fileno(), self.kind, self._served, self._name, self._batching,
                     self._as_messages), ProcessOptions(sockets=(theirs,)))
             self._workers.append(_Worker(process, ours))
-            self._waited_for.append(process)
-
-    def grow(self, count: int) -> None:
-        """Have at least `count` workers, ready to score."""
-        if self._publisher is not None and not self._is_published:
-            self._publisher.wait()
-            self._is_published = True
-        self.begin(count)
-        while self._waited_for:
-            self._waited_for.pop().wait()
+        for k in new:
+            self._workers[k].process.wait()
 
     def _start(self, function: Any, arguments: tuple[Any, ...],
                options: ProcessOptions | None = None) -> Child:
@@ -106,32 +99,13 @@ class Pool:
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
 
-    def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
-        """Measure stalls in the first `count` workers concurrently."""
-        used = self._workers[:count]
-        for worker in used:
-            worker.process.send("spin", seconds)
-        for worker in used:
-            stalls.add(seconds, worker.process.wait())
-
-    def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
-        """Scores float32 [queries, candidates] of queries that are scored together."""
-        found: np.ndarray = self._workers[worker].process.ask("scores", list(indices))
-        return found
-
-    def new_scores(self, first: int, count: int, workers: int, per_ask: int) -> np.ndarray:
-        """Scores float32 [count, candidates] of the queries from number `first` on, which are in no
-        library; `workers` score that many of them at a time."""
-        found = []
-        for at in range(first, first + count, workers * per_ask):
-            used = []
-            for k, worker in enumerate(self._workers[:workers]):
-                begin = at + k * per_ask
-                if begin < first + count:
-                    worker.process.send("new_scores", begin, min(per_ask, first + count - begin))
-                    used.append(worker)
-            found += [worker.process.wait() for worker in used]
-        return np.concatenate(found)
+    def scores(self, numbers: range) -> np.ndarray:
+        """Scores float32 [queries, candidates] of the queries of these numbers."""
+        shares = [numbers[k::len(self._workers)] for k in range(len(self._workers))]
+        for worker, share in zip(self._workers, shares, strict=True):
+            worker.process.send("scores", share)
+        found: list[np.ndarray] = [worker.process.wait(None) for worker in self._workers]
+        return np.concatenate(found)[np.argsort(np.concatenate(shares), kind="stable")]
 
     def published(self) -> dict[str, Any]:
         """Of tables that this pool has published: ``tables``, bytes of one epoch; ``row_error`` and
@@ -154,8 +128,7 @@ class Pool:
 
     def cpu_seconds(self) -> float:
         """Processor time (s) of all processes so far."""
-        return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
-            cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
+        return sum(child.cpu_seconds() for child in self._children())
 
     def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
         """Run LoadGen; each query goes to the one of the first `count` workers that has the fewest.
@@ -170,14 +143,9 @@ class Pool:
             if lost:
                 raise OperError("a worker has ended", "system", self.kind, "running",
                                 "see its log above")
-            if len(pairs) == 1:
-                worker = min(used, key=lambda w: w.outstanding)
-                worker.outstanding += 1
-                worker.queries.send(array.array("Q", pairs[0]))
-                return
             size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
             for k in range(0, len(pairs), size):
-                worker, part = used[k // size % len(used)], pairs[k:k + size]
+                worker, part = min(used, key=lambda w: w.outstanding), pairs[k:k + size]
                 worker.outstanding += len(part)
                 worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
 
@@ -191,9 +159,12 @@ class Pool:
                             "see its log above")
         return result
 
+    def _children(self) -> list[Child]:
+        return [*(w.process for w in self._workers), *filter(None, [self._publisher])]
+
     def close(self) -> None:
         """End the processes."""
-        for child in [*(w.process for w in self._workers), *filter(None, [self._publisher])]:
+        for child in self._children():
             child.close()
         for worker in self._workers:
             worker.queries.close()
@@ -252,7 +223,7 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
     queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
-    library = served.library()
+    library = [served.query(k) for k in range(served.num_queries)]
     build(served, "meta")  # imports what the model needs: not part of its memory
     give_back_memory()
     before = unfiled_pss_bytes(os.getpid())
@@ -288,10 +259,9 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
         return True
 
     commands: dict[str, Callable[..., Any]] = {
-        "configure": configure, "spin": spin, "memory": lambda: loaded,
-        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids]),
-        "new_scores": lambda first, count: np.stack(
-            [predictor.predict(served.query(k))[0] for k in range(first, first + count)])}
+        "configure": configure, "memory": lambda: loaded,
+        "scores": lambda numbers: np.stack(
+            [predictor.predict(served.query(k))[0] for k in numbers])}
     going = True
     while going:
         _serve(queries, control, batcher, submit)

@@ -7,6 +7,7 @@ take turns, run by run, so that they meet the same arrivals and share the machin
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from oper.bench.serve.loadgen import Result
 
 STEP = 1.08  # between neighbouring rates of the grid
 _STRIDE = 5  # steps while only valid, or only invalid, rates are known
-_CLEARLY_VALID = 0.7  # of the bound: with a p99 below it the search walks on after one run
 
 
 @dataclass(slots=True)
@@ -25,39 +25,20 @@ class Search:
 
     Attributes:
         start: approximate rate to begin with, queries per second.
-        bound_ms: latency bound of 99 % of the queries.
-        max_runs: number of runs after which the search only confirms the highest rate that has not
-            failed; it gives up after twice as many.
-        votes: number of runs that decide on a rate by majority: 3 or 5.
+        votes: number of equal verdicts that decide on a rate: 2 (of three runs) or 3 (of five).
         runs: the grid's steps tried, with LoadGen's results.
     """
 
     start: float
-    bound_ms: float
-    max_runs: int = 10
     votes: int = 2
     runs: list[tuple[int, Result]] = field(default_factory=list)
 
-    def verdict(self, step: int, is_final: bool = False) -> bool | None:
-        """Whether a rate is VALID; None = not known yet.
-
-        Args:
-            step: of the grid.
-            is_final: count votes only; otherwise a single run far from the bound decides where to
-                search next.
-        """
-        found = [r for k, r in self.runs if k == step]
-        valid = sum(r.valid for r in found)
-        for votes, verdict in ((valid, True), (len(found) - valid, False)):
-            if votes >= self.votes:
-                return verdict
-        if not found or is_final:
+    def verdict(self, step: int) -> bool | None:
+        """Whether the rate of a step is VALID; None = not known yet."""
+        found = [r.valid for k, r in self.runs if k == step]
+        if max(sum(found), len(found) - sum(found)) < self.votes:
             return None
-        latency = found[-1].latency_ms
-        if found[-1].valid and latency["p99"] <= _CLEARLY_VALID * self.bound_ms:
-            return True
-        # Stalls delay a few queries; a tenth of them are late when there are too many.
-        return False if len(found) == 1 and latency["p90"] > self.bound_ms else None
+        return sum(found) >= self.votes
 
     def bracket(self) -> tuple[int | None, int | None]:
         """The highest valid step, and the lowest invalid one above it.
@@ -74,43 +55,22 @@ class Search:
         """The next step of the grid to try; None when the search is over."""
         if not self.runs:
             return round(math.log(max(self.start, 1.0)) / math.log(STEP))
-        if len(self.runs) >= self.max_runs:
-            return self._step_to_confirm() if len(self.runs) < 2 * self.max_runs else None
         last = self.runs[-1][0]
         if self.verdict(last) is None:
             return last
         low, high = self.bracket()
-        if low is None:
-            assert high is not None
-            return max(0, high - _STRIDE) if high > 0 else None
         if high is None:
-            return low + _STRIDE
-        if high - low > 1:
-            return (low + high) // 2
-        return low if self.verdict(low, is_final=True) is None else None
-
-    def _step_to_confirm(self) -> int | None:
-        """The highest rate below all that failed, of those tried; None when it is confirmed.
-
-        A search that ends without this has found no rate, or one far below, where it only ran out
-        of runs.
-        """
-        tried = {k for k, _ in self.runs}
-        failed = min((k for k in tried if self.verdict(k) is False), default=math.inf)
-        below = [k for k in tried if k < failed]
-        if below:
-            return None if self.verdict(max(below), is_final=True) else max(below)
-        return max(0, int(failed) - _STRIDE) if failed > 0 else None
+            return last + _STRIDE
+        if low is None:
+            return max(0, high - _STRIDE) if high > 0 else None
+        return (low + high) // 2 if high - low > 1 else None
 
     def best(self) -> tuple[float, Result]:
-        """The highest rate that enough runs have confirmed, and the slowest VALID run at that rate.
-
-        Without a confirmed rate: 0 and the last run.
-        """
-        confirmed = [k for k, _ in self.runs if self.verdict(k, is_final=True)]
-        if not confirmed:
+        """The highest valid rate, and the slowest VALID run at that rate; without one 0 and the
+        last run."""
+        step, _ = self.bracket()
+        if step is None:
             return 0.0, self.runs[-1][1]
-        step = max(confirmed)
         slowest = max((r for k, r in self.runs if k == step and r.valid),
                      key=lambda r: r.latency_ms["p99"])
         return rate_of(step), slowest
@@ -127,25 +87,20 @@ def rate_of(step: int) -> float:
 
 
 def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Result],
-           seconds: float = math.inf, between: Callable[[], None] = lambda: None) -> None:
+           seconds: float = math.inf) -> None:
     """Run all searches, turn by turn.
 
     Args:
         searches: by contender.
         run: of a contender at a rate; told how often it has run at it before.
         seconds: no turn begins after this time.
-        between: called before each round.
     """
-    names = list(searches)
-    until = time.monotonic() + seconds
-    turn = 0
-    while time.monotonic() < until:
+    names, until = list(searches), time.monotonic() + seconds
+    for turn in itertools.count():
         steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
-        if not steps:
+        if not steps or time.monotonic() >= until:
             return
-        between()
         shift = turn % len(names)
-        turn += 1
         for name in names[shift:] + names[:shift]:
             if name in steps and time.monotonic() < until:
                 step = steps[name]

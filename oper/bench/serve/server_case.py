@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.stalls import Stalls
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import FLOOR, VARIANTS, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
 from oper.serve.options import BatchOptions
 
+FLOOR_NAME = "floor-2p"
 # Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
 # has one or two, whichever it is faster with.
 CONTENDERS = {
     "oper-1w": ("oper", 1), "oper-2w": ("oper", 2), "oper-4w": ("oper", 4),
     "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
+    FLOOR_NAME: (FLOOR, 2),  # a fixed amount of work instead of a model
 }
-FLOOR_NAME = "floor-2p"  # the same with a fixed amount of work instead of a model
 _COMPARED = ("oper-2w", "torchrec-2p", FLOOR_NAME)
 _TUNED = ("torchrec-1p", "torch-1p")
-_WIDEST = {"oper": "oper-2w", "torchrec": "torchrec-2p", "torch": "torch-1p"}
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
 _NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
 _CHECKED = 16
+_MOST_QUERIES = (1, 4)  # of a batch, as tried for each contender
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +39,18 @@ class ServerCase:
     Attributes:
         name: for the record.
         served: what is scored.
-        bound_ms: latency bound of 99 % of the queries.
-        max_queries: of a batch, as tried for each kind of model.
         run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
             that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
             many.
-        max_runs, search_s: of each contender's search for the rate, and of the searches together;
-            those that are compared with each other may run twice as often, and 3 of 5 runs decide
-            about their rates, 2 of 3 elsewhere.
+        search_s: longest time of all searches for the rates together; 3 of 5 runs decide about
+            the rates of those that are compared with each other, 2 of 3 elsewhere.
         other_s: length of the other runs.
     """
 
     name: str
     served: ServeWork = field(default_factory=ServeWork)
-    bound_ms: float = 10.0
-    max_queries: tuple[int, ...] = (1, 4)
     run_s: float = 2.5
     min_queries: int = 2000
-    max_runs: int = 8
     search_s: float = 900.0
     other_s: float = 1.5
 
@@ -69,31 +62,24 @@ class ServerCase:
             progress("starting the processes")
             counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
             for kind, count in counts.items():
-                pools[kind] = Pool(kind, self.served, batching)
-                pools[kind].begin(count)
-            for kind, count in counts.items():
-                pools[kind].grow(count)
+                pools[kind] = Pool(kind, self.served, batching, count)
             memory = {name: pools[kind].memory(count)
                       for name, (kind, count) in CONTENDERS.items() if count <= 2}
             pools["oper"].grow(4)
             memory["oper-4w"] = pools["oper"].memory(4)
             progress("comparing scores")
             verification = _verify(pools, self.served)
-            clock = record.BusyClock(lambda: time.process_time() + sum(
-                p.cpu_seconds() for p in pools.values()))
             entry = _measure(self, pools, progress)
-            others = clock.others(list)
         finally:
             for pool in pools.values():
                 pool.close()
-        for name, found in memory.items():
-            entry["contenders"][name]["memory"] = found
+        for name, found in entry["contenders"].items():
+            found["memory"] = memory[name]
         mine, theirs = (memory[n]["total_pss_bytes"] for n in ("oper-2w", "torchrec-2p"))
         return {"ratio_throughput": entry.pop("ratio_throughput"),
                 "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
                 "verified": all(v["passed"] for v in verification.values()),
-                "verification": verification, **entry, "case": asdict(self),
-                "other_busy_cores": round(others, 2)}
+                "verification": verification, **entry, "case": asdict(self)}
 
 
 class _Runner:
@@ -101,105 +87,74 @@ class _Runner:
 
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
-        self.threads = dict.fromkeys([*CONTENDERS, FLOOR_NAME], 1)
-        self.max_queries = dict.fromkeys([*CONTENDERS, FLOOR_NAME], case.max_queries[0])
-        self.variant = dict.fromkeys([*CONTENDERS, FLOOR_NAME], VARIANTS[0])
-        self.stalls = Stalls()
+        # Threads of a worker, queries of its largest batch, and the way to run its model.
+        self.ways = dict.fromkeys(CONTENDERS, (1, _MOST_QUERIES[0], VARIANTS[0]))
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
         self._progress(f"{settings.scenario} {name}, {settings.expected_qps:.0f}/s")
-        kind, count = CONTENDERS.get(name, (FLOOR, 2))
-        self._pools[kind].configure(count, self.threads[name],
-                                    self.max_queries[name] * self._case.served.candidates,
-                                    self.variant[name])
+        kind, count = CONTENDERS[name]
+        threads, most, variant = self.ways[name]
+        self._pools[kind].configure(count, threads, most * self._case.served.candidates, variant)
         return self._pools[kind].run(count, settings)
 
-    def look_for_stalls(self) -> None:
-        """While nothing else runs."""
-        self._pools[FLOOR].spin(2, min(0.5, self._case.run_s), self.stalls)
-
-    def tune_threads(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
-        """Choose the threads by Offline's rates; returns those by contender, and by threads."""
-        rates = {name: self(name, settings).rate for name in CONTENDERS}
-        tried: dict[str, Any] = {}
-        for name in _TUNED:
-            self.threads[name] = 2
-            tried[name] = {1: round(rates[name], 1), 2: round(self(name, settings).rate, 1)}
-            self.threads[name] = max(tried[name], key=tried[name].__getitem__)
-            rates[name] = max(tried[name].values())
+    def tune(self, offline: loadgen.Settings, server: loadgen.Settings
+             ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """Choose each contender's way by the p99 at 0.6 of what it can do, the mean of two runs;
+        returns Offline's rates by contender, and the p99 of every way."""
+        rates = {name: self(name, offline).rate for name in CONTENDERS}
+        tried = {}
+        for name, (kind, _) in CONTENDERS.items():
+            at, p99 = replace(server, expected_qps=0.6 * rates[name]), {}
+            for way in itertools.product((1, 2) if name in _TUNED else (1,), _MOST_QUERIES,
+                                         VARIANTS if kind == "torchrec" else VARIANTS[:1]):
+                self.ways[name] = way
+                found = [self(name, replace(at, seed=at.seed + k)) for k in range(2)]
+                p99[way] = sum(r.latency_ms["p99"] for r in found) / 2
+            self.ways[name] = min(p99, key=p99.__getitem__)
+            tried[name] = {"{} threads, {} queries, {}".format(*way): round(x, 3)
+                           for way, x in p99.items()}
         return rates, tried
-
-    def tune_latency(self, settings: loadgen.Settings, offline: dict[str, float]
-                     ) -> dict[str, Any]:
-        """Choose each kind of model's largest batch, and the way to run TorchRec's, by the p99 at
-        0.6 of what it can do, the mean of two runs."""
-        tried: dict[str, Any] = {}
-        for kind, widest in _WIDEST.items():
-            tried[kind] = {}
-            for variant in VARIANTS if kind == "torchrec" else VARIANTS[:1]:
-                for most in self._case.max_queries:
-                    self.variant[widest], self.max_queries[widest] = variant, most
-                    at = replace(settings, expected_qps=0.6 * offline[widest])
-                    found = [self(widest, replace(at, seed=at.seed + k)) for k in range(2)]
-                    tried[kind][variant, most] = sum(r.latency_ms["p99"] for r in found) / 2
-            best = min(tried[kind], key=tried[kind].__getitem__)
-            for name in CONTENDERS:
-                if CONTENDERS[name][0] == kind:
-                    self.variant[name], self.max_queries[name] = best
-        return {kind: {f"{variant}, {most}": round(p99, 3)
-                       for (variant, most), p99 in found.items()}
-                for kind, found in tried.items()}
 
 
 def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
              ) -> dict[str, Any]:
-    base = loadgen.Settings("Offline", 300, case.other_s, bound_ms=case.bound_ms,
-                            num_samples=case.served.num_queries)
+    base = loadgen.Settings("Offline", 300, case.other_s, num_samples=case.served.num_queries)
     server = replace(base, scenario="Server", min_duration_s=case.run_s,
                      min_queries=case.min_queries)
     run = _Runner(case, pools, progress)
-    guess, threads = run.tune_threads(replace(base, min_duration_s=0.5))
-    latencies = run.tune_latency(server, guess)
+    guess, tried = run.tune(replace(base, min_duration_s=0.5), server)
     # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
-    offline = {name: run(name, replace(base, expected_qps=1.4 * guess[name]))
+    offline = {name: run(name, replace(base, expected_qps=2 * guess[name]))
                for name in CONTENDERS}
     single = {name: run(name, replace(base, scenario="SingleStream",
                                       expected_qps=2 * max(50.0, guess[name])))
               for name in CONTENDERS}
-    starts = {name: 0.5 * offline[name].rate for name in CONTENDERS}
-    searches = {name: Search(rate, case.bound_ms, case.max_runs * (1 + (name in _COMPARED)),
-                             3 if name in _COMPARED else 2)
-                for name, rate in {**starts, FLOOR_NAME: max(starts.values())}.items()}
+    searches = {name: Search(0.5 * found.rate, 3 if name in _COMPARED else 2)
+                for name, found in offline.items()}
     # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
     search(searches, lambda name, rate, before: run(
         name, replace(server, expected_qps=rate, seed=server.seed + before)),
-        case.search_s, run.look_for_stalls)
-    rates = {name: s.best()[0] for name, s in searches.items()}
+        case.search_s)
+    best = {name: s.best() for name, s in searches.items()}
     found = {name: {
-        "kind": kind, "workers": count, "threads": run.threads[name],
-        "variant": run.variant[name], "max_queries": run.max_queries[name],
-        **_at_bound(searches[name]),
+        "kind": kind, "workers": count,
+        **dict(zip(("threads", "max_queries", "variant"), run.ways[name], strict=True)),
+        "server": {"target_qps": round(best[name][0], 2), **best[name][1].to_json()},
+        "search": searches[name].to_json(),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
-        "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1)}
+        "samples_per_s_at_bound": round(best[name][0] * case.served.candidates, 1)}
         for name, (kind, count) in CONTENDERS.items()}
-    theirs = rates["torchrec-2p"]
+    (ours, run_at_it), (theirs, _) = best["oper-2w"], best["torchrec-2p"]
     return {
-        "ratio_throughput": round(rates["oper-2w"] / theirs, 4) if theirs else None,
-        "p99_ms": searches["oper-2w"].best()[1].latency_ms["p99"],
-        "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
-        "contenders": found, "floor": _at_bound(searches[FLOOR_NAME]),
-        "stalls_of_two_idle_loops": run.stalls.to_json(),
-        "tried": {"threads_offline_qps": threads, "variant_and_max_queries_p99_ms": latencies},
+        "ratio_throughput": round(ours / theirs, 4) if theirs else None,
+        "p99_ms": run_at_it.latency_ms["p99"],
+        "queries_per_s_at_bound": {n: round(rate, 2) for n, (rate, _) in best.items()},
+        "floor": found.pop(FLOOR_NAME), "contenders": found,
+        "tried": tried,
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "
                                     "the contender, which may use all of them"}}
-
-
-def _at_bound(searched: Search) -> dict[str, Any]:
-    rate, result = searched.best()
-    return {"server": {"target_qps": round(rate, 2), **result.to_json()},
-            "search": searched.to_json()}
 
 
 def _verify(pools: dict[str, Pool], served: ServeWork) -> dict[str, dict[str, Any]]:

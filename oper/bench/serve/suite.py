@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from oper.bench.core.measure import quick_case
 from oper.bench.core.workload import Workload
 from oper.bench.serve.delta_case import DeltaCase
 from oper.bench.serve.live_case import LiveCase
@@ -21,6 +22,11 @@ _USER_FEATURES = 18  # of the 26: the other 8 are the candidate's
 _HISTORY = tuple(20 if k < 6 else 1 for k in range(len(CRITEO_KAGGLE_ROWS)))
 # Publishing 50 times should take a minute, not an hour.
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
+_SHORTER: dict[type, dict[str, Any]] = {  # of the quick cases
+    TiersCase: {"samples": 1 << 15, "rounds": 3, "round_s": 0.7},
+    DeltaCase: {"deltas": 20, "rounds": 2, "rate": 100.0},
+    ServerCase: {"run_s": 0.7, "min_queries": 64, "search_s": 60.0, "other_s": 0.5},
+    LiveCase: {"seconds": 3.0, "run_s": 0.7, "min_queries": 64, "votes": 2, "search_s": 15.0}}
 FIGURES = (
     ("ratio_unsharded", "oper_forward_ms", "table_wise_forward_ms", "mixed_forward_ms",
      "ratio_forward", "torchrec_best", "unsharded_best"),
@@ -47,16 +53,16 @@ def cases(quick: bool, soak_seconds: float | None = None) -> list[Any]:
     found: list[Any] = [LookupCase(
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
-    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=250.0))
+    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=400.0))
     for name, work in (("candidates", Workload(pooling=max(_HISTORY), lengths=_HISTORY)),
                        ("candidates-single", Workload())):
         found.append(LiveCase(name, "candidates", ServeWork(work, user_features=_USER_FEATURES),
-                              load=0.9, run_s=4.0, search_s=200.0))
+                              load=0.9, run_s=4.0, search_s=300.0))
     found += [TiersCase("tiers", ServeWork(in_order=True)), TiersCase("tiers-scattered")]
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
-    found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
+    found.append(LiveCase("publish", "publish", served, load=0.3, votes=2))
     found += [DeltaCase("delta", served), DeltaCase("delta-apart", served, workers=1, apart=True)]
-    found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2, max_runs=8))
+    found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2))
     if quick:
         found = [_shorter(c) for c in found]
     if soak_seconds:
@@ -65,22 +71,15 @@ def cases(quick: bool, soak_seconds: float | None = None) -> list[Any]:
 
 
 def _shorter(case: Any) -> Any:
-    small = Workload(num_rows=tuple(min(n, 20_000) for n in CRITEO_KAGGLE_ROWS))
     if isinstance(case, LookupCase):
-        work = replace(small, pooling=case.work.pooling)
-        return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
-    work = case.served.work
-    small = replace(small, pooling=work.pooling, lengths=work.lengths)
-    served = replace(case.served, work=small, num_queries=64)
-    if isinstance(case, TiersCase):
-        return replace(case, served=served, samples=1 << 15, rounds=3, round_s=0.7)
-    if isinstance(case, DeltaCase):
-        return replace(case, served=served, deltas=20, rounds=2, rate=100.0)
-    if isinstance(case, ServerCase):
-        return replace(case, served=served, run_s=0.7, min_queries=64, max_runs=4, search_s=30.0,
-                       other_s=0.5)
-    return replace(case, served=served, seconds=20.0 if case.kind == "soak" else 3.0, run_s=0.7,
-                   min_queries=64, max_runs=3)
+        return replace(quick_case(case), work=_small(case.work))
+    served = replace(case.served, work=_small(case.served.work), num_queries=64)
+    changes = _SHORTER[type(case)] | ({"seconds": 20.0} if case.name == "soak" else {})
+    return replace(case, served=served, **changes)
+
+
+def _small(work: Workload) -> Workload:
+    return replace(work, num_rows=tuple(min(n, 20_000) for n in work.num_rows))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

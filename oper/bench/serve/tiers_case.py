@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
@@ -24,7 +23,6 @@ from oper.train.metrics import auc
 _BLOCKS = 32  # of the samples: their differences give the interval
 _STUDENT = 2.04  # 97.5 % of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # of the labels' logits: an AUC about 0.77 and 27 % clicks
-_PER_ASK = 64  # queries
 _NAMES = ("tiers", "int8", "int4", "float32")
 
 
@@ -53,60 +51,49 @@ class TiersCase:
         """Score and time; returns the record's entry."""
         scores: dict[str, np.ndarray] = {}
         pools: dict[str, Pool] = {}
-        held: dict[str, int] = {}
-        pages: dict[str, str] = {}
+        told: dict[str, dict[str, Any]] = {}
         try:
             # First those that are timed: huge pages are taken as long as there are any.
             for name in _NAMES:
                 progress(f"{self.samples} samples with {name} rows")
-                pools[name] = pool = _pool(self, name)
-                found = pool.published()
-                held[name], pages[name] = found["tables"], found["page_kind"]
+                served = replace(self.served, **{"error_budget": self.error_budget}
+                                 if name == "tiers" else {"row_dtype": name})
+                pools[name] = pool = Pool("oper", served, BatchOptions(
+                    served.candidates, 0.0, 1 << 40), self.workers)
+                told[name] = pool.published()
                 scores[name] = _scores(self, pool)
                 if name in ("int4", "float32"):
                     pools.pop(name).close()
-            clock = record.BusyClock(lambda: sum(p.cpu_seconds() for p in pools.values()))
             rates, latency = _rates(self, pools, progress)
-            others = clock.others(list)
             memory = {name: p.memory(self.workers)["total_pss_bytes"] for name, p in pools.items()}
-            chosen = pools["tiers"].published()
         finally:
             for pool in pools.values():
                 pool.close()
         labels = _labels(self, scores.pop("float32"))
-        ratio = rates["tiers"] / rates["int8"]
+        ratio, chosen = rates["tiers"] / rates["int8"], told["tiers"]
         quality = {name: _difference(labels, scores[name], scores["int8"])
                    for name in ("tiers", "int4")}
         return {
-            "bytes_ratio": round(held["tiers"] / held["int8"], 4),
+            "bytes_ratio": round(chosen["tables"] / told["int8"]["tables"], 4),
             "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
             "queries_ratio": round(float(np.median(ratio)), 4),
-            "queries_ratio_rounds": [round(float(r), 4) for r in ratio],
             "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
             "single_ms": latency, "auc_difference": quality["tiers"],
             "auc_difference_int4": quality["int4"],
             "auc": {name: round(auc(s, labels), 6) for name, s in scores.items()},
-            "samples": labels.size, "clicks": round(float(labels.mean()), 4),
+            "samples": labels.size,
             "error": chosen["row_error"], "error_budget": self.error_budget,
-            "share_of_rows": chosen["share_of_rows"], "table_bytes": held, "page_kinds": pages,
-            "memory_bytes": memory,
+            "share_of_rows": chosen["share_of_rows"], "memory_bytes": memory,
+            "page_kinds": {name: found["page_kind"] for name, found in told.items()},
             "verified": bool(0 < chosen["row_error"] <= self.error_budget
                              and scores["tiers"].std() > 0 and labels.size >= self.samples),
-            "case": asdict(self), "other_busy_cores": round(others, 2)}
-
-
-def _pool(case: TiersCase, name: str) -> Pool:
-    served = replace(case.served, error_budget=case.error_budget) if name == "tiers" else replace(
-        case.served, row_dtype=name)
-    pool = Pool("oper", served, BatchOptions(case.served.candidates, 0.0, 1 << 40))
-    pool.grow(case.workers)
-    return pool
+            "case": asdict(self)}
 
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
     """Logits of queries that are timed nowhere, float64 [samples]."""
-    count = -(-case.samples // case.served.candidates)
-    found = pool.new_scores(case.served.num_queries, count, case.workers, _PER_ASK)
+    first = case.served.num_queries
+    found = pool.scores(range(first, first - (-case.samples // case.served.candidates)))
     wide = found.astype(np.float64).reshape(-1)
     return np.log(wide) - np.log1p(-wide)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from oper.bench.core.planning import slowest
 from oper.bench.core.record import elapsed
 from oper.bench.core.workload import NO_ID
 
@@ -89,28 +90,23 @@ class Ceiling:
                                      for f, w in enumerate(where)]) for ids in batches]
         self._pooling = pooling
         size = batches[0].shape[1] // pooling
-        self.out = torch.empty(size, self._dim * len(names))
+        self._out = torch.empty(size, self._dim * len(names))
         self.settings: dict[str, int | str | bool] = {}
-        self._batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._prefetch, self._stream = PREFETCH_ROWS[0], False
+        self._arrange(ORDERS[0], len(batches))
 
-    def run(self, number: int) -> None:
-        """Gather batch `number` (modulo the number of batches) into `out`."""
+    def run(self, number: int) -> torch.Tensor:
+        """Gather batch `number` (modulo the number of batches); the result is valid until the next
+        one."""
         torch.ops.oper.gather_ceiling(*self._batches[number % len(self._batches)], self._dim,
-                                      self._prefetch, self._stream, self.out)
+                                      self._prefetch, self._stream, self._out)
+        return self._out
 
-    def gathered(self, number: int) -> torch.Tensor:
-        """`out` after batch `number`."""
-        self.run(number)
-        return self.out
-
-    def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]]
-             ) -> float:
+    def tune(self, align: Callable[[], None]) -> float:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.
 
         Args:
             align: brings all ranks to the same point.
-            slowest: the maximum over ranks of each of the given numbers.
 
         Returns:
             Seconds of the slowest rank with the best settings.

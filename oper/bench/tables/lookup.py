@@ -7,10 +7,9 @@ threads as OPER's processes have together.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,24 +17,33 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Call, Case, Run, aligner, nothing, on_threads, over, summaries
-from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total
-from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt, timed_ids
+from oper.bench.core.measure import (
+    Call,
+    Case,
+    Run,
+    Steps,
+    aligner,
+    nothing,
+    on_threads,
+    over,
+    quick_case,
+    summaries,
+)
+from oper.bench.core.planning import bytes_read, chosen_plan, gather, joint, slowest, total
+from oper.bench.core.workload import EXPONENTS, Workload, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
 from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
-from oper.bench.tables.verify import Verdict, to_rank_0
+from oper.bench.tables.verify import NUM_STEPS, Checks, Verdict
 from oper.plan import uniform_plan
 from oper.train.model import ranks
 
 WORLD_SIZES = (1, 2)
-_EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
-_CHECKED_BATCHES, _CHECKED_STEPS = 2, 2
+_CHECKED_BATCHES = 2
 _OVERHEAD_CALLS = 65
 _LINE = 64  # bytes that memory moves at least
-_CHECKED_BAGS, _CHECKED_TABLES = 32, 8
 FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
@@ -48,9 +56,7 @@ NOTE = ("w = OPER's processes; the others: one process; 2 threads in all; median
         "baseline / OPER\n")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own arguments."""
-    suite.configure(parser)
+configure = suite.configure
 
 
 def cases(quick: bool, device: str = "") -> list[Any]:
@@ -58,20 +64,16 @@ def cases(quick: bool, device: str = "") -> list[Any]:
     growth."""
     if device == "cuda":
         return suite.cases(quick, "lookup")
-    found: list[Case] = []
-    for world_size in WORLD_SIZES:
-        for dim, (suffix, exponent) in itertools.product((16, 64, 128), _EXPONENTS.items()):
-            if (suffix and dim != 64) or (quick and (suffix or dim != 64)):
-                continue
-            found += [LookupCase(f"lookup-d{dim}-pool{pooling}{suffix}-w{world_size}",
-                                 Workload(dim=dim, pooling=pooling, exponent=exponent), world_size)
-                      for pooling in (1, 20)]
+    found: list[Case] = [
+        LookupCase(f"lookup-d{dim}-pool{pooling}{suffix}-w{world_size}",
+                   Workload(dim=dim, pooling=pooling, exponent=exponent), world_size)
+        for world_size, dim, (suffix, exponent), pooling in itertools.product(
+            WORLD_SIZES, (16, 64, 128), EXPONENTS.items(), (1, 20)) if dim == 64 or not suffix]
     found += [UpdateCase(f"update-d64-pool{pooling}{suffix}-w2",
                          Workload(pooling=pooling, exponent=exponent), 2)
-              for pooling, (suffix, exponent) in itertools.product((1, 20), _EXPONENTS.items())
-              if not (quick and suffix)]
+              for pooling, (suffix, exponent) in itertools.product((1, 20), EXPONENTS.items())]
     if quick:
-        return [replace(case, rounds=6, per_round=3, num_stats_batches=8) for case in found]
+        return [quick_case(c) for c in found if c.work == Workload(pooling=c.work.pooling)]
     return [*found, *scale_cases()]
 
 
@@ -110,14 +112,13 @@ class LookupCase(Case):
             for kind in PLAN_KINDS:
                 with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
                     side = build_torchrec(work, None, kind, run.world_size)[0]
-                timed[kind] = over(kjts, side.forward_values)
+                timed[kind] = over(kjts, lambda kjt, m=side.model: m(kjt).values())  # type: ignore[misc]
                 checked[kind] = over(kjts, side.lookup)
         else:
             ceiling = Ceiling(model.tables, run.ids(), work.pooling)
-            ceiling.tune(align, slowest)
+            ceiling.tune(align)
             figures["ceiling"] = ceiling.settings
-            timed["ceiling"] = ceiling.run
-            checked["ceiling"] = ceiling.gathered
+            timed["ceiling"] = checked["ceiling"] = ceiling.run
         run.say("comparing with the unsharded collection")
         verdicts = verify(checked, peers, len(kjts))
         own = self.threads_per_rank
@@ -134,7 +135,7 @@ class LookupCase(Case):
             "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
             "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
             "timings": timings, "threads_of_peers": self.num_threads,
-            "threads_of_unsharded": self.num_threads, "plan_seconds": round(plan_s, 3)})
+            "plan_seconds": round(plan_s, 3)})
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
@@ -185,7 +186,7 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
-        found = {name: to_rank_0(call(k)) for name, call in lookups.items()}
+        found = {name: joint(call(k)) for name, call in lookups.items()}
         if not peers:
             continue
         found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
@@ -211,8 +212,7 @@ class UpdateCase(Case):
         run, work = Run(self, progress), self.work
         rank, world_size = run.rank, run.world_size
         run.say("drawing batches, planning")
-        checks = [[batch_ids(work, r, world_size, k, CHECKED) for r in range(world_size)]
-                  for k in range(_CHECKED_STEPS)]
+        checks = Checks.make(work, rank, world_size).ids
         plan, _ = chosen_plan(work, self.num_stats_batches, "training")
         run.say("building")
         collection = make_collection(work, "cpu")
@@ -232,7 +232,7 @@ class UpdateCase(Case):
                                         gradient / world_size)
             return found
 
-        run.say(f"comparing tables after {_CHECKED_STEPS} steps")
+        run.say(f"comparing tables after {NUM_STEPS} steps")
         verification = _compare_tables(model, fused, contenders(checks))
         sides = contenders(run.everyones_ids())
         own = self.threads_per_rank
@@ -251,32 +251,9 @@ class UpdateCase(Case):
             "timings": timings, "threads_of_peers": self.num_threads})
 
 
-class Steps:
-    """A contender's forward pass, and the backward pass of its latest output.
-
-    Args:
-        forward: function that returns the output of a batch, given by its number.
-        gradient: the gradient of every output.
-    """
-
-    def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
-        self._forward, self._gradient = forward, gradient
-        self._out: torch.Tensor | None = None
-
-    def forward(self, number: int) -> None:
-        """Look a batch up."""
-        self._out = self._forward(number)
-
-    def backward(self, number: int) -> None:
-        """Backward and update of the last forward pass."""
-        assert self._out is not None
-        self._out.backward(self._gradient)
-        self._out = None
-
-
 def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
     """Whole tables after the same steps of both; a verdict on rank 0."""
-    for number in range(_CHECKED_STEPS):
+    for number in range(NUM_STEPS):
         for side in sides.values():
             side.forward(number)
             side.backward(number)
@@ -316,28 +293,28 @@ class ScaleCase(Case):
         model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
                            plan=uniform_plan(work.tables(), run.world_size, "striped"))
         kjts = [make_kjt(work, x) for x in ids]
-        verdict = _compare_bags(model, work, kjts[0], ids[0])
+        sums, verdict = Ceiling(model.tables, ids, work.pooling), Verdict()
+        with torch.no_grad():
+            verdict.compare("pooled", model(kjts[0]).values(), sums.run(0))
         gradient = run.gradient(work.seed, work.batch_size // run.world_size)
         align = aligner(model.tables)
         step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
         timings = summaries(run.time({"oper": step}, align))
-        step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
-        others, limit = dict(run.others), {}
+        step_ms, limit = timings["oper"]["median_ms"], {}
+        lines = int(total([line_bytes(work, moved_bytes(work, ids)["distinct_rows"])])[0])
         if self.axis == "rows":
-            sums = Ceiling(model.tables, ids, work.pooling)
-            sums.tune(align, slowest)
+            sums.tune(align)
             update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
             bare = summaries(run.time({"gather": sums.run, "update": update.run}, align,
                                       "ceilings"))
             timings |= {f"{n} ceiling": x for n, x in bare.items()}
             ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
             limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
-        run.others = others
         return run.finish(model.tables, {
             "axis": self.axis, "oper_step_ms": step_ms,
             "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
             "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
-            "verified": verdict["passed"], "verification": {"oper": verdict},
+            "verified": verdict.passed, "verification": {"oper": verdict.to_json()},
             "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
             "timings": timings})
 
@@ -345,58 +322,32 @@ class ScaleCase(Case):
 def scale_cases() -> list[ScaleCase]:
     """The points of all axes: exponent 1.05, and 10 ids per bag except along batch sizes and
     tables."""
-    def many(num_tables: int, rows: int) -> tuple[int, ...]:
-        return (rows,) * num_tables
-
-    base = Workload(num_rows=many(8, 500_000), pooling=10)
-    points: dict[str, list[tuple[str, Workload]]] = {
-        "rows": [], "batch": [], "tables": [], "dim": []}
-    for size in (0.1, 1.0, 4.0, 12.0):
-        rows = int(size * 1e9 / (8 * base.dim * 4))
-        points["rows"].append((f"{size:g}GB", replace(base, num_rows=many(8, rows))))
-    for batch in (512, 4096, 16_384, 65_536):
-        points["batch"].append((str(batch), replace(base, batch_size=batch, pooling=2)))
-    for number in (2, 26, 128, 856):
-        # As many ids and rows in all.
-        batch = 512 * 856 // number // 2 * 2
-        points["tables"].append((str(number), replace(
-            base, num_rows=many(number, 4_000_000 // number), batch_size=batch, pooling=2)))
-    for dim in (4, 16, 64, 256, 1024):
-        points["dim"].append((str(dim), replace(base, dim=dim, num_rows=many(8, 100_000))))
+    base = Workload(num_rows=(500_000,) * 8, pooling=10)
+    points: dict[str, dict[Any, Workload]] = {
+        "rows": {f"{size:g}GB": replace(base, num_rows=(int(size * 1e9 / (8 * base.dim * 4)),) * 8)
+                 for size in (0.1, 1.0, 4.0, 12.0)},
+        "batch": {batch: replace(base, batch_size=batch, pooling=2)
+                  for batch in (512, 4096, 16_384, 65_536)},
+        "tables": {number: replace(  # as many ids and rows in all
+            base, num_rows=(4_000_000 // number,) * number,
+            batch_size=512 * 856 // number // 2 * 2, pooling=2) for number in (2, 26, 128, 856)},
+        "dim": {dim: replace(base, dim=dim, num_rows=(100_000,) * 8)
+                for dim in (4, 16, 64, 256, 1024)}}
     return [ScaleCase(f"scale-{axis}-{label}", work, 2, axis=axis)
-            for axis, found in points.items() for label, work in found]
+            for axis, found in points.items() for label, work in found.items()]
 
 
-def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
-    """Bytes of whole cache lines that a rank's step moves, mean over batches.
+def line_bytes(work: Workload, distinct_rows: int) -> int:
+    """Bytes of whole cache lines that a rank's step moves.
 
     As `moved_bytes`, but a row or gradient counts as the cache lines that it occupies and its state
     as one line; each id counts once (8 bytes).
     """
     row = -(-work.dim * 4 // _LINE) * _LINE
-    found = 0
-    for batch in ids:
-        distinct = sum(np.unique(x).size for x in batch)
-        bags = batch.size // work.pooling
-        found += batch.size * (2 * row + 8) + bags * row + distinct * (4 * row + 2 * _LINE)
-    return found // len(ids)
+    bags = work.batch_size // ranks()[1] * len(work.num_rows)
+    return bags * (work.pooling * (2 * row + 8) + row) + distinct_rows * (4 * row + 2 * _LINE)
 
 
 def _per_byte(ms: float, lines: int) -> float:
     """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
     return round(ms * 1e6 / lines * ranks()[1], 5)
-
-
-def _compare_bags(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:
-    """Sums of some bags against rows that are read one by one."""
-    verdict = Verdict()
-    with torch.no_grad():
-        out = model(kjt).values()
-    for t in range(min(_CHECKED_TABLES, len(work.num_rows))):
-        bags = ids[t][:_CHECKED_BAGS * work.pooling]
-        rows = torch.empty(bags.size, work.dim)
-        model.tables.gather(f"t{t}", bags, "rows", slice(0, work.dim), rows)
-        expected = rows.reshape(-1, work.pooling, work.dim).double().sum(dim=1)
-        found = out[:expected.shape[0], t * work.dim:(t + 1) * work.dim]
-        verdict.compare("pooled", found, expected.float())
-    return verdict.to_json()

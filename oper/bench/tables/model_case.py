@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -98,14 +97,11 @@ class ModelCase:
         drawing: Any = engines["oper"].bare
         work = [_with_gradients(drawing, drawing.lookups(b)) for b in batches]
         tables = {name: _Tables(engine, work) for name, engine in engines.items()}
-        gc.collect()
-        gc.freeze()
         timings = {
             "embedding": run.time({name: t.step for name, t in tables.items()}, dist.barrier,
                                   "embedding", {name: t.prepare for name, t in tables.items()}),
             "step": run.time({name: over(batches, engine.step)
                               for name, engine in engines.items()}, dist.barrier, "step")}
-        gc.unfreeze()
         dist.barrier()
         return {} if run.rank else {
             **_figures(timings), "max_relative_diff": worst,

@@ -80,11 +80,6 @@ class Side:
     tables: ShardedTables | None = None
     pipeline: MicroBatchPipeline | None = None
 
-    @property
-    def is_bfloat16(self) -> bool:
-        """Whether its matrix products take operands of bfloat16."""
-        return any(isinstance(m, Bfloat16) for m in self.model.modules())
-
     def step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the pooled embeddings or the logits."""
         if self.pipeline is not None:
@@ -108,11 +103,6 @@ class Side:
             if self.gradient is not None:
                 return self.model(batch.sparse_features).values()
             return self.model(batch)[1][1]
-
-    def forward_values(self, features: Any) -> torch.Tensor:
-        """Pooled embeddings of a collection alone, in its own order, without gradient."""
-        with torch.no_grad():
-            return self.model(features).values()
 
     def traced_step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """A step that also returns the collection's output and its gradient.
@@ -243,9 +233,10 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
     if dense:
         optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
         sharded = _data_parallel(sharded, dense.bucket_mb)
-    side = Side("oper", sharded, bags, optimizers, None, work.features,
-                _plan_summary(plan), bags.tables)
-    return side, reference
+    about = {"rows": rows_by_placement(plan.tables), "step_us": plan.step_us,
+             "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
+    return (Side("oper", sharded, bags, optimizers, None, work.features, about, bags.tables),
+            reference)
 
 
 def build_data_parallel(work: Workload) -> Side:
@@ -272,12 +263,6 @@ def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
         bucket_cap_mb=bucket_mb)
     average_in_shared_memory(wrapped)
     return wrapped
-
-
-def _plan_summary(plan: Plan) -> dict[str, Any]:
-    """How many rows each placement takes, and what the planner predicts."""
-    return {"rows": rows_by_placement(plan.tables), "step_us": plan.step_us,
-            "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
 
 
 def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +13,9 @@ import torch.distributed as dist
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Case, Run, median_phases, over
-from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
-from oper.bench.core.workload import Workload
+from oper.bench.core.measure import Case, Run, median_phases, over, quick_case
+from oper.bench.core.planning import bytes_read, chosen_plan, total
+from oper.bench.core.workload import EXPONENTS, Workload
 from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic, drift
 from oper.bench.tables import model_case
@@ -67,23 +66,11 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
     """The collection alone under three skews, and a whole DLRM under one."""
-    found = []
-    exponents = {"": 1.05} if quick else {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
-    for suffix, exponent in exponents.items():
-        for whole in (False, True):
-            for pooling in (1, 20):
-                if whole and suffix:
-                    continue  # other skews are reported for the collection alone
-                case = TrainCase(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
-                                 Workload(pooling=pooling, exponent=exponent),
-                                 dense=Dense() if whole else None)
-                if whole:
-                    case = replace(case, rounds=10, per_round=3)
-                if quick:
-                    case = replace(case, num_stats_batches=8, rounds=3 if whole else 6,
-                                   per_round=2 if whole else 3)
-                found.append(case)
-    return found
+    found = [TrainCase(f"ebc-pool{pooling}{suffix}", Workload(pooling=pooling, exponent=exponent))
+             for suffix, exponent in EXPONENTS.items() for pooling in (1, 20)]
+    found[2:2] = [TrainCase(f"dlrm-pool{pooling}", Workload(pooling=pooling), dense=Dense(),
+                            rounds=10, per_round=3) for pooling in (1, 20)]
+    return [quick_case(case) for case in found[:4]] if quick else found
 
 
 def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
@@ -131,11 +118,8 @@ class TrainCase(Case):
             os.environ[DOMAIN_ENV] = str(dist.get_rank())
         else:
             os.environ.pop(DOMAIN_ENV, None)
-        try:
-            return _TrainRun(self, progress).measure()
-        finally:
-            gc.unfreeze()
-            gc.collect()
+        return _TrainRun(self, progress).measure()
+
 
 class _TrainRun(Run):
     def __init__(self, case: TrainCase, progress: Progress) -> None:
@@ -153,16 +137,15 @@ class _TrainRun(Run):
         reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.say)
         reference = None
-        gc.collect()
-        gc.freeze()
         # The ceiling reads all arenas in place.
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
         if ceiling is not None:
-            # Collective where OPER's lookup is.
-            verdict = self._check(ceiling, batches[0])
+            verdict = Verdict()  # whether the bare gather has summed what a lookup sums
+            verdict.compare("ceiling", ceiling.run(0),
+                            self.sides[0].lookup(batches[0].sparse_features))
             if self.rank == 0:
-                verdicts["ceiling"] = verdict
+                verdicts["ceiling"] = verdict.to_json()
         wire = {} if self.is_shared else self._wire_bytes(batches)
         phases = self._phases(batches)
         return self.finish(self._tables, {
@@ -199,7 +182,7 @@ class _TrainRun(Run):
         align = self._tables.barrier
         if ceiling is not None:
             self.say("finding the gather ceiling's best settings")
-            ceiling.tune(align, slowest)
+            ceiling.tune(align)
         found = {}
         for phase in ("step", "forward"):
             runs = {}
@@ -211,40 +194,27 @@ class _TrainRun(Run):
             found[phase] = self.time(runs, align, phase)
         return found
 
-    def _check(self, ceiling: Ceiling, batch: Any) -> dict[str, Any]:
-        """Whether the bare gather has summed the rows that a lookup sums."""
-        ceiling.run(0)
-        verdict = Verdict()
-        verdict.compare("ceiling", ceiling.out, self.sides[0].lookup(batch.sparse_features))
-        return verdict.to_json()
-
     def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Bytes that all ranks send per training step: by contender, as the loopback interface
-        counts them (with TCP's headers), and OPER's own count by kind."""
+        counts them (with TCP's headers), OPER's own count by kind, and what the simulator says."""
         found: dict[str, Any] = {}
         self._tables.sent_bytes(reset=True)
         for side in self.sides:
             side.model.train()
             dist.barrier()
-            before = record.loopback_bytes()
+            before = record.interface_counters("lo")[0]
             for k in range(_PHASE_STEPS):
                 side.step(batches[k % len(batches)])
             dist.barrier()
-            found[side.name] = round((record.loopback_bytes() - before) / _PHASE_STEPS)
+            found[side.name] = round((record.interface_counters("lo")[0] - before) / _PHASE_STEPS)
         sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
         joint = total(list(sent.values()))
-        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
-            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
-            **self._simulated_bytes(round(sum(joint)))}
-
-    def _simulated_bytes(self, executed: int) -> dict[str, Any]:
-        """What the simulator says of the bytes that all ranks have sent in the counted steps."""
-        if self.rank:
-            return {}
         simulated = sum(self.simulated_bytes(self._tables.plan, range(self.world_size), True,
                                              _PHASE_STEPS))
-        return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
-                "simulated_equals_sent": simulated == executed}
+        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
+            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
+            "simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
+            "simulated_equals_sent": simulated == round(sum(joint))}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
         """Where OPER's step goes: median milliseconds by phase, mean over ranks."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oper.bench.core.planning import joint
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
-from oper.bench.tables.sides import Side
+from oper.bench.tables.sides import Bfloat16, Side
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.train.reference import SparseTableOptimizer
 
@@ -145,9 +146,8 @@ class Reference:
 
         self._model, self._checks = model, checks
         self._bags = next(m for m in model.modules() if isinstance(m, EmbeddingBagCollection))
-        self.weights: dict[str, nn.Parameter] = {}
-        for name, bag in self._bags.embedding_bags.items():
-            self.weights[name] = bag.weight
+        self.weights: dict[str, nn.Parameter] = {
+            name: bag.weight for name, bag in self._bags.embedding_bags.items()}
         self._optimizer = SparseTableOptimizer(self._bags, "rowwise_adagrad", LEARNING_RATE, EPS)
         self.dense = {n: p for n, p in model.named_parameters() if "embedding_bag" not in n}
         self._touched = [torch.from_numpy(checks.touched(t)) for t in range(len(self.weights))]
@@ -192,11 +192,9 @@ class Reference:
         loss, (_, logits, _) = self._model(batch)
         loss.backward()
         self._bags.requires_grad_(True)
-        with torch.no_grad():
-            for value in self.dense.values():
-                assert value.grad is not None
-                value.sub_(value.grad, alpha=LEARNING_RATE)
-                value.grad = None
+        sgd = torch.optim.SGD(self.dense.values(), lr=LEARNING_RATE)
+        sgd.step()
+        sgd.zero_grad()
         return logits.detach()
 
 
@@ -241,11 +239,11 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
     for side in sides:
         progress(f"comparing {side.name} with the unsharded model")
         verdict = Verdict()
-        suffix = " of bfloat16" if side.is_bfloat16 else ""
+        suffix = " of bfloat16" if Bfloat16 in map(type, side.model.modules()) else ""
         for step in range(len(checks.ids)):
             pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
-            pooled, gradient = to_rank_0(pooled), to_rank_0(gradient)
-            logits = None if logits is None else to_rank_0(logits)
+            pooled, gradient = joint(pooled), joint(gradient)
+            logits = None if logits is None else joint(logits)
             if reference is None:
                 continue
             want_pooled, want_logits = reference.step(step, gradient)
@@ -271,19 +269,6 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         if dist.is_initialized():
             dist.barrier()
     return verdicts
-
-
-def to_rank_0(value: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor (of the same shape), one after another on rank 0; empty elsewhere."""
-    value = value.contiguous()
-    if not dist.is_initialized():
-        return value
-    if dist.get_rank():
-        dist.gather(value)
-        return value[:0]
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.gather(value, found)
-    return torch.cat(found)
 
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
