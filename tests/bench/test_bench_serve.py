@@ -32,7 +32,7 @@ from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
 from oper.bench.tables.lookup import LookupCase
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
-from oper.errors import OperError
+from oper.errors import InvalidInputError, OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
 
@@ -275,11 +275,22 @@ def test_deltas_are_served_under_load() -> None:
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
     for key in ("bytes_share", "time_share", "peak_ratio", "lag_p99_s", "p99_ratio"):
         assert 0 < entry[key] < float("inf"), key
+    for phase, found in entry["latency_ms"].items():
+        assert 0 < found["p50"] <= found["p90"] <= found["p99"]
+        assert found["p99"] == pytest.approx(np.median(entry["p99_ms_by_round"][phase]), abs=2e-3)
+    assert entry["p99_ratio"] == pytest.approx(
+        entry["latency_ms"]["deltas"]["p99"] / entry["latency_ms"]["quiet"]["p99"], abs=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [0, 9])
+def test_every_round_has_a_delta(rounds: int) -> None:
+    with pytest.raises(InvalidInputError, match=rf"rounds={rounds}, expected .* 8;"):
+        DeltaCase("delta", SMALL, deltas=8, rounds=rounds)
 
 
 def test_torn_answers_are_found(tmp_path: Path) -> None:
     """Scores of one epoch under the number of another, or of an epoch that there never was."""
-    case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, every_s=0.0)
+    case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, every_s=0.0, rounds=1)
     trainer = Child(_train, (case, str(tmp_path / "run")), "the training process")
     try:
         trainer.wait()

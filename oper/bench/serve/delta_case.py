@@ -29,11 +29,13 @@ from oper.bench.serve import loadgen
 from oper.bench.serve.client import LoadClient, Seen, same
 from oper.bench.serve.host import Host, Publication, client_of
 from oper.bench.serve.models import ServeWork, build
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
 
 _LATE_S = 30.0  # that the last changes may take to be served
 _RATE = 0.02  # of learning: about a tenth of a row
+_PERCENTILES = (50, 90, 99)
 _NICE = 10  # of the training process, which shares the cores
 
 
@@ -50,8 +52,8 @@ class DeltaCase:
         every_s: seconds between two steps.
         changed: share of each table's rows that a step changes.
         rounds: rounds under load, each with equally many steps of the model that is not served and
-            of the one that is. A p99 is the median over rounds, which a single stall of the machine
-            does not affect.
+            of the one that is. A percentile is the median of the rounds' own, which a single stall
+            of the machine does not affect. At most `deltas`.
         wholes: publications of all weights, for comparison.
         apart: the server has the last core to itself; training and client have the others.
     """
@@ -66,6 +68,12 @@ class DeltaCase:
     rounds: int = 10
     wholes: int = 5
     apart: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rounds <= self.deltas:
+            raise InvalidInputError("cannot measure deltas", "rounds", self.rounds,
+                                    f"between 1 and the number of deltas, {self.deltas}",
+                                    "ask for fewer rounds or more deltas")
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, serve and compare; what stands in the record."""
@@ -182,11 +190,12 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     finally:
         check.close()
     phases = {"quiet": still, "deltas": during, "wholes": [beside]}
-    latency = {name: np.concatenate([p.seen.latency_ms for p in found])
-               for name, found in phases.items()}
-    p99s = {name: [float(np.percentile(p.seen.latency_ms, 99)) for p in found]
-            for name, found in phases.items()}
-    p99 = {name: float(np.median(found)) for name, found in p99s.items()}
+    by_round = {name: np.array([np.percentile(p.seen.latency_ms, _PERCENTILES) for p in found])
+                for name, found in phases.items()}  # [rounds, percentiles]
+    latency = {name: dict(zip((f"p{q}" for q in _PERCENTILES),
+                              np.median(found, axis=0).round(3).tolist(), strict=True))
+               for name, found in by_round.items()}
+    quiet_p99 = latency["quiet"]["p99"]
     held = memory["tables"] + memory["dense"]
     errors = sum(p.seen.failed for p in (*still, *during, beside)) + failed + (
         case.deltas - len(made))
@@ -200,16 +209,17 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
         "whole_peak_ratio": round(1 + beside.growth_bytes / held, 4),
         "lag_p99_s": round(float(np.percentile(lag, 99)), 4),
         "lag_p50_s": round(float(np.median(lag)), 4),
-        "p99_ratio": round(p99["deltas"] / p99["quiet"], 4),
-        "whole_p99_ratio": round(p99["wholes"] / p99["quiet"], 4),
+        "p99_ratio": round(latency["deltas"]["p99"] / quiet_p99, 4),
+        "whole_p99_ratio": round(latency["wholes"]["p99"] / quiet_p99, 4),
         "torn": torn, "errors": errors, "bit_equal": is_equal,
         "verified": not torn and not errors and is_equal and check.moved > 0,
         "deltas": len(made),
         "epochs_seen": int(np.unique(np.concatenate([p.seen.epoch for p in during])).size),
-        "p99_ms_by_round": {name: [round(x, 3) for x in found] for name, found in p99s.items()},
-        "requests": {name: int(found.size) for name, found in latency.items()},
-        "latency_ms": {name: {f"p{q}": round(float(np.percentile(found, q)), 3)
-                              for q in (50, 90, 99)} for name, found in latency.items()},
+        "latency_ms": latency,
+        "p99_ms_by_round": {name: found[:, _PERCENTILES.index(99)].round(3).tolist()
+                            for name, found in by_round.items()},
+        "requests": {name: sum(int(p.seen.latency_ms.size) for p in found)
+                     for name, found in phases.items()},
         "publication_ms": {name: round(1e3 * float(np.median(found or [np.inf])), 3)
                            for name, found in seconds.items()},
         "delta_bytes": delta_bytes // case.deltas, "whole_bytes": whole_bytes,
