@@ -15,10 +15,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include "common/handles.h"
 #include "common/operators.h"
+#include "host/kernels/kernels.h"
 
 namespace oper::host {
 namespace {
@@ -137,6 +139,28 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
   }
 }
 
+// Rows of numbers [n, dim] as codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns the first row that cannot be
+// coded, or -1.
+int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
+  const std::map<ScalarType, RowType> types{{ScalarType::Float, RowType::kFloat32},
+                                            {ScalarType::Half, RowType::kFloat16},
+                                            {ScalarType::BFloat16, RowType::kBFloat16}};
+  const auto type = types.find(values.scalar_type());
+  const RowType to = bits == 4 ? RowType::kInt4 : RowType::kInt8;
+  STD_TORCH_CHECK(type != types.end() && values.dim() == 2 && values.is_contiguous() &&
+                      values.size(1) > 0 && out.scalar_type() == ScalarType::Byte &&
+                      out.dim() == 2 && out.is_contiguous() && out.size(0) == values.size(0) &&
+                      out.size(1) == bytes_of_row(to, values.size(1)) &&
+                      (bits == 8 || (bits == 4 && values.size(1) % 2 == 0)),
+                  "internal: rows that cannot be quantised");
+  const size_t padded = static_cast<size_t>(round_up<int64_t>(values.size(1), 16));
+  std::vector<float> numbers(padded);
+  std::vector<uint8_t> codes(padded);
+  return kernels().quantise({values.data_ptr(), type->second, values.size(0), values.size(1), bits == 4,
+                             static_cast<uint8_t*>(out.mutable_data_ptr()), out.size(1)},
+                            numbers.data(), codes.data());
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
@@ -149,6 +173,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(publication_unpin, "(int control, int slot, int epoch) -> ()");
   OPER_OPERATOR(publication_busy, "(int control, int buffer) -> int[]");
   OPER_OPERATOR(publication_clear, "(int control, int slot) -> ()");
+  OPER_OPERATOR(quantise_rows, "(Tensor values, int bits, Tensor(a!) out) -> int");
   OPER_OPERATOR(fetch_rows, "(Tensor[] to, Tensor[] places) -> ()");
   OPER_OPERATOR(place_rows, "(Tensor(a!)[] to, Tensor[] places, Tensor[] rows) -> ()");
 }

@@ -76,14 +76,31 @@ def test_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
     assert run_world(1, differences, env=env) == [[]]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_codes_are_fbgemms(dtype: str) -> None:
+def other_codes(rank: int, world_size: int) -> list[tuple[str, int]]:
+    """The rows whose codes are not FBGEMM's: type, and number of the case."""
     generator = torch.Generator().manual_seed(6)
     rows = torch.randn(300, 32, generator=generator)
     cases = [rows, rows * 100, rows * 1e-4, rows * 1e-9, rows.half(), torch.zeros(3, 8),
-             torch.full((3, 8), 3.3), rows * 1e-7 + 5, rows.abs() * 1e-12]
-    for values in cases:
-        assert torch.equal(quantise(values, dtype), fbgemm_codes(values, dtype))
+             torch.full((3, 8), 3.3), rows * 1e-7 + 5, rows.abs() * 1e-12, rows * 1e4,
+             rows + 3e4, torch.rand(300, 32, generator=generator) * 65504, rows.round(),
+             *(torch.randn(50, dim, generator=generator) for dim in (4, 12, 16, 20, 36, 132))]
+    found = [(dtype, k) for k, values in enumerate(cases) for dtype in TYPES
+             if not torch.equal(quantise(values, dtype), fbgemm_codes(values, dtype))]
+    for dim in (2, 4, 18, 32):
+        values = torch.randn(50, dim, generator=generator).bfloat16()
+        if not torch.equal(quantise(values, "int8"), fbgemm_codes(values.float(), "int8")):
+            found.append(("bfloat16", dim))
+        odd = values[:, 1:]  # which FBGEMM does not take
+        if not torch.equal(quantise(odd, "int8"), quantise(values[:, [1, *range(1, dim)]], "int8")[
+                :, [0, 1, 2, 3, *range(5, dim + 4)]]):
+            found.append(("odd", dim))
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
+def test_the_codes_are_fbgemms(kernels: str) -> None:
+    env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
+    assert run_world(1, other_codes, env=env) == [[]]
 
 
 def test_numbers_of_codes_and_unpooled_rows() -> None:
@@ -110,9 +127,12 @@ def test_what_is_refused() -> None:
         TableSpec("t", 4, 4, dtype="int8")
     with pytest.raises(InvalidInputError, match="even"):
         TableSpec("t", 4, 5, dtype="int4", optimizer="none")
-    for bad in (float("nan"), float("inf"), 1e38):
-        with pytest.raises(InvalidInputError, match="cannot quantise"):
-            quantise(torch.tensor([[1.0, bad]]), "int8")
+    for bad in (float("nan"), float("inf"), -float("inf"), 1e38, -65520.0):
+        for column in (0, 1, 20):
+            values = torch.ones(2, 21)
+            values[1, column] = bad
+            with pytest.raises(InvalidInputError, match="cannot quantise"):
+                quantise(values, "int8")
     spec = TableSpec("t", 4, 8, ("f",), "sum", "int8", "none")
     halves = tuple(Piece(a, a + 4, (Tier(0, 4, "owned", (0,)),)) for a in (0, 4))
     with pytest.raises(PlanError, match="whole rows"):

@@ -44,6 +44,16 @@ struct SampleJob {
   int64_t count, stride, dim;
 };
 
+// Rows of numbers, one after another, that become rows of codes; see common/elements.h.
+struct QuantiseJob {
+  const void* rows;  // float32, float16 or bfloat16 [num_rows, dim]
+  RowType type;      // theirs
+  int64_t num_rows, dim;
+  bool four_bits;  // of an even dim
+  uint8_t* out;    // [num_rows, row_bytes]
+  int64_t row_bytes;
+};
+
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 
 struct Kernels {
@@ -118,6 +128,9 @@ struct Kernels {
   // Rows of samples to their sums by bag, in the order of the samples.
   void (*add_up)(const SampleJob& job, const float* samples, float* bags, int64_t num_bags,
                  int64_t bags_stride);
+  // Scratch: `numbers` and `codes` have room for a row, its dim rounded up to 16. Returns the first row with a
+  // number that is not finite or a range that float16 does not have, or -1.
+  int64_t (*quantise)(const QuantiseJob& job, float* numbers, uint8_t* codes);
   // Bags [begin, end).
   void (*gather)(const GatherJob& job, int64_t begin, int64_t end);
 };

@@ -21,6 +21,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 
 #include "host/kernels/quantised.inl"
 #include "host/kernels/rows.inl"
+#include "host/kernels/quantise.inl"
 #include "host/kernels/resolve.inl"
 #include "host/kernels/bounds.inl"
 #include "host/kernels/lookup.inl"
@@ -49,6 +50,6 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
                                     OPER_KERNELS::find_keys, OPER_KERNELS::victim, OPER_KERNELS::draw_row,
                                     OPER_KERNELS::spread, OPER_KERNELS::add_up,
-                                    OPER_KERNELS::gather};
+                                    OPER_KERNELS::quantise, OPER_KERNELS::gather};
 
 }  // namespace oper::host

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from oper.errors import InvalidInputError
-from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec
+from oper.shmem.library import register
+from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec, bytes_of_row
 
 
 def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -25,31 +26,18 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     Raises:
         InvalidInputError: a number is not finite, or the range of a row exceeds float16.
     """
-    numbers = values.float()
-    low, high = torch.aminmax(numbers, dim=1, keepdim=True)
-    bias16 = low.half()
-    bias = bias16.float()
-    span = high - bias
-    largest = (1 << CODE_BITS[dtype]) - 1
-    # Divided in float32, as FBGEMM does; rows of one number get any scale.
-    scale16 = torch.where(span == 0, torch.ones_like(span), span / largest).half()
-    scale = scale16.float()
-    inverse = 1.0 / torch.where(scale == 0, torch.ones_like(scale), scale)
-    none = (scale == 0) | torch.isinf(inverse)
-    scale16 = torch.where(none, torch.ones_like(scale16), scale16)
-    inverse = torch.where(none, torch.ones_like(inverse), inverse)
-    bad = ~(torch.isfinite(bias16) & torch.isfinite(scale16)
-            & torch.isfinite(high)).reshape(-1)
-    if bad.any():
-        row = int(bad.nonzero()[0])
+    register()
+    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        values = values.float()
+    rows = values.detach().cpu().contiguous()
+    codes = torch.empty((rows.shape[0], bytes_of_row(dtype, rows.shape[1])), dtype=torch.uint8)
+    bad = torch.ops.oper.quantise_rows(rows, CODE_BITS[dtype], codes)
+    if bad >= 0:
         raise InvalidInputError(
-            "cannot quantise", "row", numbers[row, :4].tolist(),
+            "cannot quantise", "row", rows[bad, :4].tolist(),
             "finite numbers, their least and their range within float16's 65504",
             "keep this table in a float type")
-    codes = ((numbers - bias) * inverse).round_().clamp_(0, largest).to(torch.uint8)
-    if dtype == "int4":
-        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return torch.cat([scale16.view(torch.uint8), bias16.view(torch.uint8), codes], dim=1)
+    return codes
 
 
 def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
