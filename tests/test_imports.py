@@ -23,7 +23,7 @@ MODULES = {
 }
 NATIVE = [p for p in sorted((ROOT / "csrc").rglob("*")) if p.is_file()]
 
-LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows",
+LEAVES = frozenset({"errors", "ranges", "support", "tables", "stats", "topology", "plan", "rows",
                     "messages"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data", "tracing"}
@@ -43,7 +43,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "pipeline": LEAVES | {"shmem", "integration", "sharding"},
     "replanning": LEAVES | {"analysis", "search", "sharding", "shmem"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
-    "rl_rec.models": frozenset({"errors"}),
+    "rl_rec.models": frozenset({"errors", "ranges"}),
     "train": frozenset(WORKLOADS),
     "serve": frozenset(WORKLOADS | {"train"}),
     "bench": frozenset(WORKLOADS | {"train", "serve", "replanning", "pipeline"}),

@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import require
 from oper.stats import TableStats
+from oper.support.numeric import falling_root
 from oper.tables import KEY_BUCKET_ROWS
 
 _WHAT = "cannot forecast a dynamic table"
@@ -129,7 +130,7 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
         stays = _seen_lately(counts / max(1.0, float(counts @ keys)), admitted, in_use)
         held = admitted * stays
     hits = admitted * (counts - waits) * stays
-    # Whoever misses gets a row, if only until the next new key.
+    # A key that misses gets a row, if only until the next new key.
     inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays))
     return _Held(keys, held, hits, counts * keys - hits, inserts)
 
@@ -150,10 +151,8 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
 
 def _seen_lately(share: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
     """Probability that a key, of a share of the lookups, was seen within the last T; see above."""
-    low, high = -60.0, 120.0  # log T
-    for _ in range(100):
-        middle = (low + high) / 2
-        few = float(keys @ -np.expm1(-share * np.exp(middle))) < in_use
-        low, high = (middle, high) if few else (low, middle)
-    found: np.ndarray = -np.expm1(-share * np.exp(low))
-    return found
+    def seen(log_t: float) -> np.ndarray:
+        found: np.ndarray = -np.expm1(-share * np.exp(log_t))
+        return found
+
+    return seen(falling_root(lambda log_t: in_use - float(keys @ seen(log_t)), -60.0, 120.0, 100))

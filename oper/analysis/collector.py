@@ -58,7 +58,7 @@ def collect(
 
 
 class Collector:
-    """Adds batches to `AccessStats` one at a time, e.g. beside a running training loop."""
+    """Adds batches to `AccessStats` one at a time, e.g. in a running training loop."""
 
     def __init__(self, model_or_tables: Any, options: CountOptions | None = None) -> None:
         """Start counting the tables that `collect` would; one without features looks up the

@@ -11,6 +11,7 @@ from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError, require_fields
+from oper.ranges import Count, rules_of
 from oper.stats import TableStats, TimeBucket
 from oper.support.native import merge_counts, sampled
 
@@ -36,15 +37,13 @@ class CountOptions:
     """
 
     presence_samples: tuple[int, ...] = PRESENCE_SAMPLES
-    dense_budget_bytes: int = 2 << 30
-    sparse_budget_bytes: int = 1 << 28
+    dense_budget_bytes: Count = 2 << 30
+    sparse_budget_bytes: Count = 1 << 28
     max_overhead: float | None = None
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "cannot count lookups", "change this field of CountOptions",
-            ("dense_budget_bytes", self.dense_budget_bytes >= 0, ">= 0"),
-            ("sparse_budget_bytes", self.sparse_budget_bytes >= 0, ">= 0"),
+            self, "cannot count lookups", "change this field of CountOptions", *rules_of(self),
             ("max_overhead", self.max_overhead is None or 0 < self.max_overhead <= 1,
              "a share above 0, or None"))
 

@@ -11,7 +11,7 @@ from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import sketched_histogram
 from oper.stats import TableStats
 
-_HASH_BITS = 40  # of keys whose presence is measured, beside a number of a sample
+_HASH_BITS = 40  # of keys whose presence is measured; packed with the number of a sample
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -48,7 +48,7 @@ class KeyCounter:
         hashed = []
         for part in lookups:
             # Keys may be any 64 bits; counters take numbers that are not negative, and the sampler
-            # packs them beside numbers of samples. The upper bits of a product tell keys apart.
+            # packs them with the numbers of samples. The upper bits of a product distinguish keys.
             hashes = part.ids.astype(np.int64).view(np.uint64) * _MULTIPLIER
             self._counter.add((hashes >> np.uint64(1)).view(np.int64))
             self._lengths.add(part)

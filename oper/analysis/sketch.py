@@ -23,11 +23,11 @@ HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
 SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-_FEW = 1 << 12  # counts below are found by counting them
+_FEW = 1 << 12  # smaller counts are found with a histogram
 
 
 class _Summary:
-    """Ids with their counts, of which that many are kept when there are twice as many."""
+    """Ids with their counts; cut back to `num_entries` ids when there are twice as many."""
 
     def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries

@@ -117,7 +117,7 @@ def _distance(a: TimeBucket, b: TimeBucket) -> float:
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:
-    """All tables' skew as values that JSON can hold (NaN becomes None).
+    """All tables' skew, JSON-serializable (NaN becomes None).
 
     For raw keys also the number of new keys in each time bucket.
     """

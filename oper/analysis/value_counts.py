@@ -15,6 +15,7 @@ import numpy as np
 from oper.analysis.sketch import whole_rows
 from oper.errors import FileFormatError, require
 from oper.stats import AccessStats, TableStats
+from oper.support.numeric import falling_root
 
 _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
           "count": ("count", "total", "frequency")}
@@ -103,12 +104,8 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
     if num_tail is None:
         slope, density = _fitted(counts, least)
         rows = _continued(values, density * values.astype(np.float64) ** -slope, missing)
-    else:  # the more rows, the steeper: bisection
-        low, high = -4.0, 12.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if rows_at(middle).sum() < num_tail else (low, middle)
-        rows = rows_at((low + high) / 2)
+    else:  # the more rows, the steeper
+        rows = rows_at(falling_root(lambda slope: num_tail - rows_at(slope).sum(), -4.0, 12.0))
     return whole_rows(values, rows, missing, missing if num_tail is None else num_tail)
 
 
@@ -137,13 +134,12 @@ def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
     # A power law cut to [least, 2 top): the mean of log(c / least) grows as the slope falls.
     mean = float(np.log((near + 0.5) / least).mean())
     span = float(np.log(2 * top / least))
-    low, high = -3.0, 8.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        a = middle - 1
-        expected = span / 2 if abs(a) < 1e-9 else 1 / a - span / np.expm1(a * span)
-        low, high = (middle, high) if expected > mean else (low, middle)
-    slope = (low + high) / 2
+
+    def excess(slope: float) -> float:
+        a = slope - 1
+        return (span / 2 if abs(a) < 1e-9 else 1 / a - span / np.expm1(a * span)) - mean
+
+    slope = falling_root(excess, -3.0, 8.0)
     weight = np.arange(least, 2 * top, dtype=np.float64) ** -slope
     return slope, near.size / float(weight.sum())
 

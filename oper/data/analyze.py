@@ -10,7 +10,6 @@ import numpy as np
 from tqdm import tqdm
 
 from oper.analysis import CountOptions, KeyCounter, TableCounter
-from oper.analysis.presence import Lookups
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, GroupReader, RowGroups
 from oper.errors import FileFormatError
@@ -31,7 +30,7 @@ def analyze_folder(
     Args:
         path: a folder that preprocessing wrote.
         options: presence windows and memory.
-        show_progress: a progress bar on stderr.
+        show_progress: show a progress bar on stderr.
 
     Raises:
         FileFormatError: the folder is not a preprocessed one, a part is damaged, columns or rows
@@ -80,6 +79,4 @@ def _count(counters: Sequence[TableCounter | KeyCounter], labels: list[str], buc
     for start, stop in itertools.pairwise(cuts):
         if start < stop:
             for counter, column in zip(counters, columns, strict=True):
-                part = column.part(start, stop)
-                counter.add([Lookups(part.values, None if part.ends is None else part.lengths)],
-                            labels[buckets[start]])
+                counter.add([column.part(start, stop).lookups], labels[buckets[start]])

@@ -1,4 +1,4 @@
-"""Arrays in a job's own files, whose writing reports a full disk as such, and Arrow arrays."""
+"""NumPy arrays in the work files of a job, and conversions to and from Arrow arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran order, and dtype of the ``.npy`` array at the file's position.
+    """Shape, whether it is in Fortran order, and dtype of the ``.npy`` array at the file position.
 
     Raises:
         ValueError: the header is damaged.
@@ -37,7 +37,7 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """An Arrow array of lists, list k with `lengths[k]` (int [n]) of the values in turn."""
+    """An Arrow list array; list k holds the next `lengths[k]` of the values (`lengths` int [n])."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -19,7 +19,7 @@ from oper.tables import TableSpec
 FOLDER_KIND = "oper-preprocessed"
 FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
-LOOKUPS = "lookups.parquet"  # in a folder of synthetic lookups, which is not a preprocessed one
+LOOKUPS = "lookups.parquet"  # marks a folder of synthetic lookups, which is not preprocessed
 SPLITS = ("train", "valid", "test")
 
 
@@ -27,11 +27,11 @@ _MAX_BUCKETS = 1 << 15  # buckets are int16
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Different names of columns in a manifest."""
+    """Column names of a manifest, each of which occurs once."""
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{value!r} is not a list of names")
     if len(set(value)) < len(value):
-        raise ValueError(f"{value!r} are not different names")
+        raise ValueError(f"{value!r} holds a name twice")
     return tuple(value)
 
 
@@ -47,8 +47,8 @@ def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -
 
     Args:
         folder: its folder.
-        what: how an error begins.
-        todo: the remedy if there is none.
+        what: how an error message begins.
+        todo: the remedy if there is no manifest.
         kinds: accepted kinds and versions.
 
     Raises:
@@ -71,7 +71,7 @@ class Folder:
 
     Attributes:
         path: the folder.
-        manifest: its contents, as values that JSON can hold.
+        manifest: its contents, JSON-serializable.
         label: name of the label column.
         dense: names of the dense columns.
         sparse: names of the sparse columns, one table each, of the same name.
@@ -120,8 +120,8 @@ class Folder:
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
         todo = "name a folder that 'oper preprocess' wrote"
         if (folder / LOOKUPS).exists():
-            todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
-                    "whose statistics it has written: " + todo)
+            todo = ("'oper generate' wrote lookups there, which have no labels to train on; their "
+                    "statistics are in a file of their own: " + todo)
         manifest = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION))
         try:
             columns, tables = manifest["columns"], manifest["tables"]

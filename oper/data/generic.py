@@ -17,7 +17,7 @@ GENERIC = ("csv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The user's choice of columns of a file.
+    """The columns of a file that the user has chosen.
 
     Attributes:
         sparse: names of the id columns; ``NAME:c`` for fields of several ids separated by the
@@ -33,8 +33,8 @@ class Choice:
         threshold: the label is 1 for numbers at or above this one.
         among: the label is 1 for these texts.
         encoding: encoding of CSV files, ``"utf-8"`` or ``"latin-1"``.
-        join: a side table to add columns of: its file; CSV with a header, or Parquet.
-        join_on: the id column that its rows are found by, ``NAME`` or ``NAME=NAME_IN_FILE``.
+        join: file of a side table whose columns are added; CSV with a header, or Parquet.
+        join_on: the id column by which its rows are found, ``NAME`` or ``NAME=NAME_IN_FILE``.
         join_sparse, join_dense: columns to add, as `sparse` and `dense`.
         cross: ``A*B=N``: hashes of the ids of several columns into N rows.
     """

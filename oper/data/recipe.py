@@ -67,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One form in which a data set's files come.
+    """One layout of a data set's files.
 
     Attributes:
         name: its name, by which it can be requested.
@@ -147,7 +147,7 @@ class Recipe:
     Attributes:
         name: the data set.
         title: title for display.
-        layouts: forms of its files; all have the same label, dense and sparse columns.
+        layouts: layouts of its files; all have the same label, dense and sparse columns.
         by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut by the
             time column, with rows put in order of time.
         valid: share of the rows, at the end, that is the validation part.
@@ -248,7 +248,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"{', '.join([*known, 'csv', 'parquet'])}; choose one of them")
     value = read_toml(path, f"cannot read {str(path)!r} as a recipe")
     recipe = recipe_from_dict(value, f"invalid recipe {str(path)!r}")
-    # Side tables are named from where the recipe is.
+    # Paths of side tables are relative to the recipe.
     return dataclasses.replace(recipe, joins=tuple(
         join if "://" in join.file else dataclasses.replace(join, file=str(path.parent / join.file))
         for join in recipe.joins))
@@ -291,7 +291,7 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
 
 
 def _list(entries: Any) -> list[Any]:
-    """The entries of a table of TOML that may stand alone."""
+    """A TOML value as a list; a single entry counts as a list of one."""
     return entries if isinstance(entries, list) else [entries]
 
 
@@ -346,8 +346,8 @@ def is_number(text: str) -> bool:
         return False
 
 
-_MAX_NAME_BYTES = 200  # of a column, after which files are named
-_NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, after which files can be named"
+_MAX_NAME_BYTES = 200  # of a column; files are named after columns
+_NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, since files are named after them"
 _MAX_COLUMNS = 10_000  # of one entry with numbered names
 
 
@@ -390,9 +390,9 @@ def _columns(what: str, entry: Any) -> list[Column]:
 
 
 def _texts(what: str, name: str, value: Any) -> tuple[str, ...]:
-    require(what, "write a list of texts",
+    require(what, "write a list of strings",
             (name, value, isinstance(value, list | tuple)
-             and all(isinstance(x, str | int | float) for x in value), "a list of texts"))
+             and all(isinstance(x, str | int | float) for x in value), "a list of strings"))
     return tuple(map(str, value))
 
 

@@ -25,9 +25,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
                                        "csv or parquet for files of your own")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="log files, plain or packed (gzip, zstd, bzip2), or folders of them, "
-                             "in order of time; a quoted pattern is expanded in the order of its "
-                             "numbers; s3://, gs:// and other stores too; - reads a pipe")
+                        help="log files, plain or compressed (gzip, zstd, bzip2), or folders of "
+                             "them, in time order; a quoted pattern is expanded in the order of "
+                             "its numbers; s3://, gs:// and other stores too; - reads a pipe")
     parser.add_argument("-o", "--output", "--out", metavar="DIR",
                         help="folder to write, here or in a store; an interrupted run continues "
                              "from DIR's sibling .DIR.work when the command is given again")
@@ -41,11 +41,11 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", metavar="DIR",
                         help="apply the finished vocabulary of an earlier output, or one that "
                              "'oper vocabulary extend' wrote: equal values get equal ids, values "
-                             "that it lacks share row 0 and are counted")
+                             "that it does not contain share row 0 and are counted")
     parser.add_argument("--raw-ids", action="store_true",
                         help="no vocabulary: ids become 64-bit keys for the dynamic tables of "
-                             "'oper train', integers as they are and texts (all ids of CSV "
-                             "files except A:int and the like) as hashes")
+                             "'oper train': integers unchanged, strings (all ids of CSV files "
+                             "except A:int and the like) as hashes")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -61,38 +61,36 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray", type=whole(1), metavar="N",
                         help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
-                        help="compression of the Parquet files: none (the default, quickest to "
-                        "read) or zstd "
-                             "(about a third as large)")
+                        help="compression of the Parquet files: none (the default, fastest to "
+                             "read) or zstd (about a third of the size)")
     parser.add_argument("--dry-run", action="store_true",
                         help="write nothing: print how the first 10,000 rows are read "
                              "(columns, types, split, problems) and what the whole log would need; "
                              "recipes csv and parquet without --sparse: the files' columns")
     parser.add_argument("--no-disk-check", action="store_true",
-                        help="begin even if the disk is estimated to be too small")
+                        help="start even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
-                        help="replace an earlier output, or what an interrupted run with other "
-                             "settings has left; a run that is alive is never replaced")
+                        help="replace an earlier output, or the unfinished work of a run with "
+                             "other settings; a run that is still active is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    own = parser.add_argument_group("files of your own (recipes csv and parquet)")
+    own = parser.add_argument_group("your own files (recipes csv and parquet)")
     own.add_argument("--sparse", type=names, default=[], metavar="A,B",
-                     help="id columns; in CSV files texts, but for A:int, A:uint64, A:hex32, "
-                          "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
-                          "A:| for fields like 3|17|4")
+                     help="id columns; in CSV files they are strings, except A:int, A:uint64, "
+                          "A:hex32, A:integral (ids written 17850.0), A:bins=18/30 (binned "
+                          "numbers); A:| for fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
                      help="column of 0 and 1, or of values that --threshold or --among turn "
                           "into 0 and 1")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
                      help="the label is 1 for numbers >= X")
     own.add_argument("--among", type=names, default=[], metavar="A,B",
-                     help="the label is 1 for these texts")
+                     help="the label is 1 for these strings")
     own.add_argument("--dense", type=names, default=[], metavar="A,B",
-                     help="number columns; A:log1p = log(1 + max(A, 0))")
+                     help="numeric columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
-                     help="a further id column: the ids of A and B, hashed into N rows")
+                     help="another id column: the pairs of ids of A and B, hashed into N rows")
     own.add_argument("--join", metavar="FILE",
-                     help="a side table (CSV with a header, or Parquet), for example of the "
-                          "items")
+                     help="a side table (CSV with a header, or Parquet), for example of items")
     own.add_argument("--join-on", metavar="A[=B]", default="",
                      help="id column by which its rows are found, called B in FILE")
     for kind in ("sparse", "dense"):
@@ -165,7 +163,7 @@ def _dry_run(args: argparse.Namespace, options: PreprocessOptions) -> int:
     return 0
 
 
-_MISSING = {"type": "", "missing": None, "distinct": None, "example": ""}  # nothing is known
+_MISSING = {"type": "", "missing": None, "distinct": None, "example": ""}
 
 
 def _print_columns(found: dict[str, Any]) -> None:
@@ -185,7 +183,7 @@ def _print_columns(found: dict[str, Any]) -> None:
 
 
 def _rows_of(table: dict[str, Any]) -> str:
-    """Rows of a column's table, in words; nothing where there is no table."""
+    """Rows of a column's table as text; empty if it has no table."""
     return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
@@ -231,7 +229,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 
 
 def _print_tables(manifest: dict[str, Any]) -> None:
-    """How many rows the tables have, and what a finished vocabulary lacks."""
+    """Print the number of rows of the tables, and of values missing from a finished vocabulary."""
     tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:
@@ -295,11 +293,11 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
     parser.add_argument("--columns", type=names, metavar="A,B",
-                        help="columns of one id each to keep beside it (default: all)")
+                        help="columns with one id per row to keep as well (default: all)")
     parser.add_argument("--max-length", type=whole(1), metavar="N",
-                        help="keep the N latest events of each")
+                        help="keep the N latest events of each user")
     parser.add_argument("--min-length", type=whole(1), default=1, metavar="N",
-                        help="leave out those with fewer than N events in a part (default 1)")
+                        help="leave out users with fewer than N events in a part (default 1)")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="compression of the Parquet files (default none)")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
@@ -336,35 +334,35 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--counts", action="store_true", help="read published value counts")
     kind.add_argument("--merge", action="store_true",
-                      help="add up statistics of parts (files, days, workers), in order of time")
+                      help="merge the statistics of parts (files, days, workers), in time order")
     parser.add_argument("--grown", action="store_true",
-                        help="with --merge: tables may have new rows after the old ones, as after "
+                        help="with --merge: tables may have new rows appended, as by "
                              "'oper vocabulary extend'")
     parser.add_argument("--remap", metavar="DIR",
-                        help="with --merge: give rows the numbers that 'oper vocabulary extend "
-                             "--reorder -o DIR' gave them; implies --grown")
+                        help="with --merge: renumber rows as 'oper vocabulary extend --reorder "
+                             "-o DIR' did; implies --grown")
     parser.add_argument("--samples", type=whole(1), metavar="N",
-                        help="with --counts: rows of the log they come from (default: the largest "
-                             "sum of any field)")
+                        help="with --counts: rows of the log that was counted (default: the "
+                             "largest sum of any field)")
     parser.add_argument("--cut", type=whole(1), metavar="N",
-                        help="with --counts: values seen fewer than N times are not in the file "
-                             "(default: its least count); their rows are modelled")
+                        help="with --counts: values seen fewer than N times are missing from the "
+                             "file (default: its least count); their rows are modelled")
     parser.add_argument("--rows", metavar="FIELD=N,...",
-                        help="with --counts: distinct values of fields where they are known")
+                        help="with --counts: number of distinct values of fields, where known")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
                         help="memory for dense counters; tables beyond it are counted in hash "
                              "tables, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
-                        help="memory for such a hash table, and for the keys of each column of raw "
-                             "ids; beyond it heavy hitters are kept with a bounded error and the "
-                             "tail is estimated (default 256MiB)")
+                        help="memory for each such hash table, and for the keys of each column of "
+                             "raw ids; beyond it heavy hitters are kept with a bounded error and "
+                             "the tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
                         help="for raw ids: also predict how each column would use a dynamic "
-                             "table of N rows (modelled; keys admitted at once, the one seen "
-                             "longest ago evicted): rows in use, lookups of the default row, "
-                             "inserts and evictions")
+                             "table of N rows (modelled; keys are admitted at once and the least "
+                             "recently seen one is evicted): rows in use, lookups of the default "
+                             "row, inserts and evictions")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -375,7 +373,7 @@ def run_analyze(args: argparse.Namespace) -> int:
 
 
 def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = None) -> int:
-    """Save statistics and print what they are."""
+    """Save statistics and print a summary."""
     from oper.analysis import describe, forecast
 
     stats.save(args.output)
@@ -408,7 +406,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 
     if args.more and not args.merge:
         raise UsageError("cannot analyze", "arguments", args.more, "one folder or file",
-                         "pass --merge to add up statistics files")
+                         "pass --merge to merge statistics files")
     for name in ("grown", "remap"):
         if getattr(args, name) and not args.merge:
             raise UsageError("cannot analyze", f"--{name}", getattr(args, name), "with --merge",
@@ -417,7 +415,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
         files = [args.folder, *args.more]
         twice = sorted({f for f in files if files.count(f) > 1})
         if twice:
-            raise UsageError("cannot add up statistics", "files", twice, "each of them once",
+            raise UsageError("cannot merge statistics", "files", twice, "each of them once",
                              "name the files of different parts")
         remap = load_remap(args.remap) if args.remap else None
         merged = merge_stats((AccessStats.load(p) for p in files),
@@ -476,9 +474,9 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=whole(1), default=100_000, metavar="N",
                         help="samples to draw (default 100000)")
     parser.add_argument("--lookups", metavar="DIR",
-                        help="also write the lookups, as Parquet with one list column per table: "
-                             "ids without labels or a manifest, which 'oper train' and 'oper "
-                             "analyze' cannot read (STATS has their statistics, for 'oper plan')")
+                        help="also write the lookups, as Parquet with one list column per table; "
+                             "'oper train' and 'oper analyze' cannot read them, since they have no "
+                             "labels or manifest (STATS has their statistics, for 'oper plan')")
     parser.add_argument("--seed", type=whole(0), default=1)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 

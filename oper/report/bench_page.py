@@ -97,7 +97,7 @@ def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
     figure, axis = canvas(0.7 + 0.2 * sum(len(t) + 1 for _, t in cases))
     y, ticks = 0, []
-    by_colour = len(names) <= NUM_COLOURS  # else every bar has its name beside it
+    by_colour = len(names) <= NUM_COLOURS  # otherwise every bar is labelled
     for title, times in cases:
         if by_colour:
             ticks.append((y + (len(times) - 1) / 2, title))

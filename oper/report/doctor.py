@@ -54,7 +54,7 @@ class Report:
         machine: processor, memory and page facts.
         gpus: one line per device.
         environment: variables that are set, of those OPER reads.
-        problems: what keeps the CPU path from working, invalid environment variables included, and
+        problems: what keeps the CPU path from working, including invalid environment variables, and
             the remedy.
         hints: what is missing for optional parts, and how to get it.
     """
@@ -81,7 +81,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def examine() -> Report:
-    """Look at packages, libraries and the machine."""
+    """Examine packages, libraries and the machine."""
     report = Report(environment={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
                     problems=list(problems()))
     _examine_packages(report)

@@ -1,4 +1,4 @@
-"""How far accesses have drifted from the statistics of a plan, and whether a new plan pays."""
+"""How far accesses have drifted from a plan's statistics, and whether a new plan pays off."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
              format_bytes(c.moved_bytes), f"{c.copy_us / 1e3:,.1f}", _steps(c)]
             for name, c in changes]
     note = (f"Modelled for {topology.name}. On the statistics that it was made from a step of the "
-            f"plan takes {start:,.1f} us. A change of plan copies all rows into new arenas: it "
-            "pays once the steps that it saves add up to that.")
+            f"plan takes {start:,.1f} us. A change of plan copies all rows into new arenas: "
+            "it pays off once the time saved per step adds up to that.")
     return [Plot("What the old plan costs", "A training or inference step, modelled on each of the "
                  "later statistics: with the plan that runs, and with one made for them.",
                  _cost_curve(start, changes)),

@@ -16,7 +16,7 @@ from oper.search.cost.model import Evaluation, is_ordered
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import IDS, Problem
 
-# Colours that people with any colour vision tell apart (Okabe and Ito, 2008).
+# Colours that can be distinguished with any colour vision (Okabe and Ito, 2008).
 _TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00",
                  "#882255")
 PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
@@ -105,7 +105,7 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
     ranks, legend = np.arange(num_ranks), {TERMS[0]: colour(0)}
     for number, (axis, phase) in enumerate(zip(np.atleast_1d(axes), found.phases, strict=True)):
         us = phase.seconds * 1e6
-        # Memory and compute add up; links get bars of their own, on top of them or beside them.
+        # Memory and compute add up; links get bars of their own, above or next to them.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
         bar = 0.8 / (1 + len(links))
         axis.bar(ranks, us[0], bar, color=colour(0))

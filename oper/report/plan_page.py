@@ -114,8 +114,9 @@ def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
     return [
         Plot("A step, phase by phase", "Every phase ends with its slowest rank; modelled.",
              figures.stacked(bars, "microseconds", "phases")),
-        Plot("Load of every rank", "Memory and compute of a rank add up; its links run beside "
-             "them. Marks: the same phase with whole tables, largest number of lookups first.",
+        Plot("Load of every rank", "Memory and compute of a rank add up; its links work "
+             "in parallel. Marks: the same phase with whole tables, largest number of lookups "
+             "first.",
              figures.loads(found, before)),
         Plot("Where the rows live", f"The {mapped} tables with the most lookups. Replicated rows "
              "are read locally by every rank, striped rows are dealt over ranks, owned rows live "

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from oper.analysis.presence import Lookups
+from oper.data.generate.generator import TableModel, bag_lengths
+from oper.data.generate.popularity import Popularity
 from oper.data.loading.groups import Column
 from oper.errors import InvalidInputError, UsageError
 from oper.messages import MessageBits
@@ -50,7 +53,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
-                        help="batches in flight: ids of K - 1 later ones are sorted beside dense "
+                        help="batches in flight: ids of K - 1 later ones are sorted during dense "
                              "compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
@@ -89,7 +92,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True, eq=False)
 class Simulation:
-    """What a replay has found.
+    """The result of a replay.
 
     Attributes:
         num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.rows.traffic.KINDS`), reader
@@ -199,57 +202,45 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
         held = {f: [joined([*parts, found[f]])] for f, parts in held.items()}
         num_held += rows
         for start in range(0, num_held - size + 1, size):
-            yield [{f: _bags(held[f][0].part(at, at + batch_size)) for f in features}
+            yield [{f: _bags(held[f][0].part(at, at + batch_size).lookups) for f in features}
                    for at in range(start, start + size, batch_size)]
         done = num_held // size * size
         held = {f: [parts[0].part(done, num_held)] for f, parts in held.items()}
         num_held -= done
 
 
-def _bags(column: Column) -> Bags:
-    lengths = (np.ones(column.values.size, np.int64) if column.ends is None else column.lengths)
-    return Bags(column.values.astype(np.int64), lengths)
+def _bags(found: Lookups) -> Bags:
+    lengths = np.ones(found.ids.size, np.int64) if found.lengths is None else found.lengths
+    return Bags(found.ids.astype(np.int64), lengths)
 
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
                   seed: int) -> Iterator[list[RankBatch]]:
     """Endless batches of independent ids and bag lengths with the frequencies of `stats`."""
     rng = np.random.default_rng(seed)
+    models = {f: _model(t.name, stats.tables[t.name]) for t in tables for f in _features(t)}
     while True:
-        yield [{f: _draw(stats.tables[t.name], batch_size, rng) for t in tables
-                for f in _features(t)} for _ in range(world_size)]
+        yield [{f: _bags(model.draw(batch_size, 0, 0, rng)) for f, model in models.items()}
+               for _ in range(world_size)]
 
 
 def _features(table: TableSpec) -> tuple[str, ...]:
     return table.features or (table.name,)
 
 
-def _draw(stats: TableStats, batch_size: int, rng: np.random.Generator) -> Bags:
-    lengths = np.ones(batch_size, np.int64)
-    if stats.num_bags:
-        share = stats.length_counts / stats.num_bags
-        lengths = rng.choice(stats.length_values, batch_size, p=share)
-    n = int(lengths.sum())
-    num_head, tail = stats.head_ids.size, stats.tail_values * stats.tail_num_rows
-    # The tail's rows take the ids that are left in ascending order, most frequent first.
-    mass = np.cumsum(np.concatenate([stats.head_counts, tail[::-1]]))
-    kind = np.searchsorted(mass, rng.integers(0, max(1, int(mass[-1])), n), side="right")
-    rows = stats.tail_num_rows[::-1]
-    first = np.concatenate([[0], np.cumsum(rows)])
-    cold = np.maximum(kind - num_head, 0)
-    ordinal = first[cold] + (rng.random(n) * np.append(rows, 1)[cold]).astype(np.int64)
-    gaps = np.sort(stats.head_ids) - np.arange(num_head)
-    other = ordinal + np.searchsorted(gaps, ordinal, side="right")
-    hot = np.append(stats.head_ids, 0)[np.minimum(kind, num_head)]
-    return Bags(np.where(kind < num_head, hot, other), lengths)
+def _model(name: str, stats: TableStats) -> TableModel:
+    """Lookups of a table with the counted frequencies; rows without a count are never drawn."""
+    counts, rows = stats.count_histogram()
+    weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
+    return TableModel(name, Popularity.of(rows, weights), bag_lengths(stats), 0.0, stats.head_ids)
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
 def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, problem: Problem
             ) -> dict[str, Any]:
-    """Predicted and replayed figures as values that JSON can hold.
+    """Predicted and replayed figures, JSON-serializable.
 
     Times and modelled bytes are per step; bytes that the host runtime reads are totals of all
     steps.

@@ -17,7 +17,7 @@ ROUNDS = 50
 
 
 def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
-    """What `CaDVAE` needs to know of the concepts before training.
+    """The concepts that `CaDVAE` needs before training.
 
     Item concepts (`config.concepts`), the labels' weights of activity, mean and standard deviation
     over the training users, and the graph fitted on those labels (`config.graph`). The labels are
@@ -50,8 +50,8 @@ def standardised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 def activity_weights(counts: torch.Tensor) -> torch.Tensor:
     """Weights w, float32 [K], with which ``x - (x @ w)`` is free of what all concepts share.
 
-    Who does more has more of everything: activity correlates concepts that have nothing to do with
-    each other. One factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the
+    Active users have more of everything, so activity correlates concepts that have nothing to do
+    with each other. One factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the
     covariance v = Var(a) between every two concepts. Here v is the median covariance of the pairs
     (the lower one, at least 0), so that fewer than half of the pairs may be related otherwise;
     negative ones never make it smaller than 0. The factor is estimated by the mean with weights

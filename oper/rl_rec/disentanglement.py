@@ -1,18 +1,18 @@
-"""Whether the parts of a representation stand for one factor each, where the factors are known.
+"""Measures of disentanglement of a representation, for data whose true factors are known.
 
 DCI (Eastwood and Williams, ICLR 2018) and SAP (Kumar, Sattigeri and Balakrishnan, ICLR 2018), for
 codes that are vectors: z_c of C codes, factors v_k, K of them. Factors are regressed linearly on
-half of the rows and all figures are of the other half. Neither which code stands for which factor
-matters, nor how a code's numbers are rotated.
+half of the rows and all figures are of the other half. It does not matter which code stands
+for which factor, nor how a code is rotated.
 
     importance       R_ck = std(z_c' w_ck), of code c's term in the ridge regression of v_k on all
                      codes
-    disentanglement  sum_c rho_c (1 - H_K(R_c. / sum_k R_ck)), rho_c = sum_k R_ck / sum R: 1 where
-                     every code tells of one factor only
-    completeness     mean_k (1 - H_C(R_.k / sum_c R_ck)): 1 where one code tells all of a factor
+    disentanglement  sum_c rho_c (1 - H_K(R_c. / sum_k R_ck)), rho_c = sum_k R_ck / sum R: 1 if
+                     every code describes one factor only
+    completeness     mean_k (1 - H_C(R_.k / sum_c R_ck)): 1 if one code describes a whole factor
     informativeness  mean R^2 of the factors from all codes
-    sap              mean over k of the R^2 of v_k from the code that tells most of it alone, less
-                     that from the next one
+    sap              mean over k of the R^2 of v_k from the best single code, less that from the
+                     second best
 
 H_n is the entropy with logarithms to base n. DCI's authors take the weights of a Lasso or the
 importances of a forest for R, and the error for informativeness.

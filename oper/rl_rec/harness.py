@@ -1,4 +1,4 @@
-"""Any model of the package, over several seeds, on the same users, with intervals.
+"""Trains any model of the package over several seeds and tests it on the same users.
 
 One process, unsharded, Adam on all weights: for comparing models with each other. Training in
 several processes with sharded tables is ``oper train``'s.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, require_fields
+from oper.ranges import Positive, PositiveAmount, rules_of
 from oper.rl_rec.data.batches import Batches, Share, num_batches
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
@@ -27,7 +28,7 @@ from oper.rl_rec.registry import RECOMMENDERS
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How a model is trained and when it has been trained enough.
+    """How a model is trained and when training ends.
 
     Attributes:
         epochs: passes over the training users, at most.
@@ -41,20 +42,18 @@ class FitOptions:
         chosen_by: the metric of the validation users whose best weights are kept.
     """
 
-    epochs: int = 100
-    batch_size: int = 256
-    lr: float = 1e-3
+    epochs: Positive = 100
+    batch_size: Positive = 256
+    lr: PositiveAmount = 1e-3
     weight_decay: float = 0.0
-    max_norm: float = 5.0
-    eval_every: int = 4
-    patience: int = 5
+    max_norm: PositiveAmount = 5.0
+    eval_every: Positive = 4
+    patience: Positive = 5
     metrics: MetricOptions = field(default_factory=MetricOptions)
     chosen_by: str = "ndcg@10"
 
     def __post_init__(self) -> None:
-        positive = ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience")
-        require_fields(self, "invalid options", "change this field of FitOptions",
-                       *((name, getattr(self, name) > 0, "> 0") for name in positive),
+        require_fields(self, "invalid options", "change this field of FitOptions", *rules_of(self),
                        ("chosen_by", self.chosen_by in self.metrics.names(),
                         f"one of {self.metrics.names()}, which are measured"))
 

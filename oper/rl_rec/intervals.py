@@ -88,7 +88,7 @@ def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> 
 
 
 def interval(mean: float, samples: np.ndarray) -> Interval:
-    """The interval of an estimate from its bootstrap samples [n]."""
+    """The percentile interval of an estimate, given its bootstrap samples [n]."""
     low, high = np.percentile(samples, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high))
 

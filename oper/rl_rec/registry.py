@@ -1,4 +1,4 @@
-"""The recommenders by name: their configuration, how they are built from data, what they train on.
+"""The recommenders by name: their configuration, how they are built, and their training batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Workload:
         config: its configuration, a frozen dataclass with defaults.
         build: the model from the configuration, the data and the device of its tables (``"cpu"``
             or ``"meta"``); draws from torch's generator.
-        batches: what it trains on: all of a user's training interactions, or subsequences.
+        batches: its training batches: all of a user's training interactions, or subsequences.
         trains: whether there is anything to train.
     """
 

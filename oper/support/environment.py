@@ -97,7 +97,7 @@ def setting(name: str, what: str = "cannot start") -> str:
     variable = VARIABLES[name]
     if text and not variable.accepts(text):
         raise InvalidInputError(what, f"environment variable {name}", text, variable.expected,
-                                f"set it to that, or unset it; it says: {variable.about}")
+                                f"set it to that, or unset it; its purpose: {variable.about}")
     return text
 
 

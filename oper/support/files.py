@@ -37,7 +37,7 @@ _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsi
 _DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What zipfile and its helpers raise on files that are cut, damaged or made by others.
+# What zipfile and its helpers raise on truncated, damaged or foreign files.
 _DAMAGE = (
     zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError,
     ValueError, struct.error, zlib.error,
@@ -47,7 +47,7 @@ _DAMAGE = (
 def datasets_root() -> Path:
     """The folder of data set recipes and cards, from a wheel or a checkout.
 
-    An installed wheel carries it inside the package; a checkout has it beside the package.
+    An installed wheel has it inside the package, a checkout next to the package.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "datasets"
@@ -57,10 +57,10 @@ def datasets_root() -> Path:
 class _Uncached:
     """A file that is written past the page cache, front to back.
 
-    The cache would cost a copy, fresh pages, and later the kernel's own work to write them, on the
-    cores of whoever computes meanwhile. Here blocks of one aligned buffer go to the disk
-    (``O_DIRECT`` of open(2)). What is left at the end, and all where a file system has no such
-    writes, goes the usual way.
+    The cache would cost a copy, new pages, and later the kernel's work of writing them, on cores
+    that other processes compute on. Instead blocks of one aligned buffer are written directly
+    (``O_DIRECT`` of open(2)). The remainder at the end, and everything on a file system without
+    direct writes, is written the usual way.
     """
 
     _BLOCK = 1 << 22  # a multiple of what any file system aligns
@@ -98,7 +98,7 @@ class _Uncached:
         while done < data.size:
             some = data[done:done + self._BLOCK - self._used]
             to = self._block[self._used:self._used + some.size]
-            crc = native.crc32(some, crc, to)  # one way through memory; other threads run meanwhile
+            crc = native.crc32(some, crc, to)  # one pass over memory; other threads can run
             self._used += some.size
             done += some.size
             if self._used == self._BLOCK:
@@ -187,10 +187,31 @@ def no_room(error: BaseException | None) -> OSError | None:
 
 
 @contextlib.contextmanager
-def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn a full disk inside the block into an InvalidInputError that names the output."""
+def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a folder that appears complete, at the end of the block, or not at all.
+
+    Args:
+        what: how an error message begins.
+        output: the folder, which must not exist.
+
+    Yields:
+        The folder to fill, in a temporary folder next to `output`; other files in the temporary
+        folder are removed.
+
+    Raises:
+        InvalidInputError: `output` is a URL or exists, or its disk is full.
+    """
+    check_local(output)
+    target = Path(output)
+    if target.exists():
+        raise InvalidInputError(what, "output", str(target), "a new folder", "choose another one")
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+            filled = Path(work) / "out"
+            filled.mkdir()
+            yield filled
+            os.rename(filled, target)
     except OSError as error:
         full = no_room(error)
         if full is None:
@@ -292,7 +313,7 @@ def write_arrays(
         kind: what the file is, e.g. ``"oper-stats"``; checked on reading.
         version: format version, checked on reading.
         arrays: bool, integer or float arrays of any shape.
-        meta: values that JSON can hold.
+        meta: JSON-serializable values.
         uncached: as for `atomic_write`.
     """
     for name, array in arrays.items():

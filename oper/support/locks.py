@@ -15,7 +15,7 @@ from pathlib import Path
 from oper.errors import InvalidInputError
 from oper.support.files import named
 
-LOCK = ".lock"  # in the folder; while it is held it tells by whom
+LOCK = ".lock"  # in the folder; while it is held it names the holder
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -41,7 +41,7 @@ def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: nobody else can have it open and locked.
+        # While the lock is held: no other process can have locked the file.
         with contextlib.suppress(OSError):
             os.unlink(Path(folder) / LOCK)
         os.close(number)
@@ -64,12 +64,12 @@ def _acquire(path: Path, what: str) -> int:
             holder = os.read(number, 300).decode(errors="replace") or "another process"
             os.close(number)
             raise InvalidInputError(
-                what, "folder", str(path.parent), "one that nobody else is writing into",
+                what, "folder", str(path.parent), "one that no other process is writing into",
                 f"{holder} is; wait until it ends, or name another folder") from None
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 warnings.warn(f"{str(path.parent)!r} is on a file system without locks: make sure "
-                              "that nobody else writes into it", stacklevel=2)
+                              "that no other process writes into it", stacklevel=2)
                 return number
             os.close(number)
             raise
@@ -95,8 +95,8 @@ def alone(path: Path) -> Iterator[None]:
 def used(folder: Path) -> Iterator[None]:
     """Use a folder of temporary files, which may not be there yet, inside the block.
 
-    Any number of processes may. Whoever leaves last removes the folder, unless an error ends its
-    block: what is in it is left for another try.
+    Any number of processes may. The last one to leave removes the folder, unless an error ends its
+    block: then its contents are kept for another attempt.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Marks on inverse indices by which every sample has a row of its own.
 
-Whoever creates the indices knows this at no cost; checking it later would read memory that is no
+The creator of the indices knows this at no cost; checking it later would read memory that is no
 longer cached.
 """
 

@@ -40,7 +40,7 @@ def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
         bars: in any order.
         processes: names of processes, by number.
         threads: names of threads, by process and number; shown in the order of their numbers.
-        about: metadata of the trace, as values that JSON can hold.
+        about: metadata of the trace, JSON-serializable.
     """
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}

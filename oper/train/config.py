@@ -12,16 +12,16 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
+from oper.ranges import Amount, Count, Positive, Rule, one_of, rules_of
 from oper.rl_rec.data.catalogue import Catalogue
 from oper.rl_rec.data.interactions import DataOptions
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
 
-SHARDINGS = ("oper", "none", "torchrec")
 # By the name in a configuration: the class of `oper`, and which of the options below it has.
 TABLE_OPTIMIZERS = {
     "rowwise_adagrad": ("RowWiseAdagrad", ("eps", "weight_decay", "initial_accumulator_value")),
@@ -34,12 +34,10 @@ TABLE_OPTIMIZERS = {
     "partial_rowwise_lamb": ("PartialRowWiseLAMB", ("eps", "weight_decay")),
 }
 _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
-DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
-TABLE_DEVICES = ("cpu", "meta")
-GUARDS = ("off", "stop", "skip")
 _STEPS = re.compile(r"[1-9]\d*-[1-9]\d*")
-_TRACED = "11-20"  # behind the first steps, which take new memory
+_TRACED = "11-20"  # after the first steps, which allocate memory
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+Sizes = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=1) >= 1, "sizes >= 1")]
 PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
 
 
@@ -56,18 +54,14 @@ class DLRMConfig:
         cross_rank: rank of the matrices of a cross layer.
     """
 
-    dim: int = 32
-    dense_layers: tuple[int, ...] = (128, 64)
-    over_layers: tuple[int, ...] = (128, 64)
-    cross_layers: int = 0
-    cross_rank: int = 64
+    dim: Positive = 32
+    dense_layers: Sizes = (128, 64)
+    over_layers: Sizes = (128, 64)
+    cross_layers: Count = 0
+    cross_rank: Positive = 64
 
     def __post_init__(self) -> None:
-        _check("model.", self,
-               *((name, getattr(self, name) >= least, f">= {least}")
-                 for name, least in (("dim", 1), ("cross_layers", 0), ("cross_rank", 1))),
-               *((name, min(getattr(self, name), default=1) >= 1, "sizes >= 1")
-                 for name in ("dense_layers", "over_layers")))
+        _check("model.", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +80,18 @@ class OptimizerConfig:
         dense_lr: its learning rate.
     """
 
-    tables: str = "rowwise_adagrad"
-    tables_lr: float = 0.02
-    tables_eps: float = 1e-8
-    tables_momentum: float = 0.0
-    tables_weight_decay: float = 0.0
-    tables_initial_accumulator_value: float = 0.0
-    dense: str = "adagrad"
-    dense_lr: float = 0.01
+    tables: Annotated[str, one_of(*TABLE_OPTIMIZERS)] = "rowwise_adagrad"
+    tables_lr: Amount = 0.02
+    tables_eps: Amount = 1e-8
+    tables_momentum: Amount = 0.0
+    tables_weight_decay: Amount = 0.0
+    tables_initial_accumulator_value: Amount = 0.0
+    dense: Annotated[str, one_of("adagrad", "sgd", "adam")] = "adagrad"
+    dense_lr: Amount = 0.01
 
     def __post_init__(self) -> None:
-        rates = ("tables_lr", "tables_eps", *(f"tables_{n}" for n in _TABLE_OPTIONS), "dense_lr")
         _, options = TABLE_OPTIMIZERS.get(self.tables, ("", ()))
-        _check("optimizer.", self, _one_of("tables", self.tables, tuple(TABLE_OPTIMIZERS)),
-               _one_of("dense", self.dense, DENSE_OPTIMIZERS),
-               *((name, 0 <= getattr(self, name) < float("inf"), "a finite number >= 0")
-                 for name in rates),
+        _check("optimizer.", self,
                *((f"tables_{name}", name in options,
                   f"0 with tables={self.tables!r}, which has no such option")
                  for name in self.table_options))
@@ -118,7 +108,7 @@ class DynamicConfig:
 
     Attributes:
         rows: rows of every table, the default row included; 0 = tables are static.
-        tables: rows of single tables by column, in place of `rows`.
+        tables: rows of individual tables by column, instead of `rows`.
         admit_after, admit_probability, eviction: which keys get and lose rows.
         half_life, time_to_live: in updates; 0 = counts are never halved, keys never expire.
     """
@@ -140,7 +130,7 @@ class DynamicConfig:
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
         if not self.rows and rest != ({}, 1, 1.0, "lru", 0, 0):
-            raise _bad("dynamic.rows", 0, ">= 2 beside other keys of dynamic")
+            raise _bad("dynamic.rows", 0, ">= 2 with other keys of dynamic")
         self.rule(0)
 
     def rule(self, seed: int) -> DynamicTable:
@@ -187,9 +177,9 @@ class TrainConfig:
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training continues; needs `checkpoint_every`.
         guard: reaction to a gradient that is not finite, if tables are sharded by ``"oper"``:
-            ``"off"`` (nothing), ``"stop"`` (ends the run), ``"skip"`` (tables leave its samples
-            out, the dense part the step); both name table or parameter and step. Costs a pass over
-            the gradient of the embeddings.
+            ``"off"`` (none), ``"stop"`` (end the run), ``"skip"`` (the tables ignore the samples,
+            the dense part the step); both report the table or parameter and the step. Costs a pass
+            over the gradient of the embeddings.
         trace: file for a trace of some steps on all ranks, for ui.perfetto.dev; see `oper.trace`.
             Needs ``sharding="oper"``.
         trace_steps: the first and the last step of `trace`, ``"A-B"``; ``"11-20"`` by default.
@@ -209,26 +199,26 @@ class TrainConfig:
 
     data: str = ""
     out: str = "runs/dlrm"
-    sharding: str = "oper"
+    sharding: Annotated[str, one_of("oper", "none", "torchrec")] = "oper"
     stats: str = ""
     plan: str = ""
     topology: str = ""
-    seed: int = 1
-    batch_size: int = 2048
+    seed: Count = 1
+    batch_size: Positive = 2048
     shuffle: bool = True
-    epochs: int = 1
-    max_steps: int = 0
-    log_every: int = 20
-    eval_every: int = 0
-    eval_users: int = 0
-    checkpoint_every: int = 0
-    delta_every: int = 0
-    guard: str = "off"
+    epochs: Positive = 1
+    max_steps: Count = 0
+    log_every: Positive = 20
+    eval_every: Count = 0
+    eval_users: Count = 0
+    checkpoint_every: Count = 0
+    delta_every: Count = 0
+    guard: Annotated[str, one_of("off", "stop", "skip")] = "off"
     trace: str = ""
     trace_steps: str = ""
     start: str = ""
     remap: str = ""
-    tables_on: str = "cpu"
+    tables_on: Annotated[str, one_of("cpu", "meta")] = "cpu"
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -248,10 +238,6 @@ class TrainConfig:
             ("data", bool(self.data) != bool(num_items),
              "a folder written by oper preprocess, or nothing where catalogue.num_items is given"),
             ("out", bool(self.out), "a folder to write to"),
-            _one_of("sharding", self.sharding, SHARDINGS),
-            *((name, getattr(self, name) >= least, f">= {least}") for name, least in (
-                ("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0), ("log_every", 1),
-                ("eval_every", 0), ("eval_users", 0), ("checkpoint_every", 0), ("delta_every", 0))),
             ("seed", self.seed < 2**63, "< 2^63, which torch takes"),
             ("remap", bool(self.start) or not self.remap, "nothing without start"),
             *((name, is_ours or not getattr(self, name), f"nothing {elsewhere}")
@@ -263,9 +249,7 @@ class TrainConfig:
              "0 without checkpoint_every"),
             *((name, not self.dynamic.rows or getattr(self, name) == value,
                f"{value!r} with dynamic.rows") for name, value in of_dynamic.items()),
-            _one_of("guard", self.guard, GUARDS),
             ("guard", is_ours or self.guard == "off", f"'off' {elsewhere}"),
-            _one_of("tables_on", self.tables_on, TABLE_DEVICES),
             ("tables_on", (self.sharding, self.tables_on) != ("none", "meta"),
              "'cpu' with sharding='none'"),
             ("trace_steps", bool(self.trace) or not self.trace_steps, "nothing without trace"),
@@ -411,13 +395,10 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     raise _bad(name, value, _KINDS[hint])
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> tuple[str, bool, str]:
-    return name, value in allowed, f"one of {allowed}"
-
-
 def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
-    """Raise InvalidInputError for the first (field, is right, expected) that is not right."""
-    for name, is_right, expected in checks:
+    """Raise InvalidInputError for the first field that its type does not allow, or the first
+    (field, is right, expected) that is not right."""
+    for name, is_right, expected in (*rules_of(of), *checks):
         if not is_right:
             raise _bad(section + name, getattr(of, name), expected)
 

@@ -25,7 +25,7 @@ from oper.support.versions import versions
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
-from oper.train.phases import take_phases, told
+from oper.train.phases import by_phase, take_phases
 from oper.train.resume import Checkpoints, cut_metrics, forget_checkpoint, has_checkpoint
 from oper.train.tasks import Task, make_task, progress_bar
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from oper.tracing import Trace
 
 CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
-_SECOND_CTRL_C_S = 1.0  # a launcher may pass on what the terminal has sent already
+_SECOND_CTRL_C_S = 1.0  # a launcher may forward a signal that the terminal has sent already
 
 
 def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
@@ -131,7 +131,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
 
 
 def _total(config: TrainConfig, task: Task) -> int:
-    """Steps of a whole run; raises InvalidInputError when a trace is to begin behind them."""
+    """Steps of a whole run; raises InvalidInputError if the trace would begin after the last."""
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     if config.trace and config.traced[0] > total:
@@ -142,7 +142,7 @@ def _total(config: TrainConfig, task: Task) -> int:
 
 
 def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
-    """What is to record some of the steps after those done; None: nothing."""
+    """The trace of some of the steps to come; None if nothing is to be traced."""
     if not config.trace:
         return None
     import oper
@@ -157,7 +157,7 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
 
 
 def _write(tracing: Trace) -> None:
-    """Write a trace, unless it has been written. Collective; no run is lost by a full disk."""
+    """Write a trace, unless it has been written. Collective; a full disk does not end the run."""
     try:
         tracing.write()
     except OperError:  # a DeadlineError is an OSError, too
@@ -168,7 +168,7 @@ def _write(tracing: Trace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Steps that were done before, those of the whole run, what saves it and what traces it."""
+    """Steps done before, steps of the whole run, its checkpoints and its trace."""
 
     done: int
     total: int
@@ -186,7 +186,7 @@ class _Meter:
 
     def restart(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
-        take_phases(self._tables)  # of what is not training
+        take_phases(self._tables)  # drop the time that is not training
         self._began = time.perf_counter()
 
     def add(self, loss: torch.Tensor, num_samples: int) -> None:
@@ -194,7 +194,7 @@ class _Meter:
         self._sums[1] += num_samples
 
     def read(self, interrupted: bool) -> tuple[dict[str, Any], bool]:
-        """What a line of the metrics file has, and whether any rank was interrupted. Collective."""
+        """A line of the metrics file, and whether any rank was interrupted. Collective."""
         self._sums[2] = float(interrupted)
         sums = torch.cat([self._sums, take_phases(self._tables)])
         if ranks()[1] > 1:
@@ -203,7 +203,7 @@ class _Meter:
         seconds = time.perf_counter() - self._began
         self.restart()
         line = {"loss": loss / max(samples, 1), "samples_per_s": samples / seconds}
-        phases = told(sums[3:])
+        phases = by_phase(sums[3:])
         return {**line, **({"phases": phases} if phases else {})}, interrupts > 0
 
 
@@ -267,7 +267,7 @@ class _MetricsFile:
 
 @contextlib.contextmanager
 def _peer_errors(engine: Engine) -> Iterator[None]:
-    """gloo's many words for a peer that has gone, as one."""
+    """Turn gloo's various errors about a lost peer into PeerLostError."""
     try:
         yield
     except OperError:
@@ -281,7 +281,7 @@ def _peer_errors(engine: Engine) -> Iterator[None]:
 
         for module in engine.bare.modules():
             if isinstance(module, ShardedEmbeddingBags):
-                module.tables.barrier()  # knows the peers by process: raises an error with the rank
+                module.tables.barrier()  # watches the processes: raises an error with the rank
         raise PeerLostError(
             f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in an exchange over gloo", "cause",
             text, "all ranks alive", "look at the other ranks' logs") from error

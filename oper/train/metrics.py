@@ -71,14 +71,9 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([rows.numel()]))
-    most = max(int(s) for s in sizes)
-    padded = torch.zeros(most, dtype=rows.dtype)
-    padded[:rows.numel()] = rows
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return torch.cat([p[:int(s)] for p, s in zip(parts, sizes, strict=True)])
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, rows)
+    return torch.cat(parts)
 
 
 def _cat(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

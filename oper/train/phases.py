@@ -27,8 +27,8 @@ def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
                         dtype=torch.float64).sum(dim=0).reshape(-1)
 
 
-def told(phases: torch.Tensor) -> dict[str, Any]:
-    """The result of `take_phases`, or its sum over ranks, as values that JSON can hold, by phase.
+def by_phase(phases: torch.Tensor) -> dict[str, Any]:
+    """The result of `take_phases`, or its sum over ranks, by phase, JSON-serializable.
 
     ``count`` batches took ``sum_s`` seconds; ``below_us`` maps an upper bound in microseconds to
     the number of batches below it and not below half of it (``"inf"``: the longest). Phases without

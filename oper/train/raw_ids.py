@@ -1,4 +1,4 @@
-"""Training runs on raw ids, served: static tables, each behind the keys that have a row."""
+"""Serving of training runs on raw ids: static tables, each with a map from keys to rows."""
 
 from __future__ import annotations
 

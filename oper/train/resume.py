@@ -98,8 +98,8 @@ class Checkpoints:
         if self._deltas is not None:
             try:
                 self._deltas.close()
-            except OperError as error:  # the run itself is not lost by it
-                if kind is None or not issubclass(kind, OperError):  # else it is told already
+            except OperError as error:  # does not end the run
+                if kind is None or not issubclass(kind, OperError):  # otherwise already reported
                     _log.warning("%s", error)
 
     def after(self, step: int) -> None:
@@ -124,7 +124,7 @@ class Checkpoints:
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
 
     def _numbering(self) -> str:
-        """Which rows the data's values have, as its manifest says; empty where it does not."""
+        """The numbering of the data's rows, from its manifest; empty if it has none."""
         if not self._config.data:
             return ""
         return str(Folder.open(self._config.data, allow_raw=True).manifest.get("numbering", ""))
@@ -136,7 +136,7 @@ class Checkpoints:
             InvalidInputError: the run differs from the saved one in its order of samples, its
                 numbering of rows, or its dynamic tables.
         """
-        what = f"cannot go on from {str(self._folder)!r}"
+        what = f"cannot continue from {str(self._folder)!r}"
         self._check_dynamic(self._config.out, what)
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
@@ -145,7 +145,7 @@ class Checkpoints:
             raise InvalidInputError(
                 what, "numbering of the rows", old,
                 f"{new} of {self._config.data!r}: values have other rows than when the run began",
-                "give the data that the run began with, or begin anew with --force")
+                "use the data that the run began with, or start over with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
@@ -173,8 +173,8 @@ class Checkpoints:
                 todo = ("set remap to what 'oper vocabulary extend --reorder' wrote in between, or "
                         "take data of one vocabulary")
             if old != new and all(x.startswith("raw ids") for x in (old, new)):
-                todo = ("preprocess both alike: a text's key is its hash, another one than that of "
-                        "the same number")
+                todo = ("preprocess both the same way: the key of a string is its hash, which "
+                        "differs from the key of the same number")
             raise InvalidInputError(
                 f"cannot start from {str(folder)!r}", "numbering of the rows", old,
                 f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
@@ -191,18 +191,18 @@ class Checkpoints:
         """Raise InvalidInputError where a run's dynamic tables cannot continue in those of this
         one.
 
-        Loading would find out as well, but can tell of sizes and names only.
+        Loading would fail as well, but could only report sizes and names.
         """
         try:
             saved = read_json(Path(out) / "config.json", what)["config"]
             theirs = _places(saved["dynamic"], saved["seed"])
         except (OSError, FileFormatError, KeyError, TypeError):
-            return  # of a run whose configuration is not there
+            return  # the run's configuration is missing
         mine = _places(asdict(self._config.dynamic), self._config.seed)
         if mine != theirs:
             raise InvalidInputError(
                 what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}", "set these "
-                "keys alike: they say where keys lie (oper.KeyedRows moves rows to other tables)")
+                "to the same values: they decide where keys lie (oper.KeyedRows moves rows)")
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
         """Load the dense optimizers' states; returns the step and what the samples depend on."""
@@ -212,14 +212,14 @@ class Checkpoints:
             saved = {k: extra[k] for k in ("global_batch_size", "seed", "shuffle")}
         except (KeyError, AttributeError, RuntimeError) as error:
             raise FileFormatError(what, "content", str(error), "a checkpoint of oper train",
-                                  "start the run anew with --force") from None
+                                  "start over with --force") from None
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         return step, saved
 
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
-    """What of a configuration says where the keys of dynamic tables lie; nothing of static ones."""
+    """The settings that decide where the keys of dynamic tables lie."""
     if not dynamic["rows"]:
         return {"dynamic.rows": 0}
     return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],
@@ -227,7 +227,7 @@ def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop lines of a metrics file after a step, since they will be written again."""
+    """Drop the lines of a metrics file after a step, which will be written again."""
     if not path.exists():
         return
     kept = []

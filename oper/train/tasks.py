@@ -15,7 +15,7 @@ import oper
 from oper.data import Folder, Loader, LoaderOptions
 from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import Share, num_batches
-from oper.rl_rec.data.catalogue import invent
+from oper.rl_rec.data.catalogue import synthetic_interactions
 from oper.rl_rec.data.interactions import Interactions, load_interactions
 from oper.rl_rec.models.base import Recommender
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
@@ -32,7 +32,7 @@ _STATS_BATCHES = 64  # training batches that a recommender's access statistics a
 
 
 class Task(Protocol):
-    """What the training loop needs of a task.
+    """The interface between the training loop and a task.
 
     Attributes:
         steps_per_epoch: global batches of an epoch.
@@ -41,7 +41,7 @@ class Task(Protocol):
     steps_per_epoch: int
 
     def about(self) -> dict[str, Any]:
-        """Facts to store with the configuration, as values that JSON can hold."""
+        """Facts to store with the configuration, JSON-serializable."""
 
     def engine(self) -> Engine:
         """The model, built and sharded. Collective."""
@@ -135,7 +135,7 @@ class RecommenderTask:
         self.config = config
         self.workload = WORKLOADS[config.model_name]
         self.data: Interactions = (
-            invent(config.catalogue) if config.catalogue.num_items
+            synthetic_interactions(config.catalogue) if config.catalogue.num_items
             else load_interactions(config.data, config.interactions))
         rank, world_size = ranks()
         self.share = Share(config.batch_size, rank, world_size, config.seed)
@@ -170,8 +170,8 @@ class RecommenderTask:
             yield batch, batch.num_users
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
-        # Dropout and candidates are a rank's own, and those of the step: no generator's state
-        # belongs to a checkpoint.
+        # Dropout and candidates depend on the rank and the step only, so that a checkpoint needs
+        # no generator state.
         drawn = np.random.SeedSequence((self.config.seed, self.share.rank, step))
         torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         if isinstance(engine.bare, Recommender):
@@ -182,7 +182,7 @@ class RecommenderTask:
         users = np.arange(self.data.valid.users.size)
         if 0 < self.config.eval_users < users.size:
             users = np.linspace(0, users.size - 1, self.config.eval_users).astype(np.int64)
-        if not engine.collective:  # else all ranks must ask for the same
+        if not engine.collective:  # otherwise all ranks must ask for the same users
             users = users[rank::world_size]
         model: Any = engine.bare
         found = evaluate_ranking(model, self.data, "valid", users=users).per_user

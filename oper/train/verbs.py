@@ -49,7 +49,7 @@ def run_train(args: argparse.Namespace) -> int:
     from oper.train.config import load_config, parse_settings
 
     flags: dict[str, Any] = {k: getattr(args, k) for k in _FLAGS if getattr(args, k) is not None}
-    # TorchRec's import sets off a remark that means nothing to the reader.
+    # Importing TorchRec logs a warning that means nothing to the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     config = load_config(args.config, flags | parse_settings(args.settings))
     from oper.train.resume import is_restart
@@ -67,9 +67,9 @@ def run_train(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
-    """Hold the folder of a run, so that no second one writes into it meanwhile.
+    """Hold the folder of a run, so that no other run writes into it at the same time.
 
-    Rank 0 does it for all: only it looks, since the others may come when it has begun to write.
+    Rank 0 does so for all ranks; the others do not look, since it may have begun to write.
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
@@ -84,8 +84,8 @@ def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
     with locked(out, what):
         if not may_have_run and os.path.exists(f"{out}/{METRICS}"):
             raise InvalidInputError(what, "out", out, "a folder without a run",
-                                    "go on with the run by --resume, "
-                                    "replace it by --force, or name another folder")
+                                    "continue the run with --resume, "
+                                    "replace it with --force, or name another folder")
         yield
 
 
@@ -111,7 +111,7 @@ def _process_group() -> Iterator[None]:
     from oper.shmem.settings import deadline_s
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A stalled rank must not be waited for as long as gloo would.
+        # gloo would wait too long for a stalled rank.
         timeout = timedelta(seconds=max(60.0, deadline_s()))
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         # torchrun's static rendezvous keeps one store over restarts: under the same keys a rank

@@ -183,7 +183,7 @@ REFUSED = [({"min_count": 3}, "min_count"), ({"max_rows": 9}, "max_rows"),
 
 @pytest.mark.parametrize(("options", "name"), REFUSED)
 def test_raw_ids_have_no_vocabulary(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"options beside raw_ids.*{name}"):
+    with pytest.raises(InvalidInputError, match=f"options with raw_ids.*{name}"):
         PreprocessOptions(raw_ids=True, **options)
 
 

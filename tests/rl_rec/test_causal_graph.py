@@ -64,7 +64,7 @@ def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
 
 
 def test_a_cycle_is_named() -> None:
-    with pytest.raises(ValueError, match=r"cycle among concepts \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"cycle among concepts \[(0, 1, 0|1, 0, 1)\]"):
         topological_order(torch.tensor([[False, True, False], [True, False, True],
                                         [False, False, False]])[:2, :2])
 

@@ -94,15 +94,6 @@ def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interaction
     assert not np.array_equal(mult.per_user["ndcg@10"][0], mult.per_user["ndcg@10"][1])
 
 
-def test_the_other_autoencoders_run_through_the_same_harness(data: Interactions) -> None:
-    options = FitOptions(epochs=8, batch_size=32, lr=0.01, eval_every=4)
-    floor = run_seeds("popularity", None, data, [1]).intervals()["ndcg@10"].mean
-    for name, config in (("macridvae", None), (
-            "cadvae", CaDVAEConfig(num_concepts=KINDS, hidden=16, dim=8))):
-        runs = run_seeds(name, config, data, [1], options)
-        assert runs.intervals()["ndcg@10"].mean > floor
-
-
 def test_bad_runs_are_refused(data: Interactions) -> None:
     with pytest.raises(InvalidInputError, match="popularity"):
         fit("nobody", None, data, 1, FitOptions())

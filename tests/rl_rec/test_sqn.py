@@ -10,7 +10,6 @@ import pytest
 import torch
 from rec_support import invented, sequences
 
-from oper.errors import InvalidInputError
 from oper.rl_rec.models.base import Histories, Sequences
 from oper.rl_rec.models.sqn import SQN
 from oper.rl_rec.registry import WORKLOADS
@@ -143,12 +142,3 @@ def test_the_rewards_to_come_count(seed: int) -> None:
     assert shares_of_best("dqn", 0.5, seed, q_negatives=0)[PATIENT] == 1
     assert shares_of_best("dqn", 0.0, seed, q_negatives=0)[BAIT] == 1
     assert shares_of_best("sa2c", 0.5, seed, q_negatives=1)[PATIENT] == 1
-
-
-@pytest.mark.parametrize("wrong", [{"gamma": 1.0}, {"q_weight": 0.0}, {"q_negatives": -1},
-                                   {"actor": "x"}, {"heads": 3}])
-def test_bad_configurations_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=f"model.{next(iter(wrong))}"):
-        WORKLOADS["sqn"].config(**wrong)
-    with pytest.raises(InvalidInputError, match=r"model\.q_negatives"):
-        WORKLOADS["sa2c"].config(q_negatives=0)

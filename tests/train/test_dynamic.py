@@ -202,9 +202,9 @@ def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> 
     manifest = json.loads(path.read_text()) | {"numbering": "raw ids; hashes of texts: C1"}
     path.write_text(json.dumps(manifest))
     flags |= {"data": str(path.parent), "max_steps": 2}
-    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*begin anew with --force"):
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*start over with --force"):
         train(config(raw, tmp_path / "run", **flags), show_progress=False, resume=True)
-    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*preprocess both alike"):
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*preprocess both the same"):
         train(config(raw, tmp_path / "next", **flags, start=str(tmp_path / "run")),
               show_progress=False)
 
@@ -216,7 +216,7 @@ def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Prepared, tmp_path
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
     words = r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*set these"
-    with pytest.raises(InvalidInputError, match=f"cannot go on from.*{words}"):
+    with pytest.raises(InvalidInputError, match=f"cannot continue from.*{words}"):
         train(config(raw, tmp_path / "run", **flags | change | {"max_steps": 2}),
               show_progress=False, resume=True)
     with pytest.raises(InvalidInputError, match=f"cannot start from.*{words}"):

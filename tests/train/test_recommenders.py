@@ -13,7 +13,7 @@ from test_train import run_ranks  # type: ignore[import-not-found]
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.errors import InvalidInputError
-from oper.rl_rec.data.catalogue import Catalogue, invent
+from oper.rl_rec.data.catalogue import Catalogue, synthetic_interactions
 from oper.rl_rec.registry import WORKLOADS
 from oper.train.config import TrainConfig, load_config
 from oper.train.loop import train
@@ -103,7 +103,7 @@ def test_the_examples_are_configurations(name: str, model: str, dim: int) -> Non
 
 
 def test_a_catalogue_is_what_it_says() -> None:
-    data = invent(Catalogue(num_items=1000, num_users=500, length=20, again=0.0))
+    data = synthetic_interactions(Catalogue(num_items=1000, num_users=500, length=20, again=0.0))
     assert data.items.max() <= 1000 and data.items.min() == 1 and data.num_items == 1001
     counts = data.popularity()
     assert counts[1] > counts[50] > counts[800]
@@ -113,7 +113,8 @@ def test_a_catalogue_is_what_it_says() -> None:
 
 
 def test_users_of_a_catalogue_differ_by_its_spread() -> None:
-    data = invent(Catalogue(num_items=1000, num_users=4000, length=60, spread=0.8, again=1.0))
+    data = synthetic_interactions(Catalogue(num_items=1000, num_users=4000, length=60, spread=0.8,
+                                            again=1.0))
     lengths = np.diff(data.offsets)[1:]
     assert lengths.min() >= 3 and lengths.mean() == pytest.approx(60, rel=0.05)
     assert np.log(lengths).std() == pytest.approx(0.8, rel=0.05)

@@ -146,13 +146,17 @@ class Workload:
 
 def workload_from_stats(stats: AccessStats, seed: int = 1) -> Workload:
     """A workload with the measured popularity of every row and the measured bag lengths."""
-    def model(name: str, t: TableStats) -> TableModel:
-        lengths = ((t.length_values, t.length_counts.astype(np.float64)) if t.num_bags
-                   else _always(1))
-        return TableModel(name, from_stats(t), lengths, 0.0, t.head_ids)
+    return Workload(f"synthetic, after {stats.source}", tuple(
+        TableModel(n, from_stats(t), bag_lengths(t), 0.0, t.head_ids)
+        for n, t in stats.tables.items()), 1, seed)
 
-    return Workload(f"synthetic, after {stats.source}",
-                    tuple(model(n, t) for n, t in stats.tables.items()), 1, seed)
+
+def bag_lengths(table: TableStats) -> tuple[np.ndarray, np.ndarray]:
+    """Measured bag lengths and their weights, as `TableModel` takes them; one id each if no bag was
+    counted."""
+    if not table.num_bags:
+        return _always(1)
+    return table.length_values, table.length_counts.astype(np.float64)
 
 
 def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Workload:
@@ -268,7 +272,7 @@ def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
 
 
 def _deeprecsys(tables: int, rows: int, length: int) -> Callable[[], list[TableModel]]:
-    """RM1 to RM3 of DeepRecSys (Gupta et al. 2020): tables alike, with a power law of exponent
+    """RM1 to RM3 of DeepRecSys (Gupta et al. 2020): identical tables with a power law of exponent
     1.05 (their popularity is not published)."""
     return lambda: [TableModel(f"t{k}", power_law(rows, 1.05), _always(length))
                     for k in range(tables)]

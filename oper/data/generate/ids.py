@@ -92,7 +92,7 @@ def power_law_ids(
         exponent: 0 = uniform; the larger, the more skewed.
         rng: source of randomness.
         scatter: place rank k on a row by a permutation that depends on `num_rows` only, so that hot
-            rows lie apart and are the same in every call; otherwise rank k is row k - 1.
+            rows are scattered, the same way in every call; otherwise rank k is row k - 1.
 
     Returns:
         int64 [size], in 0..num_rows-1.

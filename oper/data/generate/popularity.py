@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from oper.errors import InvalidInputError, require
 from oper.stats import TableStats
+from oper.support.numeric import falling_root
 
 _EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
 _RATIO = 1.01        # further levels span ranks of this ratio
@@ -143,7 +144,7 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
         found = rows_for(exponent)
         return found.expected(num_accesses, at_least) / found.expected(num_accesses)
 
-    exponent = _bisect(lambda e: frequent(e) - num_frequent / num_distinct, 0.3, 2.0)
+    exponent = falling_root(lambda e: frequent(e) - num_frequent / num_distinct, 0.3, 2.0, 30)
     law = rows_for(exponent)
     if abs(law.expected(num_accesses, at_least) - num_frequent) <= max(0.5, 0.001 * num_frequent):
         return law
@@ -164,14 +165,6 @@ def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_
     share = 1.0 - num_rare * _RARE_RATE / num_accesses
     return Popularity.of(np.append(head.rows, num_rare),
                          np.append(share * head.mass / head.rows, _RARE_RATE / num_accesses))
-
-
-def _bisect(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function changes its sign, or the nearer end."""
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return (low + high) / 2
 
 
 def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float, num_touched: int

@@ -27,7 +27,9 @@ from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import require_fields
+from oper.ranges import Amount, Count, Positive, Share, rules_of
 from oper.support.files import atomic_write, write_text
+from oper.support.numeric import falling_root
 
 NUM_DENSE, NUM_DAYS = 13, 7
 # Share of missing fields; columns of one group are missing together.
@@ -53,29 +55,25 @@ class SyntheticLog:
         drift: probability that a hot rank is taken over by another value from one day to the next.
     """
 
-    num_rows: int = 200_000
-    seed: int = 1
+    num_rows: Positive = 200_000
+    seed: Count = 1
     cardinalities: tuple[int, ...] = CRITEO_KAGGLE_ROWS
     click_rate: float = 0.25
-    effect: float = 1.6
-    drift: float = 0.1
+    effect: Amount = 1.6
+    drift: Share = 0.1
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "cannot make a synthetic log", "choose a value in this range",
-            ("num_rows", self.num_rows >= 1, ">= 1"),
-            ("seed", self.seed >= 0, ">= 0"),
+            self, "cannot make a synthetic log", "choose a value in this range", *rules_of(self),
             ("cardinalities", len(self.cardinalities) == 26 and min(self.cardinalities) >= 1
              and max(self.cardinalities) <= 2**31, "26 numbers in 1..2^31"),
-            ("click_rate", 0 < self.click_rate < 1, "between 0 and 1"),
-            ("effect", self.effect >= 0, ">= 0"),
-            ("drift", 0 <= self.drift <= 1, "0..1"))
+            ("click_rate", 0 < self.click_rate < 1, "between 0 and 1"))
 
 
 def write_synthetic_log(
     path: str | os.PathLike[str], log: SyntheticLog | None = None, show_progress: bool = False
 ) -> Path:
-    """Write a synthetic log (gzip when `path` ends in ``.gz``), and a description beside it.
+    """Write a synthetic log (gzip when `path` ends in ``.gz``), and a description next to it.
 
     The file ``<path>.about.json`` says that the log is synthetic and how it was made; preprocessing
     copies that into its manifest. The same parameters always give the same bytes.
@@ -128,12 +126,8 @@ class _Model:
         """The intercept that gives the wanted click rate, by bisection on a sample of rows."""
         rows = np.unique(np.linspace(0, self._log.num_rows - 1, 20_000).astype(np.int64))
         log_odds = self._log_odds(*self._values(rows, np.random.default_rng((self._log.seed, 2))))
-        low, high = -20.0, 20.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            rate = float(np.mean(1 / (1 + np.exp(-log_odds - middle))))
-            low, high = (middle, high) if rate < self._log.click_rate else (low, middle)
-        return (low + high) / 2
+        return falling_root(lambda bias: self._log.click_rate - float(
+            np.mean(1 / (1 + np.exp(-log_odds - bias)))), -20.0, 20.0, 50)
 
     def draw(
         self, start: int, stop: int

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper.analysis.presence import Lookups
 from oper.data.arrays import places_of
 from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError
@@ -34,6 +35,11 @@ class Column:
             return Column(self.values[start:stop])
         first, last = self.ends[start], self.ends[stop]
         return Column(self.values[first:last], self.ends[start:stop + 1] - first)
+
+    @property
+    def lookups(self) -> Lookups:
+        """The rows as bags of ids."""
+        return Lookups(self.values, None if self.ends is None else self.lengths)
 
     @property
     def lengths(self) -> np.ndarray:

@@ -108,8 +108,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     empty on a rank that has no rows left for it. With `drop_last` it is left out, on all ranks:
     ``num_dropped`` rows of each epoch, with a window they are different rows in each epoch.
 
-    **Order.** Which rows a batch has, and in what order, follows from the folder, seed, epoch,
-    rank, world size, batch size, window, `interleave` and `group_by` alone.
+    **Order.** Which rows a batch has, and in what order, depends only on the folder, seed,
+    epoch, rank, world size, batch size, window, `interleave` and `group_by`.
 
     **Workers.** ``DataLoader(loader, batch_size=None, num_workers=N)`` gives the same batches in
     the same order for every N: each worker makes its own share of them. Since batches are then sent
@@ -246,7 +246,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         return torch.cuda.is_available() if wish is None else wish
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """The position of this loader, as values that JSON can hold; valid for every rank.
+        """The position of this loader, JSON-serializable; valid for every rank.
 
         Args:
             num_batches: batches of the epoch used so far. None = those that this object has
@@ -281,7 +281,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
             if state[name] != value or type(state[name]) is not type(value):
                 raise InvalidInputError(
                     what, name, state[name], f"{value!r} of this loader", _REMEDIES.get(
-                        name, "make the loader as it was, or begin an epoch with set_epoch()"))
+                        name, "create the loader with the same options, or start an epoch with "
+                        "set_epoch()"))
         epoch, batch, worker = state["epoch"], state["batch"], state["worker"]
         pair = list(worker) if isinstance(worker, list | tuple) else []
         require(what, "pass what state_dict() returned",
@@ -311,10 +312,10 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
 
 _REMEDIES = {
-    "folder": "the folder is another one or was made again: begin an epoch with set_epoch()",
-    "world_size": "start as many ranks as before, or begin an epoch with set_epoch()",
-    "shuffle": "this release of NumPy shuffles in another way: go back to the earlier one, or "
-               "begin an epoch with set_epoch()",
+    "folder": "the folder is a different one or was written again: start an epoch with set_epoch()",
+    "world_size": "start as many ranks as before, or start an epoch with set_epoch()",
+    "shuffle": "this release of NumPy shuffles differently: use the earlier one, or start an "
+               "epoch with set_epoch()",
 }
 
 

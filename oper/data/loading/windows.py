@@ -27,7 +27,7 @@ class EpochOrder:
             batch_size, window: samples of a batch; rows of a window, 0 = no shuffle.
             seed: seed and epoch.
             share: rank and world size.
-            together: windows whose batches take turns.
+            together: number of windows whose batches alternate.
         """
         self._seed, self._share, self._shuffles = seed, share, window > 0
         self._order = (np.random.default_rng(seed).permutation(rows.size) if window

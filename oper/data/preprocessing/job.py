@@ -24,7 +24,6 @@ from oper.data.preprocessing.staging import Distinct, Stage, kinds_of, too_many_
 from oper.data.preprocessing.workfolder import WorkFolder
 from oper.data.preprocessing.writing import (
     Split,
-    WriteOptions,
     Writer,
     spans_of_time,
     split_by_rows,
@@ -112,13 +111,13 @@ class Job(JobSpec):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the work folder, a new one or that of an interrupted run, inside the block."""
+        """Hold the work folder, a new one or that of an interrupted run, while the block runs."""
         with self.folder.opened(self.options.force, self._begin):
             self._began, self._is_large = True, is_large(self.paths)
             yield
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the work folder that another process has opened, inside the block."""
+        """Hold the work folder that another process has opened while the block runs."""
         return self.folder.joined()
 
     def _begin(self, work: Path) -> None:
@@ -170,7 +169,8 @@ class Job(JobSpec):
 
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
                done: Callable[[str], None] | None = None) -> None:
-        """Have tasks done; `sizes` of them, in bytes or rows, for the progress bar."""
+        """Run tasks together with other processes; `sizes`, in bytes or rows, are for the progress
+        bar."""
         unit = "" if sizes else " columns"
         sizes = sizes or [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))
@@ -290,8 +290,7 @@ class Job(JobSpec):
     def _write(self, k: int, split: Split) -> None:
         """Write the k-th unit, or span of time."""
         writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
-                        WriteOptions(self.options.row_group_rows, self.options.part_rows,
-                                     self._is_large, self.options.compression))
+                        self.options)
         self.stage.note(f"{k:06d}.rows.json", writer.write_unit(k, self._first_rows[k])
                         if split.by == "rows" else
                         writer.write_span(k, len(self.units), *self._spans[k][:2]))
@@ -308,14 +307,14 @@ class Job(JobSpec):
         os.rename(self.work / "out", self.target)
 
     def _tables(self) -> dict[str, dict[str, Any]]:
-        """What the manifest tells of each sparse column's values."""
+        """Facts about each sparse column's values, for the manifest."""
         if self.options.raw_ids:
             return self.stage.noted(_RAW_TABLES)
         found = {name: self.vocabulary(name) for name in self.recipe.sparse}
         return {name: asdict(v.facts) for name, v in found.items() if isinstance(v, Vocabulary)}
 
     def manifest(self, split: Split) -> dict[str, Any]:
-        """Everything that a reader of the folder needs to know."""
+        """The manifest: everything that a reader of the folder needs to know."""
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):

@@ -26,7 +26,7 @@ from oper.errors import FileFormatError
 from oper.support.files import read_json
 
 _YEAR_S = 365 * 86400
-ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
+ABOUT_SUFFIX = ".about.json"  # a file next to a log that describes it
 
 
 def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int],
@@ -95,7 +95,7 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
 
 
 def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
-    """Tells which rows the values of the columns have: a model continues with equal ones only."""
+    """Identifies the assignment of rows to values; a model can continue only with an equal one."""
     if job.finished is not None:
         return job.finished.numbering
     if job.options.raw_ids:
@@ -108,7 +108,7 @@ def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
               tables: dict[str, dict[str, Any]], split: Split) -> list[str]:
-    """What makes a result useless, or nearly so, though nothing has failed; a sentence each."""
+    """Why a result is useless, or nearly so, although nothing has failed; one sentence each."""
     found = [f"the {part} part is empty although {share} of the rows was asked for: the log is too "
              "short" + (", or its last minute alone holds more" if split.by == "time" else "")
              for part, share in shares.items() if share and not rows[part]]
@@ -137,7 +137,7 @@ def parts_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _about(path: str) -> dict[str, Any]:
-    """What the file beside a log says of it; nothing for logs without one."""
+    """The description in the file next to a log; empty for logs without one."""
     with contextlib.suppress(FileNotFoundError, FileFormatError):
         about = {} if store.is_url(path) else read_json(path + ABOUT_SUFFIX, "nothing about a log")
         if isinstance(about, dict):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 from oper.errors import require, require_fields
+from oper.ranges import Count, Positive, Rule, one_of, rules_of
 
+Rows = Annotated[int, Rule(lambda x: x >= 2, ">= 2, row 0 and another one")]
 
 @dataclass(frozen=True, slots=True)
 class PreprocessOptions:
@@ -40,22 +43,22 @@ class PreprocessOptions:
         show_progress: a progress bar on stderr.
     """
 
-    min_count: int | None = None
+    min_count: Positive | None = None
     valid: str | Fraction | None = None
     test: str | Fraction | None = None
-    max_bad: int = 0
-    max_rows: int | None = None
-    hash_rows: int | None = None
+    max_bad: Count = 0
+    max_rows: Rows | None = None
+    hash_rows: Rows | None = None
     vocabulary: str | os.PathLike[str] | None = None
     raw_ids: bool = False
     layout: str | None = None
     force: bool = False
-    num_workers: int = 1
-    num_ray_workers: int = 0
-    row_group_rows: int = 1 << 16
-    part_rows: int = 1 << 21
-    compression: str = "none"
-    unit_bytes: int = 1 << 28
+    num_workers: Positive = 1
+    num_ray_workers: Count = 0
+    row_group_rows: Positive = 1 << 16
+    part_rows: Positive = 1 << 21
+    compression: Annotated[str, one_of("none", "zstd")] = "none"
+    unit_bytes: Positive = 1 << 28
     check_disk: bool = True
     show_progress: bool = False
 
@@ -66,23 +69,16 @@ class PreprocessOptions:
 
     def __post_init__(self) -> None:
         what = "cannot preprocess"
-        for name, least in (("min_count", 1), ("max_bad", 0), ("max_rows", 2), ("hash_rows", 2),
-                            ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
-                            ("part_rows", 1), ("unit_bytes", 1)):
-            value = getattr(self, name)
-            require(what, "choose a value in this range",
-                    (name, value, value is None or value >= least, f">= {least}"))
         require_fields(
-            self, what, "choose one of these",
-            ("compression", self.compression in ("none", "zstd"), "none or zstd"),
+            self, what, "choose another value", *rules_of(self),
             ("hash_rows", self.hash_rows is None
              or (self.max_rows is None and self.hash_rows <= 2**31 - 1),
              "below 2^31 and without max_rows"))
         own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
                                   if (v := getattr(self, n))}
         require(what, "the finished vocabulary has settled them: leave them out",
-                ("options beside a vocabulary", own, self.vocabulary is None or not own,
+                ("options with a vocabulary", own, self.vocabulary is None or not own,
                  "none of them"))
         given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
         require(what, "raw ids have no vocabulary: leave them out",
-                ("options beside raw_ids", given, not self.raw_ids or not given, "none of them"))
+                ("options with raw_ids", given, not self.raw_ids or not given, "none of them"))

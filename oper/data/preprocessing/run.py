@@ -3,7 +3,7 @@
 Three phases, each made of tasks that any number of processes share: read every unit (a part of a
 file) once into codes on disk, merge the value counts of the training part column by column into
 vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. Work in
-progress is kept in a folder beside the output, so an interrupted run continues where it stopped,
+progress is kept in a folder next to the output, so an interrupted run continues where it stopped,
 and the output does not depend on the number of processes or interruptions.
 """
 
@@ -54,7 +54,7 @@ def preprocess(
 
     The first part of the log trains, the last shares validate and test. Vocabularies and their
     order come from the training part only. `output` appears complete or not at all; work in
-    progress lies in ``.NAME.work`` beside it, which is locked while a process works in it.
+    progress is kept in ``.NAME.work`` next to it, which is locked while a process works in it.
     Processes that run the same call at the same time (under torchrun, as an array job, ...) share
     the work; each returns when all of it is done.
 
@@ -157,7 +157,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
     units = plan_units(recipe, paths, options.layout, options.unit_bytes, options.num_workers)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
     job = Job(recipe, paths, units, output, options, finished)
-    if place:  # jobs that go to one place work apart from each other
+    if place:  # jobs with one destination work in separate folders
         job.target = place.local / job.identity() / output.name
     if place and place.manifest and not options.force:
         if place.manifest.get("job") != job.identity():
@@ -196,7 +196,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
 
 
 def _told(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Warn of what makes a result useless; returns the manifest."""
+    """Log the problems of a result as warnings; returns the manifest."""
     for problem in manifest.get("problems", []):
         _log.warning("warning: %s", problem)
     return manifest
@@ -211,7 +211,7 @@ def _check_apart(paths: Sequence[str], output: str) -> None:
     if inside:
         raise InvalidInputError("cannot preprocess", "inputs", inside[:3],
                                 f"files outside of the output {folder!r}",
-                                "write to a folder beside the log")
+                                "write to a folder outside of the log")
 
 
 def _warn_about_order(paths: Sequence[str]) -> None:

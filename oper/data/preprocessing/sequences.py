@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,10 @@ import pyarrow as pa
 from oper.data.arrays import lists, places_of
 from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
-from oper.data.preprocessing.writing import PartWriter, WriteOptions
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.writing import PartWriter
 from oper.errors import InvalidInputError, require
-from oper.support.files import check_local, told_of_room, write_text
+from oper.support.files import new_folder, write_text
 
 _ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
 _MAX_FILES = 256         # open at once
@@ -28,7 +28,7 @@ _BATCH_ROWS = 1 << 16
 
 @dataclass(slots=True)
 class _Sequences:
-    """Which sequences to make of a folder's events, and how many events they have by split."""
+    """The sequences to make from a folder's events, and how many events they have by split."""
 
     folder: Folder
     by: str
@@ -44,8 +44,8 @@ class _Sequences:
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
     def single(self, users: np.ndarray) -> np.ndarray:
-        """Which ids are those of one user, bool [n]: rare and unseen users share row 0, and missing
-        ones a row of theirs."""
+        """Which ids belong to a single user, bool [n]: rare and unseen users share row 0, missing
+        ones another row."""
         found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
         return found
 
@@ -100,7 +100,7 @@ def write_sequences(
         path: a folder that ``oper preprocess`` wrote.
         output: the folder to write.
         by: the sparse column of users or sessions, one id per row.
-        columns: sparse columns of one id per row to keep beside it; None = all.
+        columns: sparse columns of one id per row to keep as well; None = all.
         max_length: keep only this many of a user's latest events; None = all.
         min_length: users with fewer events in a part are left out there.
         compression: of the Parquet files, ``"none"`` or ``"zstd"``.
@@ -115,10 +115,7 @@ def write_sequences(
         FileFormatError: the folder is damaged.
     """
     what = "cannot write sequences"
-    check_local(output)
-    folder, target = Folder.open(path), Path(output)
-    require(what, "choose another one",
-            ("output", str(target), not target.exists(), "a new folder"))
+    folder = Folder.open(path)
     single = [n for n in folder.sparse if n not in folder.multi_hot]
     kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
     for name in (by, *kept, *(columns or ())):
@@ -136,17 +133,14 @@ def write_sequences(
     require(what, "preprocess without --hash",
             (f"users of {by!r} that share a row", num_sharing, not num_sharing,
              "none: their events would run into one sequence"))
-    options = WriteOptions(compression=compression)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with told_of_room(what, target), tempfile.TemporaryDirectory(
-            dir=target.parent, prefix=f".{target.name}.") as work:
-        out = Path(work) / "out"
-        (out / "vocabulary").mkdir(parents=True)
+    options = PreprocessOptions(compression=compression)
+    with new_folder(what, output) as out:
+        (out / "vocabulary").mkdir()
         rows = {}
         for split in SPLITS:
             (out / split).mkdir()
             writer = PartWriter(out / split, 0, options, (by, *kept))
-            for table in _by_user(made, split, Path(work)):
+            for table in _by_user(made, split, out.parent):
                 writer.write(made.make(split, table))
             writer.close()
             rows[split] = writer.num_rows
@@ -156,7 +150,6 @@ def write_sequences(
         manifest = _manifest(made, rows, options)
         manifest["parts"] = parts_of(out)
         write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        os.rename(out, target)
     return manifest
 
 
@@ -191,7 +184,7 @@ def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
         file.unlink()
 
 
-def _manifest(made: _Sequences, rows: dict[str, int], options: WriteOptions) -> dict[str, Any]:
+def _manifest(made: _Sequences, rows: dict[str, int], options: PreprocessOptions) -> dict[str, Any]:
     """The manifest of the sequences, except for the sizes of its files."""
     old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
     kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]

@@ -22,7 +22,7 @@ def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
         tasks: functions by name, in the order in which to try them. An interrupted task is run
             again, so it must tolerate what an earlier attempt left.
         folder: folder of locks and markers, on a file system that the processes share.
-        tell: called with the name of every task as it is found done.
+        tell: called with the name of every task once it is done.
     """
     left = dict(tasks)
     pause = 0.01

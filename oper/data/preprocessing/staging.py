@@ -88,7 +88,7 @@ class Stage:
 
     def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
         """Write to and read from `folder`; a large log is kept out of the page cache."""
-        self._folder, self._is_large = folder, is_large
+        self._folder, self.is_large = folder, is_large
         self._recipe, self._derived = recipe, Derived(recipe)
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
@@ -143,7 +143,7 @@ class Stage:
 
     def _passing(self, unit: Unit) -> Passing:
         is_text = self._recipe.layout(unit.layout).format in ("text", "jsonl", "bags")
-        return Passing(unit.path, unit.start if is_text else 0, self._is_large and is_text)
+        return Passing(unit.path, unit.start if is_text else 0, self.is_large and is_text)
 
     def note(self, name: str, value: Any) -> None:
         """Write a file of JSON, whole or not at all.

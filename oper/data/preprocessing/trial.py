@@ -52,7 +52,7 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
                 copies.append(_first_rows(path, layouts[path], Path(work) / str(k), left))
                 left -= copies[-1][1]
         told, level = logging.getLogger(job.__name__), logging.getLogger(job.__name__).level
-        told.setLevel(logging.WARNING)  # what the copies need is of no interest
+        told.setLevel(logging.WARNING)  # the needs of the copies are irrelevant
         try:
             manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
                 options, num_workers=1, num_ray_workers=0, show_progress=False))

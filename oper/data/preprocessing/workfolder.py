@@ -1,4 +1,4 @@
-"""The folder of work in progress beside an output, and its users.
+"""The folder of work in progress next to an output, and the processes that use it.
 
 Any number of processes of one job (the same inputs and settings) work in it together; a process of
 another job is kept out while one of them runs. Each holds a shared lock on a file inside, which the
@@ -31,7 +31,7 @@ def work_folder(target: Path) -> Path:
 
 
 class WorkFolder:
-    """``.NAME.work`` beside the output NAME, used by the processes of one job at a time."""
+    """``.NAME.work`` next to the output NAME, used by the processes of one job at a time."""
 
     def __init__(self, target: Path, job: str) -> None:
         """The work folder of the output `target`, for the job with the digest `job`."""
@@ -87,19 +87,19 @@ class WorkFolder:
     def finish(self, put: Callable[[], None]) -> None:
         """Put the output in its place by calling `put`, and remove the folder.
 
-        Nobody reads the output meanwhile (`alone`).
+        No other process reads the output in the meantime (`alone`).
         """
         with self.alone():
             put()
             self._remove()
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A block during which nobody else looks at the folder, enters or removes it, or replaces
+        """A block during which no other process reads, enters or removes the folder, or replaces
         the output."""
         return alone(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:
-        """Who began the work in the folder; empty where nobody has."""
+        """The job, host and process that began the work in the folder; empty if there is none."""
         try:
             found: dict[str, Any] = json.loads((self.path / _ABOUT).read_text())
         except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,7 @@ class WorkFolder:
         return found
 
     def _use(self) -> BinaryIO:
-        """A file that tells others, until it is closed, that somebody is at work."""
+        """An open file that marks the folder as in use until it is closed."""
         file = (self.path / _ABOUT).open("r+b")
         fcntl.flock(file, fcntl.LOCK_SH)
         return file
@@ -129,8 +129,8 @@ class WorkFolder:
             raise InvalidInputError(
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
-                f"one with other inputs or settings, begun by {who}, is at work in "
-                f"{str(self.path)!r}: wait for its end, or choose another folder")
+                f"one with other inputs or settings, started by {who}, is at work in "
+                f"{str(self.path)!r}: wait until it ends, or choose another folder")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",
@@ -148,7 +148,7 @@ class WorkFolder:
             "job": self._job, "host": socket.gethostname(), "process": os.getpid()}))
 
     def _remove(self) -> None:
-        """Remove the folder; under another name nobody adds a file meanwhile."""
+        """Remove the folder; once it is renamed no process can add files to it."""
         waste = self.path.with_name(f"{self.path.name}.{os.getpid()}.{time.monotonic_ns()}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, waste)

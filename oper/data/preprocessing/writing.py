@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from oper.data.arrays import lists
 from oper.data.folder import SPLITS
+from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.staging import Coded, Stage
 from oper.data.reading.pagecache import Passing
 from oper.data.reading.rows import piece_rows
@@ -134,22 +135,6 @@ class RowRange:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """How Parquet files are written.
-
-    Attributes:
-        row_group_rows, part_rows: rows of a row group and of a file.
-        is_large: whether the log is too large for the page cache.
-        compression: ``"none"`` or ``"zstd"``.
-    """
-
-    row_group_rows: int = 1 << 16
-    part_rows: int = 1 << 21
-    is_large: bool = False
-    compression: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
 class Writer:
     """Writes units, or spans of time, one after the other or in different processes.
 
@@ -159,7 +144,7 @@ class Writer:
         split: where the parts begin.
         vocabulary: opens a column's vocabulary, or its `RawKeys` if ids stay raw.
         output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
-        options: sizes.
+        options: row groups, parts and compression.
     """
 
     stage: Stage
@@ -167,7 +152,7 @@ class Writer:
     split: Split
     vocabulary: Callable[[str], Vocabulary | RawKeys]
     output: Path
-    options: WriteOptions
+    options: PreprocessOptions
 
     def write_unit(self, number: int, first_row: int) -> dict[str, int]:
         """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
@@ -188,8 +173,8 @@ class Writer:
         return self._write(number, self._in_order(self._between(near, first, last), first, last))
 
     def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
-        writers = [PartWriter(self.output / s, number, self.options, self.recipe.sparse)
-                   for s in SPLITS]
+        writers = [PartWriter(self.output / s, number, self.options, self.recipe.sparse,
+                              self.stage.is_large) for s in SPLITS]
         for table in tables:
             parts = table.column(_PART).to_numpy()
             table = table.drop_columns([_PART])
@@ -282,9 +267,10 @@ class PartWriter:
     """Writes tables as Parquet parts with row groups of equal size, whatever the sizes of the
     tables given."""
 
-    def __init__(self, folder: Path, unit: int, options: WriteOptions,
-                 sparse: Collection[str]) -> None:
-        self._folder, self._unit, self._options = folder, unit, options
+    def __init__(self, folder: Path, unit: int, options: PreprocessOptions,
+                 sparse: Collection[str], is_large: bool = False) -> None:
+        """Write into `folder`; a large log is kept out of the page cache."""
+        self._folder, self._unit, self._options, self._is_large = folder, unit, options, is_large
         self._sparse = set(sparse)  # columns of ids
         self._writer: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
@@ -320,7 +306,7 @@ class PartWriter:
                 self._writer = pq.ParquetWriter(
                     self._folder / name, table.schema, write_statistics=False,
                     write_page_checksum=True, **self._encodings(table.schema))
-                self._passing = Passing(self._folder / name, use=self._options.is_large)
+                self._passing = Passing(self._folder / name, use=self._is_large)
                 self._num_parts += 1
             piece = table.slice(start, min(group, count - start))
             self._writer.write_table(piece, row_group_size=group)
@@ -330,7 +316,7 @@ class PartWriter:
                 self._end_part()
 
     def _encodings(self, schema: pa.Schema) -> dict[str, Any]:
-        """How columns are encoded: what is read many times should be quick to read."""
+        """How columns are encoded: data that is read many times should be fast to read."""
         if self._options.compression == "none":
             # Ids and numbers as they are: a dictionary would cost time and save little of the
             # ids, and unpacking costs those who train more than reading the bytes.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -77,8 +78,7 @@ def _prepared(column: Column, array: pa.Array) -> pa.Array:
     """The column with its missing texts null, in the type of its parse; raises MalformedError."""
     wanted = _ARROW_TYPES[column.parse]
     if column.missing and pa.types.is_binary(array.type):
-        tokens = pa.array([m.encode() for m in column.missing], pa.binary())
-        array = pc.if_else(pc.is_in(array, tokens), pa.scalar(None, pa.binary()), array)
+        array = _null_where(pc.is_in(array, _bytes(column.missing)), array)
     if array.type == wanted or (
             column.parse == "string" and not pa.types.is_floating(array.type)):
         return array
@@ -88,6 +88,15 @@ def _prepared(column: Column, array: pa.Array) -> pa.Array:
         return array.cast(wanted)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise MalformedError(column.name) from error
+
+
+def _bytes(texts: Sequence[str]) -> pa.Array:
+    return pa.array([text.encode() for text in texts], pa.binary())
+
+
+def _null_where(chosen: pa.Array, array: pa.Array) -> pa.Array:
+    """Texts without the chosen ones."""
+    return pc.if_else(chosen, pa.scalar(None, pa.binary()), array)
 
 
 def _require(ok: bool, column: Column) -> None:
@@ -119,8 +128,8 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
     if column.parse == "threshold":
         return (_numbers(column, array) >= column.threshold).astype(np.int8)
     if column.parse == "among":
-        wanted = pa.array([p.encode() for p in column.positive], pa.binary())
-        return pc.is_in(array, wanted).to_numpy(zero_copy_only=False).astype(np.int8)
+        found = pc.is_in(array, _bytes(column.positive))
+        return found.to_numpy(zero_copy_only=False).astype(np.int8)
     # A binary label is one character.
     _require(not pc.any(pc.not_equal(pc.binary_length(array), 1)).as_py(), column)
     text = _text(array)
@@ -167,11 +176,7 @@ def _typed(array: pa.Array) -> pa.Array:
 
 def _split(column: Column, array: pa.Array) -> Ids:
     """Values of fields such as ``3|17|4``; a missing field is an empty bag."""
-    if column.missing:
-        tokens = pa.array([m.encode() for m in column.missing], pa.binary())
-        array = pc.if_else(pc.is_in(array, tokens), pa.scalar(None, pa.binary()), array)
-    empty = pc.equal(pc.binary_length(array), 0)
-    array = pc.if_else(empty, pa.scalar(None, pa.binary()), array)
+    array = _null_where(pc.is_in(array, _bytes(("", *column.missing))), array)
     try:
         parts = pc.split_pattern(array.cast(pa.string()), column.multi)
     except pa.ArrowInvalid as error:
@@ -213,7 +218,7 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     _require((bounds["max"].as_py() or 0) <= MAX_TEXT_BYTES
              and not (_text(array) == 0).any(), column)
     if bounds["min"].as_py() == 0:  # of a Parquet or JSON file: an empty text is a missing field
-        array = pc.if_else(pc.equal(lengths, 0), pa.scalar(None, pa.binary()), array)
+        array = _null_where(pc.equal(lengths, 0), array)
     return array
 
 

@@ -1,7 +1,7 @@
 """Cut points of gzip files: positions at which a reader can begin.
 
 Decompression can begin at a position if the 32 KiB of text before it are known. One pass over a
-file stores them for every 32 MiB of text in a hidden file beside it, in indexed_gzip's format,
+file stores them for every 32 MiB of text in a hidden file next to it, in indexed_gzip's format,
 which rapidgzip writes and reads.
 """
 
@@ -60,7 +60,7 @@ def make(path: str, num_threads: int = 1) -> bool:
             finally:
                 draft.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("%s is read as a whole: its cut points cannot be noted beside it (%s)", path,
+        _log.warning("%s is read as a whole: its cut points cannot be stored next to it (%s)", path,
                      error)
     return index.exists()
 
@@ -77,7 +77,7 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
                 pass
             text_bytes = file.tell()
             file.export_index(str(target))
-    except (RuntimeError, ValueError):  # whoever reads the whole file will tell what is wrong
+    except (RuntimeError, ValueError):  # reading the whole file will report what is wrong
         return False
     # rapidgzip takes the end of a file that was cut short for the end of its text.
     with open(path, "rb") as raw:

@@ -57,7 +57,7 @@ class Needs:
 
 
 def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
-    """The needs of a job, assuming that its rows are like the first ones of each file.
+    """Estimate the needs of a job, assuming that its rows are like the first ones of each file.
 
     `id_bytes` is the size of an id in the output.
     """

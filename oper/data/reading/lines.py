@@ -25,7 +25,7 @@ _MARK = b"\xef\xbb\xbf"  # byte order mark
 _FEED = 0x0A
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
           b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
-_COMPRESSED = {"gzip": "gzip", "zstd": "zstd", "bzip2": "bz2"}  # how Arrow calls what is unpacked
+_COMPRESSED = {"gzip": "gzip", "zstd": "zstd", "bzip2": "bz2"}  # formats, with Arrow's names
 Progress = Callable[[int], object]
 
 
@@ -104,7 +104,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def _local_files(name: str) -> list[str]:
-    """What a name on this machine stands for."""
+    """The local files that a name stands for."""
     path = Path(name)
     if path.is_dir():
         found = [str(p) for p in path.rglob("*") if p.is_file()
@@ -145,7 +145,7 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextlib.contextmanager
 def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """`open_text` for a unit: what `Unit.start` counts can be sought in the first of the files."""
+    """As `open_text`, for a unit; the first of the two files can seek to `Unit.start`."""
     if (unit.start or unit.stop is not None) and _kind_of(unit.path) == "gzip":
         with cuts.open_text(unit.path) as text:
             yield text, text

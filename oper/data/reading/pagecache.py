@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from oper.data.reading import store
 
 _STEP = 1 << 23         # bytes between two calls
-_SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache, for who reads them next
+_SHARE_OF_MEMORY = 8    # smaller logs may stay in the cache for the next reader
 
 
 def is_large(paths: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ _FILES = 4  # that are looked into
 def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> None:
     """Refuse a log whose first records contain more than `max_bad` malformed ones.
 
-    Whatever a whole pass would refuse because of its first rows is refused here, with a remedy.
+    Anything in these records that a full pass would refuse is refused here, with a remedy.
 
     Raises:
         FileFormatError: there are too many malformed rows, or a file has other columns.
@@ -62,7 +62,7 @@ _TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
 
 
 def _time_parse(column: Column, value: str) -> str:
-    """How a time that is malformed for its column should be parsed; empty where nothing fits."""
+    """The parse that fits a time which is malformed for its column; empty if none does."""
     number = _number(value)
     if number is not None:
         found = ("unix" if abs(number) < TOP_SECONDS else

@@ -123,7 +123,7 @@ def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
 
 
 def _parser(unit: Unit, recipe: Recipe, text: TextLayout | None) -> Callable[[Block], Rows]:
-    """What makes rows of the blocks of lines of a unit."""
+    """The function that turns the blocks of lines of a unit into rows."""
     if text is not None:
         return partial(parse_block, text=text)
     layout = recipe.layout(unit.layout)
@@ -154,7 +154,7 @@ _OBJECT_IDS = {"int": pa.int64(), "uint32": pa.int64(), "uint64": pa.uint64()}
 
 
 def _object_type(column: Column) -> pa.DataType:
-    """What a field of a JSON object is read as."""
+    """The Arrow type as which a field of a JSON object is read."""
     if column.multi:
         return pa.string()
     if column.kind == "sparse" and column.parse in _OBJECT_IDS:
@@ -203,7 +203,7 @@ def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: _Parse) -> Ro
 
 
 def _bags(recipe: Recipe, layout: Layout) -> _Parse:
-    """Lines of one user's items; what the first number means is the layout's."""
+    """Lines of one user's items; the layout says what the first number means."""
     first = layout.first
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:
@@ -363,7 +363,7 @@ def _load(path: str) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise InvalidInputError(
-            "cannot read arrays", "path", path, "an existing file beside the others",
+            "cannot read arrays", "path", path, "an existing file next to the others",
             "put the day's dense, sparse and labels files into one folder") from None
     except (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError) as error:
         raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],

@@ -12,7 +12,7 @@ from oper.data.arrays import places_of
 from oper.data.reading.columns import Ids, MalformedError
 
 MAX_EXAMPLES = 20
-PIECE_ROWS = 1 << 19   # of the log, that are in memory at once, at most
+PIECE_ROWS = 1 << 19   # of the log in memory at once, at most
 PIECE_BYTES = 1 << 28  # about, of logs with many columns
 
 

@@ -63,7 +63,7 @@ def filesystem(url: str) -> tuple[Any, str, str]:
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[None]:
-    """A store's errors, as one of ours that names the URL."""
+    """Turn the errors of a store into InvalidInputError with the URL."""
     try:
         yield
     except FileNotFoundError:
@@ -136,10 +136,10 @@ def is_data(path: str) -> bool:
 
 @contextlib.contextmanager
 def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
-    """Replace pipes and workbooks among the names by files.
+    """Replace pipes and workbooks among the names with files.
 
     The text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of an Excel
-    workbook as CSV, is written to a file, since a log is read more than once. The file lies beside
+    workbook as CSV, is written to a file, since a log is read more than once. The file lies next to
     `beside` and is named by a digest of its content, so that an interrupted run continues if the
     same content comes through the pipe again. It is removed at the end of the block, except after
     an interrupt.
@@ -177,7 +177,7 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
 
 
 def _pieces(name: str) -> Iterator[bytes]:
-    """What comes through a pipe."""
+    """The data that comes through a pipe, piece by piece."""
     with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
         while piece := pipe.read(1 << 22):
             yield piece

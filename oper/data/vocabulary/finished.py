@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from oper.data.vocabulary.building import (
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, require
 from oper.rows import remap
-from oper.support.files import check_local, read_json, told_of_room, write_text
+from oper.support.files import check_local, new_folder, read_json, write_text
 
 VOCABULARY_KIND, VOCABULARY_VERSION = "oper-vocabulary", 1
 _BATCH_ROWS = 1 << 18
@@ -190,10 +189,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
         FileFormatError: a folder or vocabulary is damaged.
     """
     what = "cannot extend a vocabulary"
-    old, target = FinishedVocabulary.open(path), Path(output)
-    check_local(output)
-    require(what, "choose another one",
-            ("output", str(target), not target.exists(), "a new folder"))
+    old = FinishedVocabulary.open(path)
     hashed = [n for n, f in old.facts.items() if f.hashed]
     real = [os.path.realpath(f) for f in folders]
     twice = sorted({f for f in real if real.count(f) > 1})
@@ -205,12 +201,9 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     require(what, "name what was preprocessed with --vocabulary",
             ("folders", sources, bool(sources), "at least one"))
     least = old.min_count if min_count is None else min_count
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with told_of_room(what, target), tempfile.TemporaryDirectory(
-            dir=target.parent, prefix=f".{target.name}.") as work:
-        out = Path(work) / "out"
-        (out / "vocabulary").mkdir(parents=True)
-        facts = {n: _extend_column(old, n, sources, Path(work), (least, max_rows))
+    with new_folder(what, output) as out:
+        (out / "vocabulary").mkdir()
+        facts = {n: _extend_column(old, n, sources, out.parent, (least, max_rows))
                  for n in old.columns}
         numbering = old.numbering
         if reorder:
@@ -225,7 +218,6 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
             "tables": {n: asdict(f) for n, f in facts.items()},
             "new_rows": {n: f.num_rows - old.facts[n].num_rows for n, f in facts.items()}}
         write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        os.rename(out, target)
     return manifest
 
 

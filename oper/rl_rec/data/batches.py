@@ -47,7 +47,7 @@ def returns_to_go(data: Interactions, gamma: float) -> np.ndarray:
 
 
 def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[float, float]:
-    """What returns are divided by (the largest, at least 1), and the quantile to ask for."""
+    """The scale of returns (the largest, at least 1), and the quantile to ask for."""
     returns = returns_to_go(data, gamma)[data.training_rows()]
     if not returns.size:
         return 1.0, 0.0
@@ -58,7 +58,7 @@ class SequenceBatches:
     """A user's training interactions in subsequences of `steps`, counted from the last one.
 
     Subsequences do not overlap; each comes with the `window` interactions before it. `gamma`
-    discounts the returns-to-go, for models that look at them.
+    discounts the returns-to-go, for models that use them.
     """
 
     def __init__(self, data: Interactions, steps: int, window: int, gamma: float = 1.0) -> None:

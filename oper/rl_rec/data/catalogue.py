@@ -1,4 +1,4 @@
-"""Invented interactions over a catalogue of any size, for load tests: nothing real is in them."""
+"""Synthetic interactions over a catalogue of any size, for load tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from oper.data.generate.popularity import power_law
 from oper.errors import require_fields
+from oper.ranges import Count, Positive, PositiveShare, Share, rules_of
 from oper.rl_rec.data.interactions import HeldOut, Interactions
 
 
@@ -29,27 +30,24 @@ class Catalogue:
         seed: of all random numbers.
     """
 
-    num_items: int = 0
-    num_users: int = 10_000
+    num_items: Count = 0
+    num_users: Positive = 10_000
     length: int = 40
     spread: float = 0.0
     exponent: float = 1.05
-    again: float = 0.3
-    clicked: float = 0.7
-    seed: int = 1
+    again: Share = 0.3
+    clicked: PositiveShare = 0.7
+    seed: Count = 1
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "invalid catalogue", "choose a value in that range",
-            ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
-            ("num_users", self.num_users >= 1, ">= 1"), ("length", self.length >= 3, ">= 3"),
+            self, "invalid catalogue", "choose a value in that range", *rules_of(self),
+            ("num_items", self.num_items != 1, "0 or >= 2"), ("length", self.length >= 3, ">= 3"),
             ("spread", 0 <= self.spread <= 3, "0..3"),
-            ("exponent", 0 <= self.exponent <= 10, "0..10"),
-            ("again", 0 <= self.again <= 1, "0..1"), ("clicked", 0 < self.clicked <= 1, "0..1"),
-            ("seed", self.seed >= 0, ">= 0"))
+            ("exponent", 0 <= self.exponent <= 10, "0..10"))
 
 
-def invent(catalogue: Catalogue) -> Interactions:
+def synthetic_interactions(catalogue: Catalogue) -> Interactions:
     """Interactions with item ids 1..num_items in order of popularity.
 
     Every user ends with two positive interactions, the validation and the test target. Items may

@@ -1,4 +1,4 @@
-"""Interactions of users with items, and which of them train, validate and test.
+"""Interactions of users with items, split into training, validation and test.
 
 Ranking protocol as RecBole's full-ranking evaluation: iterative k-core, leave-last-two-out or a
 split by time, all items ranked, the user's history masked.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from oper.data import Folder
+from oper.data.arrays import places_of
 from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, require_fields
+from oper.ranges import Count, Positive, one_of, rules_of
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
-REPEATS = ("first", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +53,23 @@ class DataOptions:
 
     user: str = "user"
     item: str = "item"
-    k_core: int = 5
-    protocol: str = "leave_last_two"
+    k_core: Positive = 5
+    protocol: Annotated[str, one_of(*PROTOCOLS)] = "leave_last_two"
     valid: float = 0.1
     test: float = 0.1
-    repeats: str = "first"
+    repeats: Annotated[str, one_of("first", "keep")] = "first"
     basket: str = ""
-    item_core: int = 0
-    only: str = "all"
+    item_core: Count = 0
+    only: Annotated[str, one_of("all", "positive")] = "all"
     fold_in: float = 0.8
-    seed: int = 0
+    seed: Count = 0
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
         users = self.protocol == "held_out_users" and self.valid >= 1 and self.test >= 1
         require_fields(
             self, "invalid data options", "change the section [interactions] of the configuration",
-            ("k_core", self.k_core >= 1, ">= 1"), ("item_core", self.item_core >= 0, ">= 0"),
-            ("only", self.only in ("all", "positive"), "'all' or 'positive'"),
-            ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
-            ("seed", self.seed >= 0, ">= 0"),
-            ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
-            ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
+            *rules_of(self), ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
             ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
              "a column with protocol='leave_last_baskets', and none with another"),
             ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
@@ -82,7 +78,7 @@ class DataOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """What a recommender is asked for.
+    """The targets of one split.
 
     Attributes:
         users: int64 [U], ascending.
@@ -163,9 +159,7 @@ class Interactions:
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers of several ranges ``first[k]:last[k]`` one after another, int64 [L], and
         their lengths int64 [K]."""
-        lengths = last - first
-        starts = np.cumsum(lengths) - lengths
-        return np.arange(int(lengths.sum())) + np.repeat(first - starts, lengths), lengths
+        return places_of(first, last - first), last - first
 
 
 def load_interactions(path: str | os.PathLike[str], options: DataOptions | None = None
@@ -202,7 +196,7 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
 
     def known(name: str) -> np.ndarray:
         ids = column(name, np.int64)
-        # A missing field may have a row, for models that learn from its absence, but is nobody.
+        # A missing field may have a row, for models that learn from its absence; here it is none.
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
     log = Log(known(options.user), known(options.item), column(folder.label, np.float32),

@@ -1,4 +1,4 @@
-"""What every recommender offers to a training loop and to an evaluation."""
+"""The interface of all recommenders to training and evaluation, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -15,28 +15,66 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.errors import require
+from oper.ranges import Count, Positive, Share, ShareBelowOne, one_of, rules_of
 
 LOSSES = ("softmax", "gbce")
 
 
-def check_fields(config: object, *checks: tuple[str, bool, str]) -> None:
-    """Raise InvalidInputError for the first (field, is right, expected) that is not right."""
-    require("invalid training configuration",
-            "change it in the section [model], or with --set model.KEY=VALUE",
-            *((f"model.{name}", getattr(config, name), is_right, expected)
-              for name, is_right, expected in checks))
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Base class of the models' configurations, the section ``[model]`` of a training run."""
+
+    def __post_init__(self) -> None:
+        """Check the fields; raises InvalidInputError."""
+        self.check()
+
+    def check(self, *checks: tuple[str, bool, str]) -> None:
+        """Raise InvalidInputError for the first field that its type does not allow, or the first
+        (field, is right, expected) that is not right."""
+        require("invalid training configuration",
+                "change it in the section [model], or with --set model.KEY=VALUE",
+                *((f"model.{name}", getattr(self, name), is_right, expected)
+                  for name, is_right, expected in (*rules_of(self), *checks)))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceConfig(ModelConfig):
+    """Sizes of a model that is trained on subsequences.
+
+    Attributes:
+        dim: width D, also of the item rows.
+        layers: of the network.
+        steps: T, items of a subsequence that are predicted.
+        window: l, items before these that are seen; ``steps + window - 1`` items are the longest
+            history.
+        dropout: on the input and inside the network.
+        negatives: items drawn per batch, the same for all of its steps; 0 = all items.
+        loss: ``"softmax"``: cross-entropy over all items, exact with all of them and estimated
+            from log-uniform draws otherwise. ``"gbce"``: generalised binary cross-entropy, with
+            uniform draws.
+        calibration: t of gBCE, 0..1; 0 is plain binary cross-entropy.
+    """
+
+    dim: Positive = 64
+    layers: Positive = 2
+    steps: Positive = 30
+    window: Count = 20
+    dropout: ShareBelowOne = 0.1
+    negatives: Count = 1024
+    loss: Annotated[str, one_of(*LOSSES)] = "softmax"
+    calibration: Share = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """What users did, oldest first; users one after another.
+    """Interactions of a batch of users, oldest first, one user after another.
 
     Attributes:
         users: int64 [B].
         items: int64 [L], ids >= 1.
         rewards: float32 [L].
         lengths: int64 [B], interactions of each user; they sum to L and may be 0.
-        times: int64 [L], seconds of the interactions; None where nobody knows them.
+        times: int64 [L], seconds of the interactions; None if they are unknown.
     """
 
     users: torch.Tensor
@@ -92,7 +130,7 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
     def encode(self, histories: Histories) -> Any:
-        """What `scores` needs of a batch of users, e.g. float32 [B, D]."""
+        """The users in the form that `scores` takes, e.g. float32 [B, D]."""
         raise NotImplementedError
 
     def scores(self, encoded: Any, items: torch.Tensor) -> torch.Tensor:
@@ -102,8 +140,8 @@ class Recommender(nn.Module):
     def schedule(self, step: int, num_steps: int) -> None:
         """Called before training step `step` (from 0) of `num_steps`; for annealed weights.
 
-        A run that goes on after a crash may call it for its first step once more: what it keeps
-        must be in the ``state_dict`` and not change twice.
+        A run that continues after a crash may call it again for its first step: any state must be
+        in the ``state_dict`` and must not change twice.
         """
 
 
@@ -178,7 +216,7 @@ def _inside(lengths: torch.Tensor, longest: int) -> torch.Tensor:
 
 
 class NegativeSampler:
-    """Items that stand for the whole catalogue in a loss.
+    """Draws items that represent the whole catalogue in a loss.
 
     Args:
         num_items: rows of the item table, row 0 (padding) included.

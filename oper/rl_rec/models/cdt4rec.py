@@ -41,7 +41,7 @@ estimated from drawn items.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,13 +50,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from oper.ranges import Amount, Count, Positive, PositiveShare, Share, one_of
 from oper.rl_rec.models.base import (
-    LOSSES,
     Histories,
     NegativeSampler,
     Recommender,
+    SequenceConfig,
     Sequences,
-    check_fields,
     item_table,
     last,
     look_up,
@@ -68,25 +68,21 @@ from oper.rl_rec.models.state import STATES, ItemState
 from oper.rl_rec.models.transformer import Attention, Block, feed_forward
 
 BACKBONES = ("causal", "interleaved")
+Backbone = Annotated[str, one_of(*BACKBONES)]
 RETURNS = ("logged", "none", "estimated")
-REWARD_LOSSES = ("bce", "mse")
 
 
 @dataclass(frozen=True, slots=True)
-class CDT4RecConfig:
+class CDT4RecConfig(SequenceConfig):
     """Sizes and weights.
 
     Attributes:
-        dim: width D of streams and item rows.
         user_dim: columns of the user table; 0 = no user table.
-        layers, heads: of the backbone.
-        steps: T, steps of a subsequence.
-        window: l, items that come before them, and most items of a mean.
-        state: what a state knows of the items before it, see `oper.rl_rec.models.state.ItemState`.
-        dropout: on streams and on the outputs of attention and feed-forward layers.
+        heads: of attention in the backbone.
+        state: what a state knows of the items before it, see `oper.rl_rec.models.state.ItemState`;
+            a mean is that of at most `window` items.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
         tied: item rows serve as output rows too.
-        negatives, loss, calibration: as of `oper.rl_rec.models.next_item.NextItemConfig`.
         reward_weight: weight of the reward loss; 0 = no reward head is trained.
         reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
         returns: ``"logged"``; ``"none"``: the model sees 0 in their place; ``"estimated"``: after
@@ -97,55 +93,31 @@ class CDT4RecConfig:
         target_quantile: quantile of the training returns that is asked for when recommending.
     """
 
-    dim: int = 64
-    user_dim: int = 0
-    layers: int = 2
-    heads: int = 2
-    steps: int = 30
-    window: int = 20
-    state: str = "mean"
-    dropout: float = 0.1
-    backbone: str = "causal"
+    window: Positive = 20
+    user_dim: Count = 0
+    heads: Positive = 2
+    state: Annotated[str, one_of(*STATES)] = "mean"
+    backbone: Backbone = "causal"
     tied: bool = True
-    negatives: int = 1024
-    loss: str = "softmax"
-    calibration: float = 0.75
-    reward_weight: float = 1.0
-    reward_loss: str = "bce"
-    returns: str = "logged"
-    gamma: float = 0.3
-    target_quantile: float = 0.9
+    reward_weight: Amount = 1.0
+    reward_loss: Annotated[str, one_of("bce", "mse")] = "bce"
+    returns: Annotated[str, one_of(*RETURNS)] = "logged"
+    gamma: PositiveShare = 0.3
+    target_quantile: Share = 0.9
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, ("dim", self.dim >= 1, ">= 1"),
-            ("user_dim", self.user_dim >= 0, ">= 0"),
-            ("layers", self.layers >= 1, ">= 1"),
-            ("heads", self.heads >= 1 and self.dim % max(1, self.heads) == 0,
-             f">= 1 and a divisor of dim={self.dim}"),
-            ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 1, ">= 1"),
-            ("state", self.state in STATES, f"one of {STATES}"),
-            ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-            ("backbone", self.backbone in BACKBONES, f"one of {BACKBONES}"),
-            ("negatives", self.negatives >= 0, ">= 0"),
-            ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
-            ("calibration", 0 <= self.calibration <= 1, "0..1"),
-            ("reward_weight", 0 <= self.reward_weight < float("inf"), ">= 0"),
-            ("reward_loss", self.reward_loss in REWARD_LOSSES, f"one of {REWARD_LOSSES}"),
-            ("returns", self.returns in RETURNS, f"one of {RETURNS}"),
-            ("returns", self.returns != "estimated" or (
-                self.backbone == "causal" and self.reward_weight > 0),
-             "estimated only with the causal backbone and reward_weight > 0"),
-            ("gamma", 0 < self.gamma <= 1, "0 < gamma <= 1"),
-            ("target_quantile", 0 <= self.target_quantile <= 1, "0..1"))
+        self.check(("heads", self.dim % max(self.heads, 1) == 0, f"a divisor of dim={self.dim}"),
+                   ("returns", self.returns != "estimated" or (
+                       self.backbone == "causal" and self.reward_weight > 0),
+                    "estimated only with the causal backbone and reward_weight > 0"))
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionTransformerConfig(CDT4RecConfig):
     """The baseline without a causal head: interleaved tokens, no reward loss."""
 
-    backbone: str = "interleaved"
-    reward_weight: float = 0.0
+    backbone: Backbone = "interleaved"
+    reward_weight: Amount = 0.0
 
 
 # ---- backbones and heads -------------------------------------------------------------------------
@@ -274,7 +246,7 @@ def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.T
 
 
 class Steps(NamedTuple):
-    """What the backbone is given: steps of B trajectories, padded on the right to T.
+    """Input of the backbone: steps of B trajectories, padded on the right to T.
 
     A causal mask is all that padding on the right needs: no real step sees a padded one.
     """
@@ -300,7 +272,7 @@ class CDT4Rec(Recommender):
     Args:
         config: sizes and weights.
         num_users, num_items: rows of the tables, row 0 (padding) included.
-        returns: what the return-to-go is divided by, and the one to ask for: (scale, target).
+        returns: (scale, target): the divisor of the return-to-go, and the one to ask for.
         device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
@@ -385,7 +357,7 @@ class CDT4Rec(Recommender):
         if seen.shape[0]:
             at = at.clamp(max=seen.shape[0] - 1)
             rows, rewards = seen[at], batch.rewards[at]
-        else:  # nobody has a history
+        else:  # no user has a history
             rows, rewards = seen.new_zeros(size, most, dim), seen.new_zeros(size, most)
         parts = [self.history(padded(seen, batch.lengths), place)]
         if self.config.user_dim:
@@ -403,8 +375,8 @@ class CDT4Rec(Recommender):
         estimated = torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
         change = torch.where(steps.valid, estimated.detach() - steps.rewards, 0.0) / self.scale
         span = torch.arange(change.shape[1], device=change.device)
-        apart = (span[None, :] - span[:, None]).clamp(min=0)            # k - t
-        weight = torch.triu(self.config.gamma ** apart)                  # [t, k]
+        steps_between = (span[None, :] - span[:, None]).clamp(min=0)    # k - t
+        weight = torch.triu(self.config.gamma ** steps_between)          # [t, k]
         return returns + change @ weight.T
 
     # ---- recommending ----

@@ -25,10 +25,10 @@ class ContinuousCDT4Rec(nn.Module):
     and the action head ``a^_t = tanh(W_o q_t + b_o)`` with a squared error.
 
     Args:
-        config: sizes and weights; what concerns items is not used.
+        config: sizes and weights; the fields about items are not used.
         state_dim, action_dim: S and A.
-        returns: what the return-to-go is divided by.
-        rewards: what rewards are divided by.
+        returns: divisor of the return-to-go.
+        rewards: divisor of the rewards.
     """
 
     def __init__(self, config: CDT4RecConfig, state_dim: int, action_dim: int, *,

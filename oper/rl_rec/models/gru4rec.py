@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from oper.ranges import Positive
 from oper.rl_rec.models.next_item import NextItem, NextItemConfig
 
 
@@ -20,7 +21,7 @@ class GRU4RecConfig(NextItemConfig):
     """Sizes: those of every model of the next item. `dropout` is on the input and between layers.
     """
 
-    layers: int = 1
+    layers: Positive = 1
 
 
 class GRU4Rec(NextItem):

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from oper.errors import InvalidInputError
+from oper.ranges import Amount, Count
 from oper.rl_rec.models.base import (
     Histories,
     Sequences,
-    check_fields,
     look_up,
     padded,
     unpadded,
@@ -43,7 +43,7 @@ from oper.rl_rec.models.transformer import by_head
 
 @dataclass(frozen=True, slots=True)
 class HSTUConfig(AttentionConfig):
-    """Sizes, beside those of every model of the next item with attention.
+    """Sizes of HSTU.
 
     Attributes:
         time_buckets: buckets of the time between two interactions, the last of which is open; 0 =
@@ -52,13 +52,8 @@ class HSTUConfig(AttentionConfig):
             (0..1); 0 = no candidates can be ranked, and histories are seen without their rewards.
     """
 
-    time_buckets: int = 64
-    rank_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        AttentionConfig.__post_init__(self)
-        check_fields(self, ("time_buckets", self.time_buckets >= 0, ">= 0"),
-                     ("rank_weight", 0 <= self.rank_weight < float("inf"), ">= 0"))
+    time_buckets: Count = 64
+    rank_weight: Amount = 0.0
 
 
 class Memory(NamedTuple):
@@ -69,7 +64,7 @@ class Memory(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """How n tokens stand to the T that they may see; each part broadcasts to [B, n, T]."""
+    """Relation of n tokens to the T that they may attend to; each part broadcasts to [B, n, T]."""
 
     distance: torch.Tensor       # int64, how many tokens before; at least 0
     bucket: torch.Tensor | None  # int64 [B, n or 1, T], of the time between
@@ -252,7 +247,7 @@ class HSTU(NextItem):
         return logits.squeeze(-1)
 
     def cache(self, histories: Histories) -> HistoryCache:
-        """What `rewards` needs of users' histories; uses the last `context` items.
+        """Users' histories in the form that `rewards` takes; uses the last `context` items.
 
         Raises:
             InvalidInputError: the model has no ranking head.

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from oper.rl_rec.models.base import Histories, Recommender, check_fields
+from oper.ranges import Amount, Positive, PositiveAmount
+from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 from oper.rl_rec.models.item_to_item import interaction_matrix
 
 _BLOCK = 1024  # systems of equations that are solved at once
 
 
 @dataclass(frozen=True, slots=True)
-class IALSConfig:
+class IALSConfig(ModelConfig):
     """Sizes and weights.
 
     Attributes:
@@ -36,17 +37,12 @@ class IALSConfig:
         std: standard deviation of a first item's norm.
     """
 
-    dim: int = 64
-    alpha: float = 0.1
-    l2: float = 0.003
-    nu: float = 1.0
-    sweeps: int = 16
-    std: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_fields(self, ("dim", self.dim >= 1, ">= 1"), ("alpha", self.alpha > 0, "> 0"),
-                     ("l2", self.l2 > 0, "> 0"), ("nu", self.nu >= 0, ">= 0"),
-                     ("sweeps", self.sweeps >= 1, ">= 1"), ("std", self.std > 0, "> 0"))
+    dim: Positive = 64
+    alpha: PositiveAmount = 0.1
+    l2: PositiveAmount = 0.003
+    nu: Amount = 1.0
+    sweeps: Positive = 16
+    std: PositiveAmount = 0.1
 
 
 class IALS(Recommender):

@@ -16,26 +16,24 @@ from dataclasses import dataclass
 
 import torch
 
+from oper.ranges import Amount, Positive, PositiveAmount
 from oper.rl_rec.models.autoencoders.item_tables import positives, rows_of
-from oper.rl_rec.models.base import Histories, Recommender, check_fields
+from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 
 @dataclass(frozen=True, slots=True)
-class EASEConfig:
+class EASEConfig(ModelConfig):
     """EASE.
 
     Attributes:
         l2: penalty on the weights.
     """
 
-    l2: float = 250.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, ("l2", self.l2 > 0, "> 0"))
+    l2: PositiveAmount = 250.0
 
 
 @dataclass(frozen=True, slots=True)
-class ItemKNNConfig:
+class ItemKNNConfig(ModelConfig):
     """Nearest neighbours.
 
     Attributes:
@@ -43,12 +41,8 @@ class ItemKNNConfig:
         shrink: draws the similarity of rare items to 0.
     """
 
-    neighbours: int = 100
-    shrink: float = 10.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, ("neighbours", self.neighbours >= 1, ">= 1"),
-                     ("shrink", self.shrink >= 0, ">= 0"))
+    neighbours: Positive = 100
+    shrink: Amount = 10.0
 
 
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:

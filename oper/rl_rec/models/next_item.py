@@ -1,4 +1,4 @@
-"""What models of the next item share: the sequence goes in, a query per item comes out.
+"""Base of the models of the next item, which turn a sequence into a query after each item.
 
 The sequence [start, i_1, ..., i_n] goes through a causal network; the output after item i_t is the
 query of item i_{t+1}: ``score(i) = <h_t, E[i]>`` with the item table of the input. SASRec's network
@@ -8,18 +8,19 @@ is a transformer, GRU4Rec's a recurrent one, HSTU's attention without a softmax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from oper.ranges import Positive, one_of
 from oper.rl_rec.models.base import (
-    LOSSES,
     Histories,
     NegativeSampler,
     Recommender,
+    SequenceConfig,
     Sequences,
-    check_fields,
     item_table,
     last,
     look_up,
@@ -29,64 +30,34 @@ from oper.rl_rec.models.base import (
     unpadded,
 )
 
-TARGETS = ("positive", "all")
-
 
 @dataclass(frozen=True, slots=True)
-class NextItemConfig:
-    """Sizes.
+class NextItemConfig(SequenceConfig):
+    """Sizes of a model of the next item.
 
     Attributes:
-        dim: width D.
-        layers: of the network.
-        steps: items of a subsequence that are predicted.
-        window: items before these that are seen; ``steps + window - 1`` items are the longest
-            history.
-        dropout: on the input and inside the network.
-        negatives: items drawn per batch, the same for all of its steps; 0 = all items.
-        loss: ``"softmax"``: cross-entropy over all items, exact with all of them and estimated
-            from log-uniform draws otherwise. ``"gbce"``: generalised binary cross-entropy, with
-            uniform draws.
-        calibration: t of gBCE, 0..1; 0 is plain binary cross-entropy.
         targets: predict ``"positive"`` interactions only, or ``"all"``.
     """
 
-    dim: int = 64
-    layers: int = 2
-    steps: int = 30
-    window: int = 20
-    dropout: float = 0.1
-    negatives: int = 1024
-    loss: str = "softmax"
-    calibration: float = 0.75
-    targets: str = "positive"
+    targets: Annotated[str, one_of("positive", "all")] = "positive"
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, ("dim", self.dim >= 1, ">= 1"), ("layers", self.layers >= 1, ">= 1"),
-            ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 0, ">= 0"),
-            ("window", self.steps + self.window >= 2, ">= 1 where steps is 1"),
-            ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-            ("negatives", self.negatives >= 0, ">= 0"),
-            ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
-            ("calibration", 0 <= self.calibration <= 1, "0..1"),
-            ("targets", self.targets in TARGETS, f"one of {TARGETS}"))
+        self.check(("window", self.steps + self.window >= 2, ">= 1 where steps is 1"))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig(NextItemConfig):
-    """Sizes, beside those of every model of the next item.
+    """Sizes of a model of the next item with attention.
 
     Attributes:
         heads: of attention.
     """
 
-    heads: int = 2
+    heads: Positive = 2
 
     def __post_init__(self) -> None:
         NextItemConfig.__post_init__(self)
-        check_fields(self, ("heads", self.heads >= 1 and self.dim % self.heads == 0,
-                            f">= 1 and a divisor of dim={self.dim}"))
+        self.check(("heads", self.dim % max(self.heads, 1) == 0, f"a divisor of dim={self.dim}"))
 
 
 class NextItem(Recommender):
@@ -116,13 +87,13 @@ class NextItem(Recommender):
 
         Args:
             items: float32 [B, P, D], what `tokens` makes of their rows.
-            times: int64 [B, P], seconds of these interactions; None where nobody knows them.
+            times: int64 [B, P], seconds of these interactions; None if they are unknown.
         """
         raise NotImplementedError
 
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
-        """What the network is given for interactions whose items have the rows [L, D]; the rows,
-        by default."""
+        """The input of the network for interactions whose items have the rows [L, D]; by default
+        the rows."""
         return rows
 
     def with_start(self, items: torch.Tensor) -> torch.Tensor:
@@ -139,7 +110,7 @@ class NextItem(Recommender):
 
     def inputs(self, rows: torch.Tensor, histories: Histories, stop: int | None = None
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `outputs` takes, padded on the right; cut there at `stop`, where one is given.
+        """The arguments of `outputs`, padded on the right and cut at `stop` if it is given.
 
         A causal network needs no more: no output of a real item sees a padded one.
         """
@@ -186,7 +157,7 @@ class NextItem(Recommender):
 
     def recent(self, histories: Histories
                ) -> tuple[Histories, torch.Tensor, torch.Tensor | None]:
-        """The last `context` interactions of each user, and what `outputs` takes for them."""
+        """The last `context` interactions of each user, and the arguments of `outputs` for them."""
         recent = last(histories, self.context)
         rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
         return recent, *self.inputs(rows, recent)

@@ -12,7 +12,7 @@ next item stand two heads of values, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s +
     y_h        r + gamma Q_k(s', argmax_i Q_h(s', i)), k the other head: double Q-learning (van
                Hasselt, NeurIPS 2010). After the last interaction of a subsequence: the logged
                return-to-go, which is r where the log of the user ends
-    y_h for n  gamma Q_k(s, argmax_i Q_h(s, i)): reward 0, and the state stays as it is
+    y_h for n  gamma Q_k(s, argmax_i Q_h(s, i)): reward 0, and the state does not change
     weight     1, or, ``actor="advantage"``, in the last two thirds of training the advantage
                ``Q(s, a) - mean of Q over a and the other items``, within 0..10, Q the mean of the
                heads. ``actor="none"``: there is no L_s, and items are ranked by Q
@@ -28,20 +28,22 @@ taken from the drawn ones; one learning rate throughout.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Sequences, check_fields, unpadded
+from oper.ranges import Count, PositiveAmount, ShareBelowOne, one_of
+from oper.rl_rec.models.base import Histories, Sequences, unpadded
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 
-ACTORS = ("supervised", "advantage", "none")
+Actor = Annotated[str, one_of("supervised", "advantage", "none")]
 MOST_ADVANTAGE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class SQNConfig(SASRecConfig):
-    """Sizes and weights, beside those of SASRec.
+    """Sizes and weights.
 
     Attributes:
         gamma: discount of the rewards to come, 0 <= gamma < 1.
@@ -50,36 +52,31 @@ class SQNConfig(SASRecConfig):
         actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module's text.
     """
 
-    gamma: float = 0.5
-    q_weight: float = 1.0
-    q_negatives: int = 0
-    actor: str = "supervised"
+    gamma: ShareBelowOne = 0.5
+    q_weight: PositiveAmount = 1.0
+    q_negatives: Count = 0
+    actor: Actor = "supervised"
 
     def __post_init__(self) -> None:
         SASRecConfig.__post_init__(self)
-        check_fields(
-            self, ("gamma", 0 <= self.gamma < 1, "0 <= gamma < 1"),
-            ("q_weight", 0 < self.q_weight < float("inf"), "> 0"),
-            ("q_negatives", self.q_negatives >= 0, ">= 0"),
-            ("actor", self.actor in ACTORS, f"one of {ACTORS}"),
-            ("q_negatives", self.actor != "advantage" or self.q_negatives >= 1,
-             ">= 1 with actor='advantage'"))
+        self.check(("q_negatives", self.actor != "advantage" or self.q_negatives >= 1,
+                    ">= 1 with actor='advantage'"))
 
 
 @dataclass(frozen=True, slots=True)
 class SA2CConfig(SQNConfig):
     """Supervised advantage actor-critic; with ``actor="supervised"`` it is SNQN."""
 
-    q_negatives: int = 10
-    actor: str = "advantage"
+    q_negatives: Count = 10
+    actor: Actor = "advantage"
 
 
 @dataclass(frozen=True, slots=True)
 class DQNConfig(SQNConfig):
     """Double Q-learning alone."""
 
-    q_negatives: int = 10
-    actor: str = "none"
+    q_negatives: Count = 10
+    actor: Actor = "none"
 
 
 class SQN(SASRec):

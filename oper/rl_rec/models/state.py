@@ -1,4 +1,4 @@
-"""What a state knows of the items before a step."""
+"""Summaries of the items before a step, for the state of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another policy would have earned, from a log with propensities.
+"""Estimates of the value of a policy from the log of another one, with propensities.
 
 A log holds for row n a context x_n, the action a_n, its probability p_n under the policy that
 logged it, and the reward r_n. With the target policy's pi(a | x), w_n = pi(a_n | x_n) / p_n and a

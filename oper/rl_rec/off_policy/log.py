@@ -49,7 +49,7 @@ class LoggedBandit:
 
 @dataclass(frozen=True, slots=True)
 class BanditColumns:
-    """Columns of the folder; all sparse columns beside them are context.
+    """Columns of the folder; all other sparse columns are context.
 
     Attributes:
         action: sparse column of the item shown.

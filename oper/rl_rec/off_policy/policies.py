@@ -33,8 +33,9 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     require("cannot make a policy", "choose another value",
             ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
-    apart = scores - scores.max(1, keepdims=True)
-    chosen = np.exp(apart / temperature) if temperature else (apart == 0).astype(np.float64)
+    below_best = scores - scores.max(1, keepdims=True)
+    chosen = (np.exp(below_best / temperature) if temperature
+              else (below_best == 0).astype(np.float64))
     chosen /= chosen.sum(1, keepdims=True)
     return (1 - uniform) * chosen + uniform / scores.shape[1]
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, require_fields
+from oper.ranges import one_of, rules_of
 from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
@@ -102,13 +104,12 @@ class MetricOptions:
     """
 
     ks: tuple[int, ...] = (5, 10, 20)
-    recall: str = "all"
+    recall: Annotated[str, one_of("all", "min")] = "all"
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "cannot measure rankings", "change the metrics' options",
-            ("ks", len(self.ks) > 0 and min(self.ks, default=0) >= 1, "cut-offs >= 1"),
-            ("recall", self.recall in ("all", "min"), "'all' or 'min'"))
+            self, "cannot measure rankings", "change the metrics' options", *rules_of(self),
+            ("ks", min(self.ks, default=0) >= 1, "cut-offs >= 1"))
 
     def names(self) -> list[str]:
         """Of the metrics, e.g. ``"ndcg@10"``."""

@@ -31,7 +31,7 @@ from oper.rl_rec.simulation.offline import (
 from oper.rl_rec.simulation.shop import ACTION_DIM
 
 GAMMA = 0.99
-FOLLOWED = 0.005  # what slow networks take of their originals in a step
+FOLLOWED = 0.005  # share of the originals that slow networks take over in a step
 TRANSITIONS = 256  # of a step
 CHOICES = 32  # of DQN
 
@@ -68,10 +68,10 @@ class Transitions:
 
 
 class Critics(nn.Module):
-    """What the methods share: ``Q(s, a)`` is fitted to ``r + gamma V(s')``.
+    """Base of the methods: ``Q(s, a)`` is fitted to ``r + gamma V(s')``.
 
     Args:
-        steps: of the log that it learns from.
+        steps: the logged steps to learn from.
     """
 
     def __init__(self, steps: Trajectories) -> None:
@@ -98,7 +98,7 @@ class Critics(nn.Module):
         raise NotImplementedError
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """What is added to the critics' loss."""
+        """A term that is added to the critics' loss."""
         return step.rewards.new_zeros(())
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Critics(nn.Module):
         return step.rewards.new_zeros(())
 
     def policy(self) -> Policy:
-        """What has been learned."""
+        """The learned policy."""
         raise NotImplementedError
 
 

@@ -68,7 +68,7 @@ def read_minari(dataset_id: str) -> Episodes:
     Raises:
         FileFormatError: there is no such data set here.
         InvalidInputError: it is empty, of other observations or actions than the shop's, or has
-            episodes that were cut off, whose returns nobody knows.
+            truncated episodes, whose returns are unknown.
     """
     what = f"cannot read the Minari data set {dataset_id!r}"
     try:
@@ -86,7 +86,7 @@ def read_minari(dataset_id: str) -> Episodes:
     if not found or not all(whole):
         raise InvalidInputError(what, "episodes that end", f"{sum(whole)} of {len(found)}",
                                 "all of them, and at least one",
-                                "leave out those that were cut off (MinariDataset.filter_episodes)")
+                                "leave out truncated episodes (MinariDataset.filter_episodes)")
     states, actions, rewards = (
         [torch.as_tensor(getattr(e, name)).float() for e in found]
         for name in ("observations", "actions", "rewards"))

@@ -41,7 +41,7 @@ class Episodes:
     Attributes:
         steps: states float32 [E, T, S], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
             (undiscounted), valid bool [E, T].
-        policy: what has chosen the actions.
+        policy: name of the policy that chose the actions.
         last: float32 [E, S], what was observed after the last step; None = not known.
     """
 
@@ -99,7 +99,7 @@ def random_policy(past: Trajectories) -> torch.Tensor:
 
 
 class Drawn:
-    """One of several numbers for every customer, drawn at the first page and kept."""
+    """Draws one of several numbers for each customer at the first page, and keeps it."""
 
     def __init__(self, choices: tuple[float, ...]) -> None:
         self.choices = torch.tensor(choices)
@@ -126,7 +126,7 @@ class Oracle:
     Args:
         shop: its networks.
         starts, steps: of the ascent.
-        weights: of the mean second attribute beside the clicks; a customer keeps one of them.
+        weights: of the mean second attribute, added to the clicks; each customer keeps one of them.
     """
 
     def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,
@@ -170,7 +170,7 @@ class Noisy:
 
 
 def graded_policy(shop: Shop, grade: str) -> Policy:
-    """What serves the customers of a log of the given quality, without any online training.
+    """The policy behind a log of the given quality, without any online training.
 
     Args:
         shop: its networks.

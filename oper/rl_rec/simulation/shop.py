@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from oper.errors import FileFormatError, InvalidInputError, require_fields
+from oper.ranges import Positive, Share, ShareBelowOne, rules_of
 
 GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
 NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
@@ -70,16 +71,14 @@ class Returning:
         longest: most days between two visits.
     """
 
-    horizon: int = 30
-    memory: float = 0.7
-    lost: float = 0.3
-    longest: int = 10
+    horizon: Positive = 30
+    memory: ShareBelowOne = 0.7
+    lost: Share = 0.3
+    longest: Positive = 10
 
     def __post_init__(self) -> None:
-        require_fields(
-            self, "invalid law of return", "change this field of Returning",
-            ("horizon", self.horizon >= 1, ">= 1"), ("memory", 0 <= self.memory < 1, "0 <= x < 1"),
-            ("lost", 0 <= self.lost <= 1, "0..1"), ("longest", self.longest >= 1, ">= 1"))
+        require_fields(self, "invalid law of return", "change this field of Returning",
+                       *rules_of(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,7 +199,7 @@ class Visits:
         features: float32 [n, 88], one-hot by group.
         page: int64 [n], pages shown so far in this visit.
         clicks, attribute: int64 [n], of the visit's last page.
-        done: bool [n], who has left and will not come back.
+        done: bool [n], which customers have left for good.
         day, visits: int64 [n], of the visit and how many there were with it.
         satisfaction: float32 [n], moving average of the attribute, see `Returning`.
     """
@@ -208,8 +207,8 @@ class Visits:
     def __init__(self, shop: Shop, count: int, seed: int) -> None:
         """`count` customers enter."""
         if count < 1:
-            raise InvalidInputError("nobody enters the shop", "count", count, ">= 1",
-                                    "ask for one customer or more")
+            raise InvalidInputError("cannot simulate visits", "count", count, ">= 1",
+                                    "ask for at least one customer")
         self.shop = shop
         self._generator = torch.Generator().manual_seed(seed)
         self.enter(torch.ones(count, dtype=torch.bool))
@@ -251,7 +250,7 @@ class Visits:
         return torch.cat([self.features, torch.stack([x.float() for x in rest], dim=1)], dim=1)
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
-        """Show a page to everybody who is still there; clicks int64 [n], 0 for those who are not.
+        """Show a page to every customer who has not left; clicks int64 [n], 0 for those who have.
 
         Args:
             actions: float32 [n, 27] in [-1, 1]; others are clamped.

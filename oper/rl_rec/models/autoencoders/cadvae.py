@@ -45,11 +45,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from oper.ranges import Count, Positive, PositiveAmount, ShareBelowOne, one_of
 from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
     acyclicity,
@@ -61,23 +62,22 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     ItemRows,
     annealed,
     bag_weights,
-    check_config,
     gaussian_kl,
     multinomial_nll,
     positives,
     rows_of,
     sample,
 )
-from oper.rl_rec.models.base import Histories, Recommender, check_fields
+from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
-LAYERS = ("linear", "nonlinear")
-SIMILARITIES = ("cosine", "dot")
+ConceptSource = Annotated[str, one_of("clusters", "axes", "learned")]
+GraphSource = Annotated[str, one_of("fit", "free", "none")]
 MAX_PENALTY = 1e6
 MASK_HIDDEN = 32
 
 
 @dataclass(frozen=True, slots=True)
-class CaDVAEConfig:
+class CaDVAEConfig(ModelConfig):
     """Sizes and weights.
 
     Attributes:
@@ -106,37 +106,32 @@ class CaDVAEConfig:
         sampled: candidates per step; 0 = the full softmax.
     """
 
-    num_concepts: int = 4
-    hidden: int = 300
-    dim: int = 100
-    layer: str = "linear"
-    similarity: str = "cosine"
-    temperature: float = 0.1
-    concepts: str = "clusters"
+    num_concepts: Positive = 4
+    hidden: Positive = 300
+    dim: Positive = 100
+    layer: Annotated[str, one_of("linear", "nonlinear")] = "linear"
+    similarity: Annotated[str, one_of("cosine", "dot")] = "cosine"
+    temperature: PositiveAmount = 0.1
+    concepts: ConceptSource = "clusters"
     sharpness: float = 4.0
-    graph: str = "fit"
+    graph: GraphSource = "fit"
     threshold: float = 0.3
-    dropout: float = 0.5
+    dropout: ShareBelowOne = 0.5
     unit_mean: bool = True
-    prior_std: float = 0.075
-    label_std: float = 1.0
+    prior_std: PositiveAmount = 0.075
+    label_std: PositiveAmount = 1.0
     beta_eps: float = 0.2
     beta_z: float = 0.02
     anneal: float = 0.5
     label_weight: float = 1.0
     mask_weight: float = 0.1
     l1: float = 0.01
-    sampled: int = 0
+    sampled: Count = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("layer", LAYERS), ("similarity", SIMILARITIES),
-                              ("concepts", ("clusters", "axes", "learned")),
-                              ("graph", ("fit", "free", "none"))):
-            check_fields(self, (name, getattr(self, name) in allowed, f"one of {allowed}"))
-        check_config(self, "num_concepts", "hidden", "dim", "temperature", "prior_std", "label_std")
-        check_fields(self, ("graph", self.layer == "linear" or self.graph != "free",
-                            "'fit', 'none', or a given graph with the non-linear layer, which "
-                            "follows a topological order"))
+        self.check(("graph", self.layer == "linear" or self.graph != "free",
+                    "'fit', 'none', or a given graph with the non-linear layer, which follows a "
+                    "topological order"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +140,15 @@ class MacridVAEConfig(CaDVAEConfig):
     concepts, no graph, no labels. Concepts are soft; Gumbel-softmax samples of them (an option of
     the authors) are not offered."""
 
-    num_concepts: int = 7
-    concepts: str = "learned"
-    graph: str = "none"
+    num_concepts: Positive = 7
+    concepts: ConceptSource = "learned"
+    graph: GraphSource = "none"
     beta_z: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concepts:
-    """What is known of the concepts before training.
+    """Facts about the concepts, known before training.
 
     Attributes:
         shares: c, float32 [num_items, K], rows that sum to 1; None = learned.
@@ -338,8 +333,8 @@ class CaDVAE(Recommender):
         """The two KL terms, of eps and of z as the linear layer gives it."""
         c = self.config
         # A mean of given length adds a constant: it is left out.
-        apart = torch.zeros_like(mean) if c.unit_mean else mean
-        parts["kl_eps"] = gaussian_kl(apart, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
+        centre = torch.zeros_like(mean) if c.unit_mean else mean
+        parts["kl_eps"] = gaussian_kl(centre, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
         loss = self.anneal * c.beta_eps * parts["kl_eps"]
         if labels is not None:
             # z is a linear map M of eps; its marginals are Gaussian with variances M^2 sigma^2.
@@ -397,7 +392,7 @@ class CaDVAE(Recommender):
     def schedule(self, step: int, num_steps: int) -> None:
         """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all.
 
-        A step may be announced again, by a run that goes on after a crash: nothing is done twice.
+        A run that continues after a crash may announce a step again: nothing is done twice.
         """
         self.anneal = annealed(step, num_steps, self.config.anneal)
         if not step:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Sequence
 
 import torch
@@ -21,19 +22,16 @@ def acyclicity(a: torch.Tensor) -> torch.Tensor:
 
 
 def topological_order(support: torch.Tensor) -> list[int]:
-    """Concepts with causes before effects, smaller numbers first; raises ValueError on a cycle.
+    """Concepts with causes before effects; raises ValueError on a cycle.
 
     Args:
         support: bool [n, n], row = cause.
     """
-    left, order = list(range(support.shape[0])), []
-    while left:
-        ready = [k for k in left if not bool(support[left, k].any())]
-        if not ready:
-            raise ValueError(f"the graph has a cycle among concepts {left}")
-        order.append(ready[0])
-        left.remove(ready[0])
-    return order
+    causes = {k: column.nonzero()[:, 0].tolist() for k, column in enumerate(support.T)}
+    try:
+        return list(graphlib.TopologicalSorter(causes).static_order())
+    except graphlib.CycleError as error:
+        raise ValueError(f"the graph has a cycle among concepts {error.args[1]}") from None
 
 
 def is_acyclic(support: torch.Tensor) -> bool:
@@ -82,17 +80,14 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
     n = labels.shape[1]
     u = labels.double() - labels.double().mean(0)
     covariance = u.T @ u / len(u)
-    if order is not None:
+    if order is None:
+        found = _notears(covariance, l1)
+    else:
         if sorted(order) != list(range(n)):
             raise ValueError(f"order {list(order)}: expected each of 0..{n - 1} once")
-        allowed = torch.zeros(n, n, dtype=torch.bool)
-        for place, k in enumerate(order):
-            allowed[list(order[:place]), k] = True
-        found = least_squares(covariance, allowed)
-    else:
-        found = _notears(covariance, l1)
-    support = acyclic_support(found, threshold)
-    return least_squares(covariance, support)
+        place = torch.tensor(order).argsort()
+        found = least_squares(covariance, place[:, None] < place)
+    return least_squares(covariance, acyclic_support(found, threshold))
 
 
 def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:

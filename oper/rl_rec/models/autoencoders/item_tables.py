@@ -1,4 +1,4 @@
-"""What the autoencoders share: items as weighted bags and as rows, and the multinomial over items.
+"""Shared parts of the autoencoders: items as weighted bags and as rows, the multinomial over items.
 
 Row 0 of every table is padding: no bag holds it and it is never a candidate.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Histories, NegativeSampler, check_fields, item_table
+from oper.rl_rec.models.base import Histories, NegativeSampler, item_table
 
 
 class ItemBags(nn.Module):
@@ -87,13 +86,6 @@ class ItemRows(nn.Module):
     def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
         """float32 [n, d] from items int64 [n]."""
         return self.rows(self.lookups(items, samples))[self.feature].values()
-
-
-def check_config(config: Any, *positive: str) -> None:
-    """`check_fields` of the `positive` fields, dropout and sampled."""
-    check_fields(config, *((name, getattr(config, name) > 0, "> 0") for name in positive),
-                 ("dropout", 0 <= config.dropout < 1, "0 <= dropout < 1"),
-                 ("sampled", config.sampled >= 0, ">= 0"))
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:

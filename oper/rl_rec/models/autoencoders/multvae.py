@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from oper.ranges import Count, Positive, ShareBelowOne
 from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     ItemRows,
     annealed,
     bag_weights,
-    check_config,
     gaussian_kl,
     multinomial_nll,
     positives,
     rows_of,
     sample,
 )
-from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 
 @dataclass(frozen=True, slots=True)
-class MultVAEConfig:
+class MultVAEConfig(ModelConfig):
     """Sizes and weights; the defaults are the paper's.
 
     Attributes:
@@ -52,17 +52,14 @@ class MultVAEConfig:
         sampled: candidates per step; 0 = the full softmax.
     """
 
-    hidden: int = 600
-    dim: int = 200
+    hidden: Positive = 600
+    dim: Positive = 200
     decoder_hidden: int = 600
     item_bias: bool = True
-    dropout: float = 0.5
+    dropout: ShareBelowOne = 0.5
     beta: float = 0.2
     anneal: float = 0.5
-    sampled: int = 0
-
-    def __post_init__(self) -> None:
-        check_config(self, "hidden", "dim")
+    sampled: Count = 0
 
 
 class MultVAE(Recommender):

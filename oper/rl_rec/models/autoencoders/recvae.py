@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from oper.ranges import Amount, Positive, ShareBelowOne
 from oper.rl_rec.models.autoencoders.item_tables import (
     ItemBags,
     ItemRows,
@@ -31,14 +32,14 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     rows_of,
     sample,
 )
-from oper.rl_rec.models.base import Histories, Recommender, check_fields
+from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 _PRIOR = (3 / 20, 3 / 4, 1 / 10)
 _WIDE = 10.0  # log variance of the third part of the prior
 
 
 @dataclass(frozen=True, slots=True)
-class RecVAEConfig:
+class RecVAEConfig(ModelConfig):
     """Sizes and weights; the defaults are the paper's.
 
     Attributes:
@@ -49,16 +50,11 @@ class RecVAEConfig:
         rounds: turns of encoder and decoder over the whole training.
     """
 
-    hidden: int = 600
-    dim: int = 200
-    dropout: float = 0.5
-    gamma: float = 0.005
-    rounds: int = 50
-
-    def __post_init__(self) -> None:
-        check_fields(self, ("hidden", self.hidden >= 1, ">= 1"), ("dim", self.dim >= 1, ">= 1"),
-                     ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-                     ("gamma", self.gamma >= 0, ">= 0"), ("rounds", self.rounds >= 1, ">= 1"))
+    hidden: Positive = 600
+    dim: Positive = 200
+    dropout: ShareBelowOne = 0.5
+    gamma: Amount = 0.005
+    rounds: Positive = 50
 
 
 class Encoder(nn.Module):

@@ -1,0 +1,41 @@
+"""What the fields of a dataclass may hold, stated in their types: ``dim: Positive = 64``."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Allows the values for which `holds` is true; `expected` describes them in an error."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def one_of(*names: str) -> Rule:
+    """Allows these texts."""
+    return Rule(lambda x: x in names, f"one of {names}")
+
+
+Positive = Annotated[int, Rule(lambda x: x >= 1, ">= 1")]
+Count = Annotated[int, Rule(lambda x: x >= 0, ">= 0")]
+Amount = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "a finite number >= 0")]
+PositiveAmount = Annotated[float, Rule(lambda x: 0 < x < math.inf, "a finite number > 0")]
+Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0..1")]
+ShareBelowOne = Annotated[float, Rule(lambda x: 0 <= x < 1, ">= 0 and < 1")]
+PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
+
+
+def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
+    """(name, is right, expected) of every field of a dataclass whose type is annotated with a
+    `Rule`, or is None or such a type, as `oper.errors.require_fields` takes them."""
+    for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
+        value = getattr(of, name)
+        for part in (hint, *typing.get_args(hint)):
+            for rule in getattr(part, "__metadata__", ()):
+                yield name, value is None or bool(rule.holds(value)), rule.expected
