@@ -310,10 +310,10 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
         error = DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
                             same)
     else:
-        what = {Status.PEER_ENDED: "a peer process has ended",
-                Status.PEER_CLOSED: f"{who} has closed its tables"}.get(
-                    code, f"{who} has given up this exchange")
-        error = PeerLostError(f"{what} before {phase}", "rank", rank,
+        what: dict[int, str] = {Status.PEER_ENDED: "a peer process has ended",
+                                Status.PEER_CLOSED: f"{who} has closed its tables"}
+        error = PeerLostError(f"{what.get(code, f'{who} has given up this exchange')} before "
+                              f"{phase}", "rank", rank,
                               "all ranks alive" if code == Status.PEER_ENDED
                               else "no error on any rank",
                               f"{seen}look at that rank's log and start all ranks again{tail}")
