@@ -16,6 +16,13 @@ class Rule:
     holds: Callable[[Any], bool]
     expected: str
 
+    def allows(self, value: object) -> bool:
+        """Whether `holds` is true of a value; not of one of another type, such as None."""
+        try:
+            return bool(self.holds(value))
+        except TypeError:
+            return False
+
 
 def one_of(*names: str) -> Rule:
     """Allows these texts."""
@@ -35,7 +42,8 @@ def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
     """(name, is right, expected) of every field of a dataclass whose type is annotated with a
     `Rule`, or is None or such a type, as `oper.errors.require_fields` takes them."""
     for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
-        value = getattr(of, name)
-        for part in (hint, *typing.get_args(hint)):
+        value, parts = getattr(of, name), typing.get_args(hint)
+        for part in (hint, *parts):
             for rule in getattr(part, "__metadata__", ()):
-                yield name, value is None or bool(rule.holds(value)), rule.expected
+                is_unset = value is None and type(None) in parts
+                yield name, is_unset or rule.allows(value), rule.expected

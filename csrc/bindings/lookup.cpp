@@ -406,8 +406,11 @@ std::tuple<int64_t, int64_t> lookup_backward(
   return {status.code, status.detail};
 }
 
-// See `refuse_backward` in host/context.h.
-void lookup_refuse(int64_t handle) { refuse_backward(context_of(handle)); }
+// See `refuse_forward` and `refuse_backward` in host/context.h.
+void lookup_refuse(int64_t handle, bool is_forward) {
+  Context& context = context_of(handle);
+  is_forward ? refuse_forward(context) : refuse_backward(context);
+}
 
 // Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
@@ -468,7 +471,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);
-  OPER_OPERATOR(lookup_refuse, "(int handle) -> ()");
+  OPER_OPERATOR(lookup_refuse, "(int handle, bool is_forward) -> ()");
   OPER_OPERATOR(lookup_forget, "(int handle) -> ()");
 }
 

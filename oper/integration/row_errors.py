@@ -46,9 +46,9 @@ def by_precision(plan: Plan, chosen: Precision, stats: AccessStats) -> Plan:
 
 
 def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) -> RowErrors:
-    problem = blocks_of(held, stats)
-    edges, dtypes = problem.edges, [d for d in ROW_TYPES if d != "int4" or held.dim % 2 == 0]
-    ids, block = _sample(held, edges, problem.head_ids)
+    blocks = blocks_of(held, stats)
+    edges, dtypes = blocks.edges, [d for d in ROW_TYPES if d != "int4" or held.dim % 2 == 0]
+    ids, block = _sample(held, edges, blocks.head_ids)
     sums = np.zeros((1 + len(dtypes), edges.size - 1))
     # Also of codes, numbers: they may be stored with fewer bits.
     for begin, rows in source.rows(key, held, replace(held, dtype="float32", optimizer="none")):

@@ -3,13 +3,14 @@
 Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
 bytes once. Under an error budget the bytes are least when, for a single price of error, every range
 of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
-the price is found by bisection. A large block of rows may cross at that price and change the error
-by much, so what is left of the budget is spent on a part of its rows. In each table hotter rows get
-no narrower type than colder ones, so a table has at most as many ranges as there are types.
+the price is found by bisection. Many blocks may cross to a narrower type at that price, so what is
+left of the budget is spent on them table by table, block by block. In each table hotter rows get no
+narrower type than colder ones, so a table has at most as many ranges as there are types.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, require
-from oper.search.problem.statement import IDS, TableProblem, make_table
+from oper.search.problem.statement import IDS, make_table
 from oper.stats import AccessStats
 from oper.tables import TableSpec, bytes_of_row
 
 ROW_TYPES = ("float16", "int8", "int4")  # widest first
 _BISECTIONS = 60
+_PARTS = 64  # of a table at least: what crosses to a narrower type at once
 _LARGEST_PRICE = 1e30
 
 
@@ -56,31 +58,51 @@ class Precision:
     num_bytes: int
 
 
-def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """A table's rows in order of hotness, in blocks.
+
+    Attributes:
+        edges: int64 [K + 1], positions; block k is [edges[k], edges[k + 1]).
+        lookups: float64 [K], expected lookups of all rows of a block, relative to each other.
+        head_ids: int64 [H], ids in order of hotness; empty if ids are positions.
+    """
+
+    edges: np.ndarray
+    lookups: np.ndarray
+    head_ids: np.ndarray
+
+
+def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
     """Cut a table into blocks of about equal hotness, for which `RowErrors` can be measured.
 
-    Of the result, `edges` are the ends of the blocks and `head_ids` the ids in order of hotness;
-    `head_ids` is empty if ids are positions.
+    A block whose rows have a known order has at most a 64th of the table's rows, about.
     """
-    return make_table(spec, stats, 1, 1)
+    problem = make_table(spec, stats, 1, 1)
+    num_known = spec.num_rows if problem.ids_are_positions else problem.head_ids.size
+    sizes = np.diff(problem.edges)
+    parts = np.where(problem.edges[1:] <= num_known, -(-sizes * _PARTS // spec.num_rows), 1)
+    block = np.repeat(np.arange(sizes.size), parts)
+    nth = np.arange(block.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    begins = problem.edges[block] + nth * sizes[block] // parts[block]
+    edges = np.unique(np.append(begins, spec.num_rows))
+    inside = np.searchsorted(problem.edges, edges[:-1], side="right") - 1
+    lookups = problem.blocks[inside, IDS] * np.diff(edges) / sizes[inside]
+    return Blocks(edges, lookups, problem.head_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """Sums over the blocks before each edge, by type [D, K + 1].
-
-    The first `num_known` positions are those of known rows.
-    """
+    """Sums over the blocks before each edge, by type [D, K + 1]."""
 
     edges: np.ndarray
-    num_known: int
     dtypes: list[str]
     num_bytes: np.ndarray
     error: np.ndarray
     energy: float
 
     def ranges(self, price: float) -> list[int]:
-        """The positions at which the types end, in order, when error has a price."""
+        """The edges at which the types end, in order, when error has a price."""
         cost = self.num_bytes + price * self.error
         every = np.arange(self.edges.size)
         least, begins = cost[0], []
@@ -92,13 +114,24 @@ class _Table:
         stops = [self.edges.size - 1]
         for begin in reversed(begins):
             stops.append(int(begin[stops[-1]]))
-        return [int(self.edges[stop]) for stop in stops[::-1]]
+        return stops[::-1]
 
-    def total(self, sums: np.ndarray, ends: Sequence[int]) -> float:
-        """Of bytes or errors, of all ranges; rows of a block have its mean."""
-        begins = [0, *ends[:-1]]
-        return float(sum(np.diff(np.interp([begin, end], self.edges, mine))[0]
-                         for mine, begin, end in zip(sums, begins, ends, strict=True)))
+    def narrowed(self, within: Sequence[int], beyond: Sequence[int], allowed: float) -> list[int]:
+        """The edges on the way from `within` to `beyond` that come furthest with an error of at
+        most `allowed`, which `within` has."""
+        most = max(1, *(abs(b - a) for a, b in zip(within, beyond, strict=True)))
+
+        def after(steps: int) -> list[int]:
+            return [a + (b - a) * steps // most for a, b in zip(within, beyond, strict=True)]
+
+        return after(max(0, bisect.bisect_right(
+            range(most + 1), allowed, key=lambda k: self.total(self.error, after(k))) - 1))
+
+    def total(self, sums: np.ndarray, stops: Sequence[int]) -> float:
+        """Of bytes or errors, of all ranges."""
+        begins = [0, *stops[:-1]]
+        return float(sum(mine[stop] - mine[begin]
+                         for mine, begin, stop in zip(sums, begins, stops, strict=True)))
 
 
 def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
@@ -124,13 +157,13 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
     allowed = error_budget * energy
 
     def at(price: float) -> tuple[float, dict[str, list[int]]]:
-        ends = {name: t.ranges(price) for name, t in found.items()}
-        return sum(t.total(t.error, ends[name]) for name, t in found.items()), ends
+        stops = {name: t.ranges(price) for name, t in found.items()}
+        return sum(t.total(t.error, stops[name]) for name, t in found.items()), stops
 
-    lost, ends = at(0.0)
+    lost, stops = at(0.0)
     if lost > allowed:
-        beyond = ends  # more error than allowed, at the highest price that has been tried
-        lost, ends = at(_LARGEST_PRICE)
+        beyond = stops  # with more error than allowed, at the highest price that was tried
+        lost, stops = at(_LARGEST_PRICE)
         if lost > allowed:
             raise PlanInfeasibleError(what, "error_budget", error_budget,
                                       f">= {lost / energy:.3g}, what the widest type loses",
@@ -140,43 +173,34 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
             middle = (low + high) / 2
             more, there = at(math.exp(middle))
             if more <= allowed:
-                high, lost, ends = middle, more, there
+                high, lost, stops = middle, more, there
             else:
                 low, beyond = middle, there
         for name, t in found.items():
-            before = t.total(t.error, ends[name])
-            more = t.total(t.error, beyond[name]) - before
-            # Colder rows cross first and add less error: a share of them adds at most that share.
-            share = min(1.0, (allowed - lost) / more) if more > 0 else 0.0
-            part = [mine + int(share * (theirs - mine))
-                    for mine, theirs in zip(ends[name], beyond[name], strict=True)]
-            # Rows that were never looked up have no order, so that only all of them may cross.
-            part = [end if end <= t.num_known or end in (mine, theirs) else mine
-                    for end, mine, theirs in zip(part, ends[name], beyond[name], strict=True)]
-            after = lost + t.total(t.error, part) - before
-            if after <= allowed:
-                ends[name], lost = part, after
+            lost -= t.total(t.error, stops[name])
+            stops[name] = t.narrowed(stops[name], beyond[name], allowed - lost)
+            lost += t.total(t.error, stops[name])
     dtypes = {}
     for name, t in found.items():
-        ranges = zip(ends[name], [0, *ends[name][:-1]], t.dtypes, strict=True)
-        dtypes[name] = [(end, dtype) for end, begin, dtype in ranges if end > begin]
+        ends = zip(stops[name], [0, *stops[name][:-1]], t.dtypes, strict=True)
+        dtypes[name] = [(int(t.edges[stop]), dtype) for stop, begin, dtype in ends if stop > begin]
     return Precision(dtypes, lost / energy if energy else 0.0, round(sum(
-        t.total(t.num_bytes, ends[name]) for name, t in found.items())))
+        t.total(t.num_bytes, stops[name]) for name, t in found.items())))
 
 
 def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
-    problem = blocks_of(spec, stats)
-    rows, lookups = np.diff(errors.edges), problem.blocks[:, IDS]
+    blocks = blocks_of(spec, stats)
+    rows, lookups = np.diff(errors.edges), blocks.lookups
     require(f"cannot choose types of table {spec.name!r}",
             "measure the errors by the same statistics",
-            ("edges", errors.edges[:4].tolist(), np.array_equal(problem.edges, errors.edges),
-             f"{problem.edges[:4].tolist()}..."))
+            ("edges", errors.edges[:4].tolist(), np.array_equal(blocks.edges, errors.edges),
+             f"{blocks.edges[:4].tolist()}..."))
     dtypes = [dtype for dtype in ROW_TYPES if dtype in errors.squared]
 
     def sums(each: np.ndarray) -> np.ndarray:
         return np.concatenate([np.zeros(1), np.cumsum(each)])
 
-    return _Table(errors.edges, problem.head_ids.size or spec.num_rows, dtypes,
+    return _Table(errors.edges, dtypes,
                   np.stack([sums(rows * float(bytes_of_row(d, spec.dim))) for d in dtypes]),
                   np.stack([sums(lookups * errors.squared[d]) for d in dtypes]),
                   float(lookups @ errors.energy))

@@ -220,7 +220,7 @@ class Server:
     def stop(self) -> None:
         """Refuse new requests, finish those in flight, end the workers. Idempotent."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
 
     def __enter__(self) -> Self:

@@ -274,7 +274,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
                         "room for the batch's distinct rows",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
-    assert failed is not None
+    assert failed is not None, f"status {code} without a batch"
     batch, offsets = failed.batch, failed.offsets
     if code == Status.BAG_OUT_OF_RANGE:
         assert batch.shared is not None

@@ -229,7 +229,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             else:
                 batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
-            batch = self.in_bounds(batch)
+            # A malformed batch is refused below, where the other ranks are told.
+            with contextlib.suppress(InvalidInputError):
+                batch = self.in_bounds(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
             trains = len(self.frozen) < len(self.specs)
             if trains or (batch.weights is not None and batch.weights.requires_grad):
@@ -264,9 +266,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
         collective = collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
-            self._checks.check(batch)
             is_collective = self._exchange is not None or (collective and self.has_push)
-            if not batch.lengths.any() and not is_collective:
+            if not is_collective:
+                self._checks.check(batch)
+            if not is_collective and not batch.lengths.any():
                 dim = self.output_columns if batch.pooled else self.directories[0].table.dim
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
@@ -278,7 +281,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 known and known.addresses, shared and shared.bags,
                 shared and shared.samples)
         except RuntimeError:  # as when the operator is that of another device
-            self._checks.check(batch)
+            try:
+                self._checks.check(batch)
+            except InvalidInputError:
+                if collective and self.device.type == "cpu":
+                    torch.ops.oper.lookup_refuse(self.handle, True)
+                raise
             raise
         if code:
             if code == Status.BAD_BATCH:

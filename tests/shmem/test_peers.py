@@ -22,12 +22,14 @@ from tests.runtime_support import bags_of_one, run_ranks
 from tests.support import pushed
 
 
-def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup]) -> list[OperError]:
+def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str = "fatal"
+                      ) -> list[OperError]:
     """What ranks are told of a batch that one of two refuses: they leave it out, and go on."""
     errors: list[OperError] = []
 
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        tables.bounds.mode = bounds
         before = tables.read("t", 0, 20)
         start = time.monotonic()
         with pytest.raises(OperError) as caught:
@@ -74,4 +76,19 @@ def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, wo
     (mine,) = [e for e in errors if isinstance(e, InvalidInputError)]
     (others,) = [e for e in errors if isinstance(e, PeerLostError)]
     assert re.search(words, str(mine)), mine
+    assert others.rank == 1 and "refused its batch" in str(others)
+
+
+@pytest.mark.parametrize("batch", [
+    replace(bags_of_one(_IDS), lengths=torch.ones(9, dtype=torch.int64)),
+    replace(bags_of_one(_IDS), ids=_IDS.to("meta")),
+    replace(bags_of_one(_IDS[:0]), lengths=torch.ones(10, dtype=torch.int64), batch_size=0),
+], ids=["number of lengths", "device", "batch size"])
+@pytest.mark.parametrize("bounds", ["fatal", "warning"])
+def test_a_malformed_batch_releases_the_others(batch: Lookup, bounds: str) -> None:
+    """Also one that is found to be malformed before it comes to the kernels."""
+    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
+                               "striped"))
+    errors = _one_rank_refuses(plan, lambda rank: batch if rank else bags_of_one(_IDS), bounds)
+    (others,) = [e for e in errors if isinstance(e, PeerLostError)]
     assert others.rank == 1 and "refused its batch" in str(others)

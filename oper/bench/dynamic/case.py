@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,10 +166,7 @@ def _time(case: DynamicCase, run: Run, sides: Mapping[str, Any], mch: ManagedCol
     else:
         whole = [make_kjt(work, keys_of(np.concatenate(x, axis=1))) for x in run.everyones_ids()]
         runs["mch"] = on_threads(case.num_threads, over(whole, mch.step))
-    gc.freeze()
-    steps = run.time(runs, aligner(sides["dynamic"].tables))
-    gc.unfreeze()
-    return steps
+    return run.time(runs, aligner(sides["dynamic"].tables))
 
 
 def _totals(tables: Any) -> dict[str, int]:

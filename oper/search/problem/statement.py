@@ -4,11 +4,12 @@ Rows never appear one by one. A table is cut into blocks of about equal hotness,
 number of rows (the hottest rows alone, then blocks that grow by about a third), and each block is
 described by four numbers, its *features*:
 
-====================  ============================================================== ROWS
-rows IDS                   expected ids per rank and batch, `B L p_r` summed TOUCHED
-expected distinct rows in one rank's batch, `u_r(B)` summed TOUCHED_ALL           expected distinct
-rows in all ranks' batches, `u_r(WB)` summed ====================
-==============================================================
+===========  ====================================================================
+ROWS         rows
+IDS          expected ids per rank and batch, `B L p_r` summed
+TOUCHED      expected distinct rows in one rank's batch, `u_r(B)` summed
+TOUCHED_ALL  expected distinct rows in all ranks' batches, `u_r(WB)` summed
+===========  ====================================================================
 
 `u_r(n) = 1 - E[(1 - p_r)^L]^n` for n bags of independent ids, over the distribution of the bag
 length L. With its mean alone, `1 - (1 - p_r)^(n E[L])`, rows of rare long bags would count as

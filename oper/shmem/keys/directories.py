@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError
-from oper.shmem.batch import BatchChecks, Lookup, SeenKeys, version_of
+from oper.shmem.batch import Lookup, SeenKeys, version_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
@@ -40,7 +40,6 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
-from oper.shmem.status import Status
 
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
@@ -121,7 +120,6 @@ class Keys:
             [self.tables.get(table, -1) for _, table in tables.features]))
         # Buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
-        self._checks = BatchChecks()
         self._history = RowHistory()
         self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
                                                      [0] * (len(rules) + 1))
@@ -166,9 +164,7 @@ class Keys:
         rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
                                                        batch.batch_size, trains)
         if code:
-            if code == Status.BAD_BATCH:
-                self._checks.check(batch)
-            return batch  # refused by the kernels
+            return batch  # refused by the lookup, which tells the other ranks
         seen: tuple[SeenKeys, ...] = ()
         if trains:
             version = version_of(ids)

@@ -3,7 +3,8 @@
 A row is a float16 scale, a float16 bias and one code per column; a column's number is
 ``scale * code + bias``. Scale and bias are those of FBGEMM's
 ``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``, with which TorchRec's
-``quantize_inference_model`` makes its tables: the same codes, bit for bit.
+``quantize_inference_model`` makes its tables: the same codes, bit for bit. Only the sign of a bias
+of zero may differ, in rows that contain both zeros.
 """
 
 from __future__ import annotations
