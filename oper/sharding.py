@@ -372,10 +372,10 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
 
 def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[TableSpec]
              ) -> AccessStats:
-    """Statistics in which dynamic tables have those of their rows instead of those of their keys.
+    """Statistics in which those of a dynamic table describe its rows instead of its keys.
 
-    It is unknown which rows keys will have: where the order of the rows is taken for that of
-    hotness, all rows of a dynamic table are alike.
+    It is unknown which row a key will get, so all rows of a dynamic table are assumed to be equally
+    hot wherever the order of rows stands for hotness.
     """
     from oper.analysis.capacity import rows_of_keys
 

@@ -3,9 +3,10 @@
 Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
 bytes once. Under an error budget the bytes are least when, for a single price of error, every range
 of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
-the price is found by bisection. A large block of rows may cross at that price and change the error
-by much, so what is left of the budget is spent on a part of its rows. In each table hotter rows get
-no narrower type than colder ones, so a table has at most as many ranges as there are types.
+the price is found by bisection. A large block of rows may change its type at that price, which
+changes the error by much; the rest of the budget is spent by changing only a part of its rows. In
+each table hotter rows never get a narrower type than colder ones, so a table has at most as many
+ranges as there are types.
 """
 
 from __future__ import annotations

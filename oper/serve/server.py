@@ -140,11 +140,11 @@ class Server:
         """Start the workers and listen; returns when all of them can serve.
 
         Args:
-            signals: from here on they are only noted, and a stop ends the start.
+            signals: from this call on, signals are only recorded; a stop signal aborts the start.
 
         Raises:
             OperError: a worker could not start; the port is taken.
-            KeyboardInterrupt: `signals` had noted a stop; the workers have ended.
+            KeyboardInterrupt: `signals` recorded a stop; the workers have ended.
         """
         import torch.multiprocessing as processes
 
@@ -160,7 +160,7 @@ class Server:
         except OSError as error:
             raise self._cannot_listen(error) from error
         if signals is not None:
-            signals.interrupts = False  # an exception could leave the thread behind, and hang
+            signals.interrupts = False  # an exception could leave the thread running and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
         try:
