@@ -42,12 +42,12 @@ class Source(Protocol):
     signature: Signature
 
     def opener(self) -> Callable[[], Predictor]:
-        """What a worker makes its predictor with; picklable."""
+        """The function with which a worker makes its predictor; picklable."""
         ...
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        """Read and check new weights; what it returns gives them to all workers at once and returns
-        their epoch. Requests flow meanwhile."""
+        """Read and check new weights, while requests are served. The returned function puts them in
+        service in all workers at once and returns their epoch."""
         ...
 
     def close(self) -> None:
