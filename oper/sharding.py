@@ -246,7 +246,7 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradient accumulation: k backward passes, one update of the tables.
 
-    Like DistributedDataParallel's ``no_sync``; use both together. Backward passes inside leave their
+    Like DistributedDataParallel's ``no_sync``; use both. Backward passes inside leave their
     table gradients on their rank and are not collective; the first one outside adds its own and
     updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
     optimizer drops these gradients. Where ``gradient_guard="stop"`` refuses a pass inside, no rank
