@@ -91,9 +91,9 @@ class Publication(Publisher):
               timeout_s: float = 1.0) -> int:
         """Change some rows, and dense weights, in place and at once for every worker.
 
-        The cost is that of what changes, without a second copy of the tables; calls that begin
-        meanwhile wait until the rows are copied. The result equals that of a `publish` of all
-        weights, bit for bit.
+        The cost is proportional to the rows changed, without a second copy of the tables. Calls
+        that begin during the copy wait until it is done. The result equals that of a `publish` of
+        all weights, bit for bit.
 
         Args:
             rows: by table name, ids int64 [n], each once, and floats [n, dim].
@@ -369,7 +369,7 @@ def _by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec
 
 
 def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor]:
-    """Weights beside the tables by ``state_dict`` key."""
+    """All weights except the tables, by ``state_dict`` key."""
     inside = [f"{t.path}." for t in targets]
     if any(t.path == "" for t in targets):
         return {}

@@ -39,8 +39,8 @@ PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 
 def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
-    """(name, is right, expected) of every field of a dataclass whose type is annotated with a
-    `Rule`, or is None or such a type, as `oper.errors.require_fields` takes them."""
+    """(name, is right, expected) of every field of the dataclass instance `of` whose type is
+    annotated with a `Rule`, or is such a type or None, for `oper.errors.require_fields`."""
     for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
         value, parts = getattr(of, name), typing.get_args(hint)
         for part in (hint, *parts):

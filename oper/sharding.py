@@ -246,7 +246,7 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradient accumulation: k backward passes, one update of the tables.
 
-    As DistributedDataParallel's ``no_sync``, and used beside it. Backward passes inside leave their
+    Like DistributedDataParallel's ``no_sync``; use both. Backward passes inside leave their
     table gradients on their rank and are not collective; the first one outside adds its own and
     updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
     optimizer drops these gradients. Where ``gradient_guard="stop"`` refuses a pass inside, no rank
@@ -372,10 +372,10 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
 
 def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[TableSpec]
              ) -> AccessStats:
-    """Statistics in which dynamic tables have those of their rows instead of those of their keys.
+    """Statistics in which those of a dynamic table describe its rows instead of its keys.
 
-    It is unknown which rows keys will have: where the order of the rows is taken for that of
-    hotness, all rows of a dynamic table are alike.
+    It is unknown which row a key will get, so all rows of a dynamic table are assumed to be equally
+    hot wherever the order of rows stands for hotness.
     """
     from oper.analysis.capacity import rows_of_keys
 

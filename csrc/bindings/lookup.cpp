@@ -121,7 +121,7 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
-// Whether each key has the bags of exactly one feature, so that their bounds may be made while pooling.
+// Whether each key has the bags of exactly one feature, so that their bounds can be computed while pooling.
 bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
   const size_t n = context.features.size();
   if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t kReaderSlots = 1024;
 
-// One process; a line of its own, which no other process writes while it lives.
+// The slot of one process, in a separate cache line that only this process writes while it lives.
 struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };
@@ -139,8 +139,8 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
   }
 }
 
-// Rows of numbers [n, dim] as codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns the first row that cannot be
-// coded, or -1.
+// Quantises rows of numbers [n, dim] to codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns the first row that
+// cannot be quantised, or -1.
 int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
   const std::map<ScalarType, RowType> types{{ScalarType::Float, RowType::kFloat32},
                                             {ScalarType::Half, RowType::kFloat16},

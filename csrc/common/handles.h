@@ -36,7 +36,7 @@ class Handles {
     return next_++;
   }
   Object& at(int64_t handle) { return *share(handle); }
-  // Lives as long as the caller holds it, even if it is closed meanwhile.
+  // Lives as long as the caller holds it, even if it is closed in the meantime.
   std::shared_ptr<Object> share(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = objects_.find(handle);

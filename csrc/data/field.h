@@ -88,7 +88,7 @@ inline const char* whole(const Field& f, int64_t* value) {
     return static_cast<double>(*value) == number ? p : nullptr;
 }
 
-// The place behind a field that is not read; null when it holds what has to be looked at.
+// The position after a field that is not read; null if the field contains characters that must be examined.
 inline const char* skip(const Field& f) {
     auto p = static_cast<const char*>(std::memchr(f.at, f.separator, f.end - f.at));
     if (!p) p = f.end;

@@ -457,7 +457,7 @@ struct DistinctRows {
 // row is read directly.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
-// In the place of a collective `forward` of a rank that cannot take part: no rank looks this batch up.
+// Called instead of a collective `forward` by a rank that cannot take part: no rank then looks this batch up.
 void refuse_forward(Context& context);
 
 // Rows of bags, as `forward` leaves them, to those of samples; `out` may be `pooled` where samples are in

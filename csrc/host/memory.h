@@ -65,7 +65,7 @@ class Buffer {
 template <class Object>
 class Spares {
  public:
-  // A free one, or a new one; free again when the result is destroyed.
+  // A free object, or a new one; it becomes free again when the result is destroyed.
   template <class... Arguments>
   auto borrow(const Arguments&... arguments) {
     const auto give_back = [this](Object* one) {

@@ -130,7 +130,7 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
         stays = _seen_lately(counts / max(1.0, float(counts @ keys)), admitted, in_use)
         held = admitted * stays
     hits = admitted * (counts - waits) * stays
-    # A key that misses gets a row, if only until the next new key.
+    # A key that misses gets a row, even if only until the next new key.
     inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays))
     return _Held(keys, held, hits, counts * keys - hits, inserts)
 

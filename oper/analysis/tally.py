@@ -8,7 +8,7 @@ import numpy as np
 
 from oper.support.native import Counts, address, library
 
-_FEW = 1 << 12  # counts below are distinguished when a table is purged
+_FEW = 1 << 12  # smaller counts are told apart exactly when a table is purged
 _FIRST_BITS = 12
 _NARROW = 1 << 32  # ids and accesses below fit slots of 8 bytes
 _EMPTY = np.zeros(0, np.int64)

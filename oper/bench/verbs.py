@@ -16,7 +16,7 @@ from oper.errors import InvalidInputError
 from oper.support.files import check_target
 
 # A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
-# tables of its report, see `report`. It may have ``NOTE``, what stands below them;
+# tables of its report, see `report`. It may have ``NOTE``, a text to print below them;
 # ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
 # ``totals(entries)`` where the record has more than its cases, and ``remarks(entries)`` for what no
 # table says.

@@ -78,7 +78,7 @@ class Folder:
         bucket: name of the time bucket column.
         num_rows: rows of each table, in the order of `sparse`; empty where ids are raw.
         rows: rows of the log by split.
-        multi_hot: those of `sparse` that hold a bag of ids per row.
+        multi_hot: the columns of `sparse` that hold a bag of ids per row.
         missing_ids: id of a missing field by sparse column; 0 where missing fields share row 0 with
             rare and unseen values (in hashed columns row 0 is theirs alone).
         raw_ids: whether ids are raw 64-bit keys, for dynamic tables, instead of row numbers.

@@ -19,9 +19,9 @@ ROUNDS = 50
 def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
     """The concepts that `CaDVAE` needs before training.
 
-    Item concepts (`config.concepts`), the labels' weights of activity, mean and standard deviation
-    over the training users, and the graph fitted on those labels (`config.graph`). The labels are
-    standardised before, so that directions among them are one reading of several.
+    These are the item concepts (`config.concepts`), the labels' weights of activity, mean and
+    standard deviation over the training users, and the graph fitted on the labels (`config.graph`).
+    Labels are standardised first, so the directions of the graph are one interpretation of several.
     """
     k = config.num_concepts
     if config.concepts == "learned":
@@ -52,12 +52,12 @@ def activity_weights(counts: torch.Tensor) -> torch.Tensor:
 
     Active users have more of everything, so activity correlates concepts that have nothing to do
     with each other. One factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the
-    covariance v = Var(a) between every two concepts. Here v is the median covariance of the pairs
-    (the lower one, at least 0), so that fewer than half of the pairs may be related otherwise;
-    negative ones never make it smaller than 0. The factor is estimated by the mean with weights
-    ``t / d_k``, ``t = 1 / sum 1 / d_k``, and taken off ``1 - sqrt(t / (v + t))`` times: with that,
-    and neither with less nor with more, the covariances between concepts become 0. Counts that are
-    independent have v = 0 and stay as they are. With K = 2 any positive covariance is activity.
+    covariance v = Var(a) between every two concepts. Here v is the lower median of the covariances
+    of all pairs, but at least 0; it is unaffected if fewer than half of the pairs are related in
+    other ways as well. The factor is estimated by the mean with weights ``t / d_k``,
+    ``t = 1 / sum 1 / d_k``, and ``1 - sqrt(t / (v + t))`` times the estimate is subtracted: exactly
+    this multiple makes the covariances between concepts 0. Independent counts have v = 0 and do not
+    change. With K = 2 any positive covariance is taken for activity.
 
     Args:
         counts: log counts, float [N, K].

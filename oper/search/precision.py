@@ -3,8 +3,8 @@
 Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
 bytes once. Under an error budget the bytes are least when, for a single price of error, every range
 of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
-the price is found by bisection. Many blocks may cross to a narrower type at that price, so what is
-left of the budget is spent on them table by table, block by block. In each table hotter rows get no
+the price is found by bisection. Many blocks may change to a narrower type at that price; the rest
+of the budget is spent on them table by table, block by block. In each table hotter rows never get a
 narrower type than colder ones, so a table has at most as many ranges as there are types.
 """
 

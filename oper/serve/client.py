@@ -275,7 +275,7 @@ class Client:
                 self._asked[found.worker] += 1
             if found.sock is None or not _is_closed(found.sock):
                 return found
-            found.close()  # the server has closed it meanwhile: no request was lost
+            found.close()  # the server closed it while it was idle: no request was lost
             self._has_answered(found.worker)
 
     def _has_answered(self, worker: str | None) -> None:

@@ -117,7 +117,7 @@ class Request:
         self._check_ids(signature, totals)
 
     def _check_ids(self, signature: Signature, totals: np.ndarray) -> None:
-        """Every id lies inside its table."""
+        """Check that every id is a row of its table."""
         if not self.ids.size:
             return
         rows = [-1 if n is None else n for n in signature.num_rows]

@@ -42,12 +42,12 @@ class Source(Protocol):
     signature: Signature
 
     def opener(self) -> Callable[[], Predictor]:
-        """What a worker makes its predictor with; picklable."""
+        """The function with which a worker makes its predictor; picklable."""
         ...
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        """Read and check new weights; what it returns gives them to all workers at once and returns
-        their epoch. Requests flow meanwhile."""
+        """Read and check new weights, while requests are served. The returned function puts them in
+        service in all workers at once and returns their epoch."""
         ...
 
     def close(self) -> None:
@@ -140,11 +140,11 @@ class Server:
         """Start the workers and listen; returns when all of them can serve.
 
         Args:
-            signals: from here on they are only noted, and a stop ends the start.
+            signals: from this call on, signals are only recorded; a stop signal aborts the start.
 
         Raises:
             OperError: a worker could not start; the port is taken.
-            KeyboardInterrupt: `signals` had noted a stop; the workers have ended.
+            KeyboardInterrupt: `signals` recorded a stop; the workers have ended.
         """
         import torch.multiprocessing as processes
 
@@ -160,7 +160,7 @@ class Server:
         except OSError as error:
             raise self._cannot_listen(error) from error
         if signals is not None:
-            signals.interrupts = False  # an exception could leave the thread behind, and hang
+            signals.interrupts = False  # an exception could leave the thread running and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
         try:

@@ -12,13 +12,13 @@ OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT (stop) and SIGHUP (reload) from entering on; the main thread's.
+    """Records SIGTERM and SIGINT (stop) and SIGHUP (reload) within a block of the main thread.
 
-    Until there is a server that looks at `stop`, a stop raises KeyboardInterrupt.
+    Until a server checks `stop`, a stop signal raises KeyboardInterrupt.
 
     Attributes:
         stop: whether the server is to stop.
-        reload: whether weights are to be read again; whoever does so clears it.
+        reload: whether weights are to be read again; the reader clears it.
         interrupts: whether a stop raises KeyboardInterrupt; the server clears it.
     """
 

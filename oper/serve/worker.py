@@ -208,7 +208,7 @@ class _Worker:
 
     def _evict_idle(self) -> None:
         """Beyond the connections that there may be, those without a request go whose last one is
-        longest ago, as in nginx: idle clients, however many, keep nobody out."""
+        longest ago, as in nginx: idle clients, however many, keep no new client out."""
         too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
         if too_many <= 0:
             return

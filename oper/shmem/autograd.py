@@ -68,7 +68,7 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
                 tables: Tables, batch: Lookup) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
-            # Copies, since changes of these would go unnoticed.
+            # Copies, since changes of the originals would go undetected.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
                             weights=None if weights is None else weights.clone())
         shared = batch.shared

@@ -24,11 +24,11 @@ class SeenKeys:
         ids: int64 or int32 [N], as they were given.
         version: how often `ids` had been changed in place; -1 = not counted.
         rows: int64 or int32 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
-        counts: int64 [N], how often each key with a row is looked up, as the directories take it.
-        missed: int64 [M], the keys without a row, part after part.
-        parts: int64 [P, 6]: number of a dynamic table, its ids [begin, end), how many are missed,
-            and what the directories note of `counts`.
-        updates: of the directories before the lookup.
+        counts: int64 [N], lookups of each key with a row, in the form that the directories take.
+        missed: int64 [M], the keys without a row, part by part.
+        parts: int64 [P, 6]: number of a dynamic table, its ids [begin, end), number of missed ids,
+            and the figures that the directories keep about `counts`.
+        updates: number of updates of the directories before the lookup.
     """
 
     ids: torch.Tensor
@@ -54,7 +54,7 @@ class SharedBags:
     samples: torch.Tensor
 
 
-# Fields are never reassigned; `frozen` would set each of them by a call, in every batch.
+# Fields are never reassigned; `frozen` would cost a function call per field in every batch.
 @dataclass(slots=True)
 class Lookup:
     """One batch of lookups.
@@ -249,8 +249,8 @@ def refuse_weight_gradient(batch: Lookup) -> None:
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
-    """Raise the error that a status code of the kernels stands for; those of `PEER_FAILURES` that a
-    barrier or an exchange reports are not among them (`raise_verdict`).
+    """Raise the error for a status code of the kernels. `raise_verdict` does so for the codes in
+    `PEER_FAILURES`, which a barrier or an exchange reports.
 
     Args:
         code, detail: values returned by the operator; see `Status`.

@@ -58,7 +58,7 @@ class _Uncached:
     """A file that is written past the page cache, front to back.
 
     The cache would cost a copy, new pages, and later the kernel's work of writing them, on cores
-    that other processes compute on. Instead blocks of one aligned buffer are written directly
+    that other processes use. Instead, blocks of one aligned buffer are written directly
     (``O_DIRECT`` of open(2)). The remainder at the end, and everything on a file system without
     direct writes, is written the usual way.
     """

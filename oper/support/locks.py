@@ -93,10 +93,10 @@ def alone(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def used(folder: Path) -> Iterator[None]:
-    """Use a folder of temporary files, which may not be there yet, inside the block.
+    """Use a folder of temporary files inside the block; it is made if it does not exist.
 
-    Any number of processes may. The last one to leave removes the folder, unless an error ends its
-    block: then its contents are kept for another attempt.
+    Any number of processes may use it at once. The last one to leave removes the folder, unless an
+    error ends its block: then the contents are kept for another attempt.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)

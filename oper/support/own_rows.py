@@ -1,4 +1,4 @@
-"""Marks on inverse indices by which every sample has a row of its own.
+"""Marks for inverse indices that give every sample its own row.
 
 The creator of the indices knows this at no cost; checking it later would read memory that is no
 longer cached.

@@ -173,7 +173,7 @@ class TrainConfig:
             optimizer states included, for example for the next day. Tables may have grown (``oper
             vocabulary extend``). Needs ``sharding="oper"``.
         remap: the vocabulary that ``oper vocabulary extend --reorder`` wrote between the run of
-            `start` and this one: rows are renumbered by it.
+            `start` and this one; it determines how rows are renumbered.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training continues; needs `checkpoint_every`.
         guard: reaction to a gradient that is not finite, if tables are sharded by ``"oper"``:

@@ -31,8 +31,8 @@ def by_phase(phases: torch.Tensor) -> dict[str, Any]:
     """The result of `take_phases`, or its sum over ranks, by phase, JSON-serializable.
 
     ``count`` batches took ``sum_s`` seconds; ``below_us`` maps an upper bound in microseconds to
-    the number of batches below it and not below half of it (``"inf"``: the longest). Phases without
-    a batch are left out.
+    the number of batches from half of it to just below it (``"inf"``: the longest ones). Phases
+    without a batch are left out.
     """
     found: dict[str, Any] = {}
     for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):

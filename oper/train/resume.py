@@ -188,8 +188,7 @@ class Checkpoints:
         _log.info("starting from step %d of %s", step, folder)
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
-        """Raise InvalidInputError where a run's dynamic tables cannot continue in those of this
-        one.
+        """Raise InvalidInputError if a run's dynamic tables cannot be continued by this run's.
 
         Loading would fail as well, but could only report sizes and names.
         """
@@ -219,7 +218,7 @@ class Checkpoints:
 
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The settings that decide where the keys of dynamic tables lie."""
+    """The settings that determine the rows of the keys of dynamic tables."""
     if not dynamic["rows"]:
         return {"dynamic.rows": 0}
     return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],

@@ -59,7 +59,7 @@ OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t
   out[n] = first;
 }
 
-// Past the caches, where whole lines are. No other thread writes or reads these bounds meanwhile.
+// Stores whole cache lines past the caches. No other thread writes or reads these bounds at the same time.
 OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(to) % 64 == 0)
@@ -69,7 +69,7 @@ OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   std::copy(from + i, from + n, to + i);
 }
 
-// A block of at most kTaskBags bags whose bounds are not made yet.
+// A block of at most kTaskBags bags whose bounds have not been computed yet.
 struct NewBounds {
   alignas(64) int64_t bounds[kTaskBags + 1];
   FeatureBags bags;

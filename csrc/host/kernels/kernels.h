@@ -47,9 +47,9 @@ struct SampleJob {
 // Rows of numbers, one after another, that become rows of codes; see common/elements.h.
 struct QuantiseJob {
   const void* rows;  // float32, float16 or bfloat16 [num_rows, dim]
-  RowType type;      // theirs
+  RowType type;      // of `rows`
   int64_t num_rows, dim;
-  bool four_bits;  // of an even dim
+  bool four_bits;  // then dim is even
   uint8_t* out;    // [num_rows, row_bytes]
   int64_t row_bytes;
 };

@@ -1,6 +1,6 @@
 // Rows of numbers to rows of 8-bit or 4-bit codes, as FBGEMM makes them. Part of kernels.inl.
 
-// The nearest float16, of two equally near ones the even one. Past the largest it is infinite.
+// The nearest float16; of two equally near ones, the even one. Infinite beyond the largest float16.
 OPER_INLINE Float16 nearest_half(float value) {
   const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -14,7 +14,7 @@ OPER_INLINE Float16 nearest_half(float value) {
 
 OPER_INLINE bool is_finite(Float16 value) { return (value.bits & 0x7c00u) != 0x7c00u; }
 
-// A row's scale and bias, and what its numbers are multiplied by.
+// A row's scale and bias, and the factor by which its numbers (less the bias) are multiplied.
 struct CodedRange {
   Float16 scale, bias;
   float inverse;
@@ -31,7 +31,7 @@ struct CodedRange {
   }
 };
 
-// `numbers` has room for a row in whole lanes, `codes` for a byte for each of these.
+// `numbers` [dim rounded up to 16] and `codes` [the same number of bytes] are scratch.
 template <class E>
 int64_t quantise_as(const QuantiseJob& job, float* numbers, uint8_t* codes) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));

@@ -12,10 +12,10 @@
 // The hashes of kLineSlots slots are a cache line; slots go to the lines in turn, so that those in use lie
 // close together, and their rows and ages, while a table fills. Each key has a line of its bucket as its home and takes a
 // slot there if it can, so that a search mostly reads one line; of keys that are not at home it reads the
-// bucket's tags, which are a line, too, and the line of the slot. Ages lie behind all buckets: lookups do
-// without them unless keys expire, and read lines at random, on half as many pages without the ages between
-// them; updates write ages at random, likewise. With admission by count, a bucket also counts up to
-// kBucketCandidates keys that have no row (6.5 more bytes per slot), behind the ages.
+// bucket's tags, which are a line, too, and the line of the slot. Ages are stored after all buckets: lookups
+// read lines at random and need no ages unless keys expire, so that without ages in between they touch half
+// as many pages; updates write ages at random and touch fewer pages, too. With admission by count, a bucket
+// also counts up to kBucketCandidates keys that have no row (6.5 more bytes per slot), after the ages.
 #pragma once
 
 #include <algorithm>
@@ -188,8 +188,8 @@ inline uint64_t free_hash(int64_t slot) { return slot % kLines == 0 ? uint64_t{1
 
 class KeyDirectory {
  public:
-  // Where the arrays of a bucket begin, each at a cache line: its tags, of which those behind its slots
-  // are 0, and its hashes; and those of its candidates.
+  // Offsets (bytes) of a bucket's arrays, each at a cache line: its tags (those beyond its slots are 0) and
+  // hashes; and the arrays of its candidates.
   static constexpr int64_t kHashesAt = kBucketSlots, kBucketBytes = kHashesAt + 8 * kBucketSlots,
                            kCandidateClocksAt = 8 * kBucketCandidates,
                            kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
@@ -228,7 +228,7 @@ class KeyDirectory {
   bool is_expired(uint32_t since, uint32_t clock) const {
     return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
   }
-  // Whether the key of a slot of a bucket is.
+  // Whether the key in a slot of a bucket has expired.
   bool has_expired(int64_t bucket, int64_t slot, uint32_t clock) const {
     return rules_.time_to_live != 0 &&
            is_expired(ages_[owner_of(bucket)][place_in(bucket, slot)].clock, clock);
@@ -288,7 +288,7 @@ class KeyDirectory {
   int64_t rank_, num_slots_, num_buckets_;
   Shares slots_;                       // of the buckets
   std::vector<int64_t> first_bucket_;  // [W] of each rank
-  // [W] where those of bucket 0 would be if the rank had it
+  // [W] per rank, the address that bucket 0, or its candidates, would have if the rank owned it
   std::vector<char*> bases_, candidate_bases_;
   std::vector<KeyAge*> ages_;
   KeyRules rules_;

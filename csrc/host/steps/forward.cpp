@@ -20,8 +20,8 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
   });
 }
 
-// What others hold, rows and sums, is asked for in one phase and comes in another: a link that
-// carries much of the one carries little of the other, and no rank waits for it twice.
+// Rows and sums of other ranks are requested in one phase and arrive in another: a link that carries
+// many rows carries few sums and vice versa, and no rank waits for it twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
   const bool pulls = exchange && exchange->setup.pulls;

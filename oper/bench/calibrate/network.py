@@ -145,13 +145,13 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
 
 def joined(hosts: Sequence[Topology], host_of: Sequence[int], rack_of: Sequence[int],
            ns_per_byte: float) -> Topology:
-    """Measured hosts as one cluster, whose links, uplinks and phases are measured. Collective.
+    """Measure links, uplinks and phases; returns the hosts as one cluster. Collective.
 
     Args:
         hosts: per host, the costs of ranks that share its memory.
         host_of: host of each rank.
         rack_of: rack of each host; hosts of several racks share an uplink.
-        ns_per_byte: that a rank sends or receives.
+        ns_per_byte: processor time of a rank per byte that it sends or receives.
     """
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import link_gbps, uplink_gbps

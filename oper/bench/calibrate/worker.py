@@ -212,10 +212,10 @@ def _run_delay() -> float:
 
 
 def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> dict[str, Any]:
-    """What the undisturbed steps of one plan, see `_step`, took. Collective.
+    """Times of the undisturbed steps of one plan, see `_step`. Collective.
 
-    A step is undisturbed when no rank had to wait for its core for more than `_DELAYED` of it. With
-    too few of those, the steps with the shortest waits stand in for them.
+    A step is undisturbed if no rank waited for its core for more than a share `_DELAYED` of it. If
+    there are too few such steps, those with the shortest waits are used instead.
 
     Returns:
         ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %

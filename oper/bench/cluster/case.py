@@ -75,8 +75,8 @@ class Case(OnHosts):
 
 @dataclass(frozen=True, slots=True)
 class _Unsharded:
-    """What cases of one workload share: its reference, on rank 0, and what comparing placements
-    with it has found."""
+    """Shared by the cases of one workload: its unsharded reference model, on rank 0, and the
+    results of comparing placements with it."""
 
     checks: Checks
     reference: Reference | None
@@ -166,7 +166,7 @@ class _Runner(Run):
         verdict, kept = Verdict(), self.unsharded
         for step in range(len(kept.checks.ids)):
             ours = joint(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
-            if kept.reference is not None:  # which nothing trains
+            if kept.reference is not None:  # it is never trained
                 verdict.compare("pooled", ours,
                                 kept.reference.step(step, torch.zeros_like(ours))[0])
         return verdict.to_json()
@@ -245,7 +245,7 @@ class _Runner(Run):
         return ""
 
     def _time(self, screened: dict[str, float]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Milliseconds by contender and call, in turns; OPER's phases."""
+        """Milliseconds by contender and call, measured in turns, and OPER's times by phase."""
         runs = {name: self._call(side) for name, side in self.sides.items()}
         once = sum(screened[name] for name in runs) / 1e3 * _PER_ROUND
         rounds = gather(int(np.clip(self.case.timed_s / once, *_ROUNDS)))[0]
@@ -325,7 +325,7 @@ class _Runner(Run):
             "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
-            # A step of whole batches over one in parts, whose exchanges hide behind dense layers.
+            # A step of whole batches over one in parts, whose exchanges overlap with dense layers.
             "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}

@@ -67,7 +67,7 @@ def limit(links: Links, is_limited: bool = True) -> None:
 
 def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | None
            ) -> list[Topology]:
-    """Each host by itself, whose ranks take `slower` times as long as those of `alone`."""
+    """The hosts one by one; their ranks take `slower` times as long as those of `alone`."""
     here, per_host = alone.domains[0], links.ranks_per_host
     share = per_host / (alone.world_size * slower)
     far_ns = alone.costs.far_ns or Topology.of_domains(range(2)).costs.far_ns

@@ -27,7 +27,7 @@ from oper.topology import Topology
 _WINDOW = 8  # steps
 _BEFORE = 4 * _WINDOW  # steps on the links as they were
 _MOST_STEPS = 300  # after the change; tables that a move does not pay for stay
-_ROUNDS = (6, 4)  # and steps of each, of the moved tables beside a plan that is new from the start
+_ROUNDS = (6, 4)  # rounds, steps per round: moved tables, and tables built under the new plan
 _TOLERANCE = 1e-4  # of rows, since the order of additions changes where tiers are pushed
 
 

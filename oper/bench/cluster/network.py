@@ -104,8 +104,8 @@ class OnHosts:
 
     @property
     def shape(self) -> tuple[int, int, bool, float]:
-        """Equal for cases that can share processes and namespaces, whose rates may change
-        meanwhile."""
+        """Equal for cases that can share processes and namespaces; the rates of links may change
+        between such cases."""
         links = self.links
         return links.num_hosts, links.ranks_per_host, links.uplink_mbits > 0, links.host_0_cpu
 

@@ -21,7 +21,7 @@ from oper.serve.allocator import MALLOC
 from oper.support.processes import end_with_parent
 
 _ANSWER_S = 600.0
-# Of a process with one thread; Arrow takes the number for computing from OpenMP's.
+# Environment of a process with one thread; Arrow takes its number of threads from OpenMP's.
 _ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
 

@@ -132,13 +132,13 @@ class Run:
         Args:
             runs, align, before: see `record.interleave`.
             phase: name of what is timed, the key in `others`.
-            rounds: rounds, and calls of each, in place of the case's.
+            rounds: number of rounds, and calls per round, instead of the case's.
 
         Returns:
             float64 [n] seconds by contender, the slowest rank's of every call.
         """
         gc.collect()
-        gc.freeze()  # else a collection within the time would look at all that is there
+        gc.freeze()  # else a collection during the measurement would visit all existing objects
         turns, calls = rounds or (self.case.rounds, self.case.per_round)
         self.say(f"measuring {phase or ', '.join(runs)}: {turns} rounds of {calls}")
         record.interleave(runs, align, 1, 2, before=before)

@@ -83,8 +83,8 @@ def num_descriptors(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time (s) that a process and its descendants have used so far, those included that
-    have ended and were waited for; 0 when it has ended itself."""
+    """Processor time (s) that a process and its descendants have used so far, including descendants
+    that have ended and were waited for; 0 if the process itself has ended."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

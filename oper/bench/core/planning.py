@@ -35,7 +35,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def joint(value: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor, one after another. Collective."""
+    """The tensors of all ranks, concatenated in the order of ranks. Collective."""
     return torch.cat(gather(value))
 
 
@@ -89,7 +89,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
 
 def planned(work: Workload, stats: AccessStats, objective: str, topology: Topology
             ) -> tuple[Plan, float]:
-    """OPER's plan for a machine, which rank 0 makes, and the seconds that it took. Collective."""
+    """OPER's plan for a machine, made by rank 0, and the planning time (s). Collective."""
     from oper.search import make_plan
 
     made: Any = None

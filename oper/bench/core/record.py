@@ -43,11 +43,11 @@ def load_average() -> float:
 
 
 class BusyClock:
-    """Measures how many cores other programs keep busy meanwhile.
+    """Measures how many cores other programs keep busy during a measurement.
 
     Args:
-        own: function that returns the processor time (s) of what is measured; by default that of
-            this process and its descendants.
+        own: function that returns the processor time (s) of the measured program; by default that
+            of this process and its descendants.
     """
 
     def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:

@@ -65,7 +65,7 @@ def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list
 
 
 def _sum_files(data: Path) -> list[list[int]]:
-    """`_sums` of what the files hold."""
+    """`_sums` of the rows in the files."""
     folder = Folder.open(data)
     tables = (folder.read_part(p, (folder.label, *folder.sparse)) for p in folder.parts("train"))
     return _sums((t.column(folder.label).to_numpy(),

@@ -153,7 +153,7 @@ def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
 
 
 def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:
-    """A rank's batches of `size` samples, by default of its part of a step's."""
+    """A rank's batches of `size` samples, by default its share of a step's samples."""
     training = split == "train"
     return Loader(case.data, split, LoaderOptions(
         size or case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
@@ -170,9 +170,9 @@ def _epochs(loader: Loader) -> Iterator[Any]:
 def _training_batches(case: Training, rank: int) -> Iterator[Any]:
     """A rank's batches of all steps, through as many epochs as that takes.
 
-    The checked steps come first, of ``checked_batch_size`` samples each. The fewer samples, the
-    less likely is one that meets a ReLU within rounding of its kink, from where row-wise Adagrad,
-    which takes a cold row's first step at full length, makes differences large.
+    The checked steps come first, with ``checked_batch_size`` samples each. With few samples it is
+    unlikely that one meets a ReLU within rounding of 0. There, the two sides could have different
+    gradients, which row-wise Adagrad amplifies: it updates a cold row by a full first step.
     """
     for steps, size in ((case.checked_steps, case.checked_batch_size),
                         (case.num_steps - case.checked_steps, case.batch_size)):
@@ -187,7 +187,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
     batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
 
     def step(k: int, name: str) -> None:
-        if k not in drawn:  # the first side in its turn; the others follow with the same batches
+        if k not in drawn:  # the side that comes first draws; the others use the same batches
             drawn.pop(k - PER_TURN, None)
             drawn[k] = next(batches)
         logits[name].append(sides[name][0].step(drawn[k])[1][1])

@@ -65,7 +65,7 @@ def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
 
 def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
               memory: str = "device") -> Plan:
-    """Each table's head, by ids, and its tail in that memory."""
+    """Each table's head, as a list of ids, and its tail, in that memory."""
     entries = []
     for t, head in zip(case.tables(), heads, strict=True):
         tiers = [Tier(0, head.size, placement, (0,))]

@@ -21,14 +21,16 @@ def digest(*parts: Any) -> str:
 
 
 def place(folder: str | None, name: str, *parts: Any) -> Path | None:
-    """File of a run in the folder where runs are kept, whose name has a digest of all that the run
-    depends on; None = it is not kept."""
+    """Path of a run's file in the folder of kept runs; None = the run is not kept.
+
+    The name contains a digest of everything that the run depends on.
+    """
     return None if folder is None else Path(folder, f"{name}-{digest(*parts)}.npz")
 
 
 def once(path: Path | None, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays of a run as they are kept; where they are not, `make` makes them, and they are
-    kept from then on: the file is there as a whole or not at all."""
+    """The arrays of a run, from its file if there is one; otherwise `make` makes them, and they are
+    saved. The file appears complete or not at all."""
     if path is not None and path.exists():
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}

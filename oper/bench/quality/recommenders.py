@@ -188,9 +188,9 @@ class Case:
         protocol: key of its protocols.
         model: key of `MODELS`.
         quick: one seed and few passes.
-        seeds: it is trained from seeds 1 to this one; 0: nothing is trained, see `seeds_of`.
+        seeds: train with each of the seeds 1 to this one; 0: nothing is trained, see `seeds_of`.
         runs: folder where runs are kept; None = nowhere.
-        earlier: runs of the cases before it, by data set and protocol, and by model.
+        earlier: runs of the preceding cases, by (data set, protocol) and then by model.
     """
 
     name: str
@@ -238,7 +238,7 @@ class Case:
                 "verified": all(f["verified"] for f in runs.fitted), "against": against}
 
     def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
-        """A run: trained and tested, or the one that is kept."""
+        """A run: loaded if it was kept, otherwise trained and tested."""
         def trained() -> dict[str, np.ndarray]:
             found = _train_and_test(self, data, seed)
             return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
@@ -251,8 +251,8 @@ class Case:
 
 
 def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None) -> list[Case]:
-    """Every model, or ablation, on every data set that is there under each of its protocols; where
-    nothing is to be trained, those of which runs are kept."""
+    """Cases for every model (or ablation) on every available data set under each of its protocols;
+    if nothing is to be trained, only the cases with kept runs."""
     earlier: dict[tuple[str, str], dict[str, Runs]] = {}
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
@@ -270,7 +270,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
 
 
 def seeds_of(case: Case) -> list[int]:
-    """Seeds to train with; where nothing is to be trained those of which runs are kept."""
+    """Seeds to train with; if nothing is to be trained, the seeds of the kept runs."""
     if case.seeds:
         return list(range(1, 2 if case.quick else case.seeds + 1))
     data = load(case.data, case.protocol)

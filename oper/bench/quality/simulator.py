@@ -147,11 +147,11 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RetentionCase(Case):
-    """A log of customers who come back: as `Case`, with customers in the place of visits.
+    """A log of customers who come back: like `Case`, but with customers instead of visits.
 
     Attributes:
-        short_steps: of all but CDT4Rec and the Decision Transformer, whose steps take a fraction of
-            the time; with half as many customers in a batch.
+        short_steps: training steps of all methods except CDT4Rec and the Decision Transformer:
+            their steps take a fraction of the time and use half as many customers per batch.
         runs: folder where every seed's outcomes are kept; None = nowhere.
     """
 
@@ -189,8 +189,8 @@ class RetentionCase(Case):
 
     def _learn(self, shop: Shop, serve: Callable[[Policy], np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes of the policies learned from a seed's log, by name; and what CDT4Rec was
-        ``asked`` for, ``answered``, and whether it has ``repeated`` its outcome."""
+        """Outcomes of the policies learned from a seed's log, by name. For CDT4Rec also the returns
+        ``asked`` for, the mean clicks ``answered``, and whether a second run ``repeated`` them."""
         config = SIMULATOR_CONFIG()
         plain = replace(config, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)

@@ -55,7 +55,7 @@ class DeltaCase:
             of the one that is. A percentile is the median of the rounds' own, which a single stall
             of the machine does not affect. At most `deltas`.
         wholes: publications of all weights, for comparison.
-        apart: the server has the last core to itself; training and client have the others.
+        apart: give the server the last core for itself, and training and client the others.
     """
 
     name: str

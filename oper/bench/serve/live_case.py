@@ -36,10 +36,10 @@ class LiveCase:
 
     Attributes:
         name: for the record.
-        kind: ``"http"``: the highest rate at the latency bound, beside the same in process;
-            ``"candidates"``: the same of requests that name their user's features once, beside full
-            ones; ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
-            capacity of these two is the highest rate that the server keeps up with.
+        kind: ``"http"``: the highest rate at the latency bound, over HTTP and in process;
+            ``"candidates"``: the same for requests that name their user's features once and for
+            full ones; ``"publish"``: new weights under load; ``"soak"``: a long run with a killed
+            worker. For the last two, the capacity is the highest rate that the server sustains.
         served: the model and its queries.
         workers: workers of the server.
         seconds: length of the main runs.
@@ -126,15 +126,15 @@ Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]] 
 
 def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
               only_searched: str = "") -> dict[str, Any]:
-    """Ways to have the same queries scored: highest rates at the bound, one query alone, and runs
-    at one rate, which the first way decides. All take turns, with equal queries, arrivals, lengths
-    of runs and verdicts.
+    """Compare ways of having the same queries scored: their highest rates at the bound, the time of
+    a single query, and runs at one rate, which depends on the result of the first way. The ways
+    take turns, with equal queries, arrivals, lengths of runs and verdicts.
 
     Args:
         live: the server.
         sides: the ways by name.
-        clients: those of the ways over HTTP.
-        only_searched: a way without runs at that rate.
+        clients: the clients of the ways over HTTP.
+        only_searched: a way that has no runs at the common rate.
     """
     case, first, *others = live.case, *sides
     live.progress("looking for the capacity")
@@ -145,7 +145,7 @@ def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient]
         live.at(rate, case.run_s), min_queries=case.min_queries,
         seed=live.settings.seed + before)), case.search_s)
     rates = {name: round(found.best()[0], 2) for name, found in searches.items()}
-    # Where no rate keeps the bound, what the lowest one does is of interest, beside the others.
+    # If no rate keeps the bound, report the figures of the lowest one.
     target = case.load * (rates[first] or min(r[0] for r in searches[first].to_json()))
     settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
     timed = [name for name in sides if name != only_searched]
@@ -218,8 +218,8 @@ def _candidates(live: _Live) -> dict[str, Any]:
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
-    """A run at the wanted share of the highest rate of Poisson arrivals that the server keeps up
-    with, and how that rate was found: from the rate of one query after another, for each worker."""
+    """Settings of a run at a share of the highest sustained rate of Poisson arrivals, and how that
+    rate was found. The search starts from the rate of sequential queries times the workers."""
     case = live.case
     live.progress("looking for the rate that can be sustained")
     single = live.client.run(replace(live.settings, scenario="SingleStream", expected_qps=300))

@@ -123,8 +123,8 @@ class TorchPredictor:
     """A model in this process's own memory.
 
     Attributes:
-        variants: of `VARIANTS`; TorchRec's float models cannot be traced.
-        variant: one of them, in which it runs.
+        variants: the possible ones of `VARIANTS`; TorchRec's float models cannot be traced.
+        variant: the one in which the model runs.
     """
 
     epoch = 1

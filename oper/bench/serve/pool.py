@@ -58,9 +58,9 @@ class Pool:
         served: what they score.
         batching: of each worker.
         count: workers, which are ready to score.
-        publication: score with these weights, in place of a publication of the pool's own, and
-            requests and scores as the messages that go over HTTP: each query is read from one and
-            its answer written as one, in the worker's memory.
+        publication: weights to score with, instead of a publication made by the pool. Queries and
+            scores then have the form of the HTTP messages: a worker reads each query from such a
+            message and writes its answer as one, in its own memory.
     """
 
     def __init__(self, kind: str, served: ServeWork, batching: BatchOptions, count: int,
@@ -100,7 +100,7 @@ class Pool:
             worker.process.ask("configure", threads, max_samples, variant)
 
     def scores(self, numbers: range) -> np.ndarray:
-        """Scores float32 [queries, candidates] of the queries of these numbers."""
+        """Scores float32 [queries, candidates] of the queries with the given numbers."""
         shares = [numbers[k::len(self._workers)] for k in range(len(self._workers))]
         for worker, share in zip(self._workers, shares, strict=True):
             worker.process.send("scores", share)

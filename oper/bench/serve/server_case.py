@@ -40,10 +40,10 @@ class ServerCase:
         name: for the record.
         served: what is scored.
         run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
-            that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
-            many.
-        search_s: longest time of all searches for the rates together; 3 of 5 runs decide about
-            the rates of those that are compared with each other, 2 of 3 elsewhere.
+            that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and, in the limit,
+            99 %.
+        search_s: longest time of all searches for the rates together. A rate is decided by 3 of 5
+            runs for the contenders whose ratio is reported, by 2 of 3 for the others.
         other_s: length of the other runs.
     """
 
@@ -100,8 +100,8 @@ class _Runner:
 
     def tune(self, offline: loadgen.Settings, server: loadgen.Settings
              ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Choose each contender's way by the p99 at 0.6 of what it can do, the mean of two runs;
-        returns Offline's rates by contender, and the p99 of every way."""
+        """Choose each contender's way by the p99 (mean of two runs) at 0.6 of its Offline rate;
+        returns the Offline rates (queries/s) by contender, and the p99 (ms) of every way."""
         rates = {name: self(name, offline).rate for name in CONTENDERS}
         tried = {}
         for name, (kind, _) in CONTENDERS.items():

@@ -340,8 +340,8 @@ def scale_cases() -> list[ScaleCase]:
 def line_bytes(work: Workload, distinct_rows: int) -> int:
     """Bytes of whole cache lines that a rank's step moves.
 
-    As `moved_bytes`, but a row or gradient counts as the cache lines that it occupies and its state
-    as one line; each id counts once (8 bytes).
+    Like `moved_bytes`, except that a row or gradient counts as the cache lines that it occupies and
+    its state as one line; each id counts once (8 bytes).
     """
     row = -(-work.dim * 4 // _LINE) * _LINE
     bags = work.batch_size // ranks()[1] * len(work.num_rows)

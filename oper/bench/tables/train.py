@@ -141,7 +141,7 @@ class _TrainRun(Run):
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
         if ceiling is not None:
-            verdict = Verdict()  # whether the bare gather has summed what a lookup sums
+            verdict = Verdict()  # whether the sums of the bare gather equal those of a lookup
             verdict.compare("ceiling", ceiling.run(0),
                             self.sides[0].lookup(batches[0].sparse_features))
             if self.rank == 0:

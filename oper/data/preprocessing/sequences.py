@@ -94,7 +94,7 @@ def write_sequences(
     has times, otherwise in the order of the log. Label, dense columns and time are those of the
     last event. Users that share a row (rare, unseen or missing ones) are left out. Tables and their
     rows stay as they are. Events are sorted on disk: about a million of them are in memory at once,
-    or 1/256 of all if that is more.
+    or 1/256 of the part's if that is more.
 
     Args:
         path: a folder that ``oper preprocess`` wrote.

@@ -256,7 +256,7 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
 
 
 def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
-    """Write a vocabulary's facts next to its arrays; they need not survive a crash of the machine.
+    """Write a vocabulary's facts next to its arrays, without waiting for the disk (no fsync).
     """
     (folder / "missing.json").write_text(str(num_missing))
     (folder / "facts.json").write_text(json.dumps(asdict(facts)))

@@ -47,7 +47,7 @@ def returns_to_go(data: Interactions, gamma: float) -> np.ndarray:
 
 
 def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[float, float]:
-    """The scale of returns (the largest, at least 1), and the quantile to ask for."""
+    """The scale of returns (the largest one, at least 1), and the return at the quantile."""
     returns = returns_to_go(data, gamma)[data.training_rows()]
     if not returns.size:
         return 1.0, 0.0

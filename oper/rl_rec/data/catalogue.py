@@ -42,7 +42,8 @@ class Catalogue:
     def __post_init__(self) -> None:
         require_fields(
             self, "invalid catalogue", "choose a value in that range", *rules_of(self),
-            ("num_items", self.num_items != 1, "0 or >= 2"), ("length", self.length >= 3, ">= 3"),
+            ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
+            ("length", self.length >= 3, ">= 3"),
             ("spread", 0 <= self.spread <= 3, "0..3"),
             ("exponent", 0 <= self.exponent <= 10, "0..10"))
 

@@ -44,9 +44,9 @@ class SequenceConfig(ModelConfig):
     Attributes:
         dim: width D, also of the item rows.
         layers: of the network.
-        steps: T, items of a subsequence that are predicted.
-        window: l, items before these that are seen; ``steps + window - 1`` items are the longest
-            history.
+        steps: T, number of predicted items in a subsequence.
+        window: l, number of earlier items that the model sees; the longest history has
+            ``steps + window - 1`` items.
         dropout: on the input and inside the network.
         negatives: items drawn per batch, the same for all of its steps; 0 = all items.
         loss: ``"softmax"``: cross-entropy over all items, exact with all of them and estimated

@@ -79,8 +79,8 @@ class CDT4RecConfig(SequenceConfig):
     Attributes:
         user_dim: columns of the user table; 0 = no user table.
         heads: of attention in the backbone.
-        state: what a state knows of the items before it, see `oper.rl_rec.models.state.ItemState`;
-            a mean is that of at most `window` items.
+        state: summary of the earlier items, see `oper.rl_rec.models.state.ItemState`; a mean covers
+            at most `window` items.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
         tied: item rows serve as output rows too.
         reward_weight: weight of the reward loss; 0 = no reward head is trained.
@@ -89,8 +89,8 @@ class CDT4RecConfig(SequenceConfig):
             the first third of training the rewards in the return-to-go are those that the reward
             head estimates, without gradient.
         gamma: discount of the return-to-go. Over a long horizon the return of a logged trajectory
-            tells much of which trajectory it is, and the action head learns the log by heart.
-        target_quantile: quantile of the training returns that is asked for when recommending.
+            almost identifies the trajectory, so that the action head memorises the log.
+        target_quantile: when recommending, the return-to-go is this quantile of training returns.
     """
 
     window: Positive = 20
@@ -248,7 +248,7 @@ def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.T
 class Steps(NamedTuple):
     """Input of the backbone: steps of B trajectories, padded on the right to T.
 
-    A causal mask is all that padding on the right needs: no real step sees a padded one.
+    Padding on the right needs no mask besides the causal one: no real step sees a padded one.
     """
 
     states: torch.Tensor   # e^s  float32 [B, T, D]
@@ -272,7 +272,7 @@ class CDT4Rec(Recommender):
     Args:
         config: sizes and weights.
         num_users, num_items: rows of the tables, row 0 (padding) included.
-        returns: (scale, target): the divisor of the return-to-go, and the one to ask for.
+        returns: (scale, target): the divisor of the return-to-go, and the return-to-go to ask for.
         device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 

@@ -47,7 +47,7 @@ class HSTUConfig(AttentionConfig):
 
     Attributes:
         time_buckets: buckets of the time between two interactions, the last of which is open; 0 =
-            times are not looked at.
+            times are ignored.
         rank_weight: weight of the ranking loss, the binary cross-entropy of each step's reward
             (0..1); 0 = no candidates can be ranked, and histories are seen without their rewards.
     """

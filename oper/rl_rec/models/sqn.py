@@ -2,9 +2,9 @@
 
 Xin, Karatzoglou, Arapakis and Jose: "Self-Supervised Reinforcement Learning for Recommender
 Systems" (SIGIR 2020, arXiv 2006.05779), "Supervised Advantage Actor-Critic for Recommender Systems"
-(WSDM 2022, arXiv 2111.03474). An interaction with item a, of reward r, leads from the state s, what
-SASRec's network gives after the items before a, to the state s' after it. Beside the scores of the
-next item stand two heads of values, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2:
+(WSDM 2022, arXiv 2111.03474). The state s is the output of SASRec's network after the items before
+a; an interaction with item a and reward r leads to the state s' after a. Besides the scores of the
+next item there are two value heads, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2:
 
     loss       L = weight(s, a) L_s(s, a) + q_weight L_q
     L_s        that of the next item, see `NextItem`
@@ -17,7 +17,8 @@ next item stand two heads of values, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s +
                ``Q(s, a) - mean of Q over a and the other items``, within 0..10, Q the mean of the
                heads. ``actor="none"``: there is no L_s, and items are ranked by Q
 
-No gradient goes through y_h or the weight; that of L_q reaches the network and the item rows, too.
+No gradient goes through y_h or the weight; the gradient of L_q also reaches the network and the
+item rows.
 
 Differences from the authors' code: two heads of one network that both learn at every step, instead
 of two networks of which one learns; Q on the rows of the item table instead of an output layer of
@@ -48,7 +49,7 @@ class SQNConfig(SASRecConfig):
     Attributes:
         gamma: discount of the rewards to come, 0 <= gamma < 1.
         q_weight: weight of the loss of Q.
-        q_negatives: items of each step whose value is taken as that of a reward of 0; 0 = none.
+        q_negatives: other items per step, whose values are trained with a reward of 0; 0 = none.
         actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module's text.
     """
 

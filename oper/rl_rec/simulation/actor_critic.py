@@ -31,7 +31,7 @@ from oper.rl_rec.simulation.offline import (
 from oper.rl_rec.simulation.shop import ACTION_DIM
 
 GAMMA = 0.99
-FOLLOWED = 0.005  # share of the originals that slow networks take over in a step
+FOLLOWED = 0.005  # weight of the trained networks in a step's update of their slow copies
 TRANSITIONS = 256  # of a step
 CHOICES = 32  # of DQN
 

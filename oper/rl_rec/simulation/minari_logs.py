@@ -62,7 +62,7 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
 
 
 def read_minari(dataset_id: str) -> Episodes:
-    """The log that a local data set holds: of `write_minari`, or collected in `ShopEnvironment` by
+    """The log in a local data set, written by `write_minari` or collected in `ShopEnvironment` by
     ``minari.DataCollector``.
 
     Raises:

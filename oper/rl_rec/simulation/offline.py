@@ -117,16 +117,17 @@ class Drawn:
 
 
 class Oracle:
-    """Knows the shop's networks and ascends the expected clicks of the present page.
+    """Uses the shop's networks to maximise the expected clicks of the current page.
 
-    Where customers do not come back, actions change neither them nor the length of a visit: the
-    best page is the best policy. Otherwise it is short-sighted, unless the second attribute, which
-    brings customers back, has a weight. Adam from several starts; the best point found counts.
+    If customers do not come back, actions change neither them nor the length of a visit, so that
+    the best page is the best policy. If they do, this policy is short-sighted, unless the second
+    attribute, which brings customers back, has a weight. Adam runs from several starting points,
+    and the best point found is used.
 
     Args:
         shop: its networks.
-        starts, steps: of the ascent.
-        weights: of the mean second attribute, added to the clicks; each customer keeps one of them.
+        starts, steps: starting points of Adam, and its steps.
+        weights: weights of the mean second attribute, added to the clicks; each customer keeps one.
     """
 
     def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,

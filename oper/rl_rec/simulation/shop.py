@@ -193,14 +193,14 @@ def _last(network: nn.Module) -> nn.Linear:
 
 
 class Visits:
-    """Many customers' visits side by side; all numbers come from an own generator.
+    """Simultaneous visits of many customers, with a separate random generator.
 
     Attributes:
         features: float32 [n, 88], one-hot by group.
         page: int64 [n], pages shown so far in this visit.
         clicks, attribute: int64 [n], of the visit's last page.
         done: bool [n], which customers have left for good.
-        day, visits: int64 [n], of the visit and how many there were with it.
+        day, visits: int64 [n], day of the current visit, and number of visits including it.
         satisfaction: float32 [n], moving average of the attribute, see `Returning`.
     """
 
@@ -250,7 +250,7 @@ class Visits:
         return torch.cat([self.features, torch.stack([x.float() for x in rest], dim=1)], dim=1)
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
-        """Show a page to every customer who has not left; clicks int64 [n], 0 for those who have.
+        """Show a page to every customer who has not left; clicks int64 [n], 0 for the others.
 
         Args:
             actions: float32 [n, 27] in [-1, 1]; others are clamped.

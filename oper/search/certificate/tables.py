@@ -110,7 +110,7 @@ class TableCosts:
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
         self.cut = [problem.may_split(t) for t in tables]
-        #: bool [T]: owners of pinned pushed rows may have all rows, and ask nobody.
+        #: bool [T]: owners of pinned pushed rows may have all rows and then request none.
         self.asks = np.array([all(x.mode == "pull" for x in p) for p in pinned], bool)
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
         self.still_ns = np.array([min(pull, push) if c or p else pull

@@ -145,7 +145,7 @@ def _ranks(found: Evaluation) -> str:
     blocks = []
     for p in found.phases:
         terms = [k for k in range(len(TERMS)) if p.seconds[k].max() > 0]
-        if not terms:  # nobody asks for rows to be pooled
+        if not terms:  # no rank requests pooled rows
             continue
         head = ["rank", "total us", *(f"{TERMS[k]} us" for k in terms),
                 *(f"{TERMS[k]} bytes" for k in terms if TERMS[k] != "compute")]

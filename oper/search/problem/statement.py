@@ -372,7 +372,7 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
         if not in_order:
             head = found.head_ids
             if head.size < spec.num_rows:
-                # Beyond the head nobody knows which row is which: all of it has its mean hotness.
+                # Beyond the head single rows are not known: all of them have their mean hotness.
                 curve = curve[:, (curve[ROWS] <= head.size) | (curve[ROWS] == spec.num_rows)]
                 num_touched = head.size
     edges = np.unique(np.array(

@@ -90,12 +90,12 @@ class Progress:
         return Mark(self._tables.handle, arrivals, ended)
 
     def is_unchanged(self, mark: Mark) -> bool:
-        """Whether all ranks' rows are still those at a mark of this rank, and will remain so.
+        """Whether all ranks' rows are as they were at a mark of this rank, and will remain so.
 
-        No rank has begun an update that the mark does not count. None can begin one if this rank
-        has since arrived at no barrier, or only at those of a forward pass, and will arrive at
-        none; nor if a missing rank never arrived at a barrier at which this rank has arrived, since
-        no rank passes that barrier.
+        This holds if no rank has begun an update that the mark does not count, and none can begin
+        one. None can if, since the mark, this rank has arrived at no barriers other than those of a
+        forward pass and will arrive at none; or if a missing rank never arrived at a barrier at
+        which this rank has arrived, since no rank passes that barrier.
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()

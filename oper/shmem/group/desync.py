@@ -195,7 +195,7 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
     known = (None if code in (Status.OTHER_PHASE, Status.PEER_CLOSED)
              else _left_by_others(barriers, own, me, rank))
     if known is None and code == Status.PEER_LATE:
-        # That of a rank which waited elsewhere, for another one.
+        # The verdict of a rank that waited elsewhere, for another rank.
         known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known

@@ -133,9 +133,9 @@ class LivenessMonitor:
     def find_late(self, missed: int) -> Verdict:
         """Which rank is behind, from the answers of all peers.
 
-        In this order: a rank that does not answer; one that has begun fewer exchanges than this
-        rank and waits for no rank of its memory domain; one that is at another phase than most;
-        else `missed`.
+        The first that exists of: a rank that does not answer; a rank that has begun fewer exchanges
+        than this one and waits for no rank of its memory domain; a rank in another phase than most;
+        `missed`.
         """
         with self._changed:
             self._told.clear()

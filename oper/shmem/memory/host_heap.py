@@ -105,7 +105,7 @@ class HostHeap:
                           self._num_outbox_bytes * (1 if one else self._group.world_size))
 
     def _agree(self, problem: OperError | None) -> None:
-        """Raise what any rank has met, on all of them: none may wait for one that has failed."""
+        """Raise any rank's error on all ranks, so that none waits for a rank that has failed."""
         whole: Group = getattr(self._group, "whole", self._group)  # of all memory domains
         found = whole.all_gather(None if problem is None else str(problem))
         if problem is not None:

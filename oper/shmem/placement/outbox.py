@@ -28,7 +28,7 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
         # A rank that owns the whole of a pushed table treats it as one that is pulled.
         if "push" in modes and (d.world_size > 1 or len(modes) > 1):
             return None
-        if "push" in modes:  # the other half is for sums that are not asked for
+        if "push" in modes:  # the other half is for sums, which are sent without a request
             halves = 2
     size = directories[0].world_size if directories else 1
     # See header_bytes and take_outbox in csrc/host/context.h: the tables of contents, then arrays

@@ -392,7 +392,7 @@ class CaDVAE(Recommender):
     def schedule(self, step: int, num_steps: int) -> None:
         """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all.
 
-        A run that continues after a crash may announce a step again: nothing is done twice.
+        A run that continues after a crash may announce a step again, which has no further effect.
         """
         self.anneal = annealed(step, num_steps, self.config.anneal)
         if not step:
