@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
+from oper.shmem.group.status import Status
 from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
-from oper.shmem.status import Status
 from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)

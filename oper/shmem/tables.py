@@ -34,6 +34,7 @@ from oper.shmem.exchange.pull import PullCosts, choose_pull
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
+from oper.shmem.group.status import Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -48,7 +49,6 @@ from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
-from oper.shmem.status import Status
 from oper.shmem.updates import TableUpdates
 
 

@@ -12,13 +12,13 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
+from oper.shmem.group.status import Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.passes import Backward, HeldPasses
-from oper.shmem.status import Status
 
 
 class TableUpdates:

@@ -14,7 +14,7 @@ import oper
 from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.group.desync import CollectivePhase, Verdict, out_of_step
-from oper.shmem.status import Status
+from oper.shmem.group.status import Status
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults.pauses import timed

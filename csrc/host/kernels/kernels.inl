@@ -21,7 +21,6 @@ static_assert(kPrefetch <= kAddressesAhead);
 
 #include "host/kernels/quantised.inl"
 #include "host/kernels/rows.inl"
-#include "host/kernels/quantise.inl"
 #include "host/kernels/resolve.inl"
 #include "host/kernels/bounds.inl"
 #include "host/kernels/lookup.inl"

@@ -93,16 +93,16 @@ def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Resu
     Args:
         searches: by contender.
         run: of a contender at a rate; told how often it has run at it before.
-        seconds: no turn begins after this time.
+        seconds: no run begins after this time, but for the first turn.
     """
     names, until = list(searches), time.monotonic() + seconds
     for turn in itertools.count():
         steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
-        if not steps or time.monotonic() >= until:
+        if not steps or (turn and time.monotonic() >= until):
             return
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            if name in steps and time.monotonic() < until:
+            if name in steps and (not turn or time.monotonic() < until):
                 step = steps[name]
                 before = sum(k == step for k, _ in searches[name].runs)
                 result = run(name, rate_of(step), before)

@@ -18,8 +18,8 @@ from oper.shmem.batch import raise_status
 from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
+from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import StepArrays
-from oper.shmem.status import Status
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

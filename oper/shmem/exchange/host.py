@@ -34,8 +34,8 @@ from oper.shmem.group.desync import (
     raise_verdict,
 )
 from oper.shmem.group.groups import Group
+from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.group.transport import transport_of
-from oper.shmem.status import PEER_FAILURES, Status
 
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)

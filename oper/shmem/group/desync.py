@@ -19,9 +19,9 @@ import torch
 
 from oper.errors import DeadlineError, DesyncError, PeerLostError
 from oper.shmem.group.groups import Group
+from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
-from oper.shmem.status import PEER_FAILURES, Status
 
 # By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, and kKeys.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (

@@ -22,7 +22,7 @@ from oper.shmem.group.desync import (
     register_of,
 )
 from oper.shmem.group.groups import Group
-from oper.shmem.status import Status
+from oper.shmem.group.status import Status
 
 _MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
 _ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."

@@ -24,9 +24,9 @@ from oper.shmem.group.desync import (
 )
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
 from oper.shmem.group.liveness import LivenessMonitor
+from oper.shmem.group.status import Status
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
-from oper.shmem.status import Status
 
 _POLL_S = 20e-6  # between polls of a collective on a device, which cannot be waited for
 _SLICE_S = 0.2  # how often a waiting rank looks whether its peers still live
