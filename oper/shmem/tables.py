@@ -269,10 +269,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
             is_collective = self._exchange is not None or (collective and self.has_push)
             if not is_collective:
                 self._checks.check(batch)
-            if not is_collective and not batch.lengths.any():
-                dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-                return (torch.empty(0, dim, device=self.device),
-                        batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
+                if not batch.lengths.any():
+                    dim = self.output_columns if batch.pooled else self.directories[0].table.dim
+                    return (torch.empty(0, dim, device=self.device),
+                            batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         shared = batch.shared
         try:
             out, offsets, code, detail = self._forward_op(

@@ -128,7 +128,7 @@ struct Kernels {
   // Rows of samples to their sums by bag, in the order of the samples.
   void (*add_up)(const SampleJob& job, const float* samples, float* bags, int64_t num_bags,
                  int64_t bags_stride);
-  // Scratch: `numbers` and `codes` have room for a row, its dim rounded up to 16. Returns the first row with a
+  // Scratch: `numbers` and `codes` hold one row each, its dim rounded up to 16. Returns the first row with a
   // number that is not finite or a range that float16 does not have, or -1.
   int64_t (*quantise)(const QuantiseJob& job, float* numbers, uint8_t* codes);
   // Bags [begin, end).
