@@ -14,9 +14,6 @@ namespace {
 
 constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
 constexpr int64_t kMeasuredEvery = 256;  // forward passes of tables that need no plan otherwise
-// Ids per distinct row from which fetching rows of peers once pays. To be measured between devices: a
-// row is then written and read once more in local memory, at ten times the speed of a link.
-constexpr double kDuplication = 1.5;
 
 struct Lookup {
   const Tensor& ids;
@@ -53,10 +50,9 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
     check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
     return bounds;
   }
-  const int64_t scratch_bytes = sort_scratch_bytes(count);
-  const Tensor scratch = tables.empty(scratch_bytes, ScalarType::Byte);
+  const Tensor scratch = tables.empty(sum_scratch_bytes(count), ScalarType::Byte);
   sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
-              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch_bytes,
+              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
               tables.context->view.error, stream);
   return bounds;
 }
@@ -65,8 +61,7 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
 bool pays_to_stage(const Tables& tables) {
   if (tables.context->view.world_size == 1) return false;
   if (tables.pull >= 0) return tables.pull > 0;
-  const int64_t* found = tables.context->duplication();
-  return static_cast<double>(found[0]) > kDuplication * static_cast<double>(found[1]);
+  return tables.context->rows_repeat();
 }
 
 Batch batch_of(const Lookup& x, const Prepared& prepared) {

@@ -124,7 +124,12 @@ struct Call {
   std::optional<Inbox> inbox = std::nullopt;  // within an update
 
   Launch launch() const {
-    return {context.view, context.classes, context.optimizers, stream, tables.all_row_wise_adagrad};
+    return {context.view,
+            context.classes,
+            context.optimizers,
+            stream,
+            tables.all_row_wise_adagrad,
+            context.rows_repeat()};
   }
 };
 

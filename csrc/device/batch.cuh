@@ -54,6 +54,20 @@ OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
   return last_that(0, n, [&](int64_t k) { return values[k] <= value; });
 }
 
+// First k in [0, n] with key_at(k) >= key, found by the lanes of a warp together.
+template <class KeyAt>
+OPER_DEVICE int64_t lower_bound(const Group<32>& warp, int64_t n, int64_t key, KeyAt key_at) {
+  int64_t low = 0, high = n;
+  while (low < high) {
+    const int64_t step = (high - low + 31) / 32;
+    const int64_t at = low + (warp.lane + 1) * step - 1;
+    const int64_t passed = step * popcount32(warp.ballot(at < high && key_at(at) < key));
+    high = low + passed + step - 1 < high ? low + passed + step - 1 : high;
+    low += passed;
+  }
+  return low;
+}
+
 // First k in [0, n] with key_at(k) >= key.
 template <class KeyAt>
 OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
@@ -61,28 +75,34 @@ OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
 }
 
 // One block of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n]; that of
-// n is thread 0's.
+// n, which every thread gets returned, is thread 0's.
 template <class Value, class Store>
-OPER_DEVICE void block_sums(int64_t n, Value value, Store store) {
-  __shared__ int64_t sums[256];
+OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
+  __shared__ int64_t of_warps[8];
+  const Group<32> warp;
   const int me = static_cast<int>(threadIdx.x);
   int64_t before = 0;
   for (int64_t start = 0; start < n; start += 256) {
     const int64_t k = start + me, own = k < n ? value(k) : 0;
-    sums[me] = own;
-    __syncthreads();
-    for (int distance = 1; distance < 256; distance *= 2) {
-      const int64_t more = me >= distance ? sums[me - distance] : 0;
-      __syncthreads();
-      sums[me] += more;
-      __syncthreads();
+    int64_t sum = own;  // of this lane and those below it
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t more = warp.shuffle(sum, (warp.lane - distance) & 31);
+      if (warp.lane >= distance) sum += more;
     }
-    if (k < n) store(k, before + sums[me] - own);
-    before += sums[255];
+    if (warp.lane == 31) of_warps[me / 32] = sum;
+    __syncthreads();
+    int64_t lower = before;
+    for (int w = 0; w < 8; ++w) {
+      if (w < me / 32) lower += of_warps[w];
+      before += of_warps[w];
+    }
+    if (k < n) store(k, lower + sum - own);
     __syncthreads();
   }
   if (me == 0) store(n, before);
   __syncthreads();
+  return before;
 }
 
 // ---- pairs --------------------------------------------------------------------------------------

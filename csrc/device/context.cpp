@@ -105,9 +105,9 @@ class Context::Builder {
   // Tables of one class of rows follow each other.
   void order_tables() {
     std::vector<RowClass> shapes;
+    const auto dim_of = [&](int64_t t) { return static_cast<int32_t>(d_.table(t)[kDim]); };
     for (int64_t t = 0; t < d_.num_tables; ++t)
-      shapes.push_back(class_of(static_cast<RowType>(d_.table(t)[kRowType]),
-                                static_cast<int32_t>(d_.table(t)[kDim])));
+      shapes.push_back(class_of(static_cast<RowType>(d_.table(t)[kRowType]), dim_of(t)));
     const auto shape_of = [&](int32_t t) {
       return std::tuple(shapes[t].type, shapes[t].lanes, shapes[t].vectors);
     };
@@ -120,8 +120,10 @@ class Context::Builder {
         c_.classes.push_back(shapes[c_.order[k]]);
         c_.classes.back().index = static_cast<int32_t>(c_.classes.size()) - 1;
         c_.classes.back().table_begin = k;
+        c_.classes.back().dim = dim_of(c_.order[k]);
       }
       c_.classes.back().table_end = k + 1;
+      if (c_.classes.back().dim != dim_of(c_.order[k])) c_.classes.back().dim = 0;
       place_[c_.order[k]] = k;
     }
   }

@@ -85,6 +85,13 @@ struct Context {
   // Forgets an error of one batch, so that the next ones' are found. A lost peer stays lost.
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return words_->duplication; }
+  // Whether the last planned batch had 1.5 ids or more per distinct row. From there on rows of peers are
+  // fetched once (to be measured between devices: a row is then written and read once more in local
+  // memory, at ten times the speed of a link), and kernels expect several gradients for a row.
+  bool rows_repeat() const {
+    return static_cast<double>(words_->duplication[0]) >
+           1.5 * static_cast<double>(words_->duplication[1]);
+  }
   void barrier(cudaStream_t stream) const;
 
  private:

@@ -33,6 +33,7 @@ struct RowClass {
   int32_t lanes, vectors;
   int32_t index;                   // of this class; Table::row_class
   int32_t table_begin, table_end;  // in the order of keys
+  int32_t dim;                     // columns of all its tables, or 0 where they differ
   std::vector<int32_t> features;
   const int32_t* device_features;
 
@@ -238,6 +239,7 @@ struct Launch {
   const UpdateArgs* optimizers;  // [T] in the order of keys
   cudaStream_t stream;
   bool all_row_wise_adagrad = false;  // so are they, which has a kernel of its own
+  bool rows_repeat = false;           // in batches: most rows get several gradients
 };
 
 // Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
@@ -355,11 +357,14 @@ struct Lengths {
   bool are_32_bit;
   int64_t count, num_ids;
 };
-void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, int64_t scratch_bytes,
-                 const ErrorSink& error, cudaStream_t stream);
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const ErrorSink& error,
+                 cudaStream_t stream);
+int64_t sum_scratch_bytes(int64_t count);
 
 // Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.
 int blocks_for(int64_t groups, int64_t per_block);
+// Whether a kernel may be launched before the one in front of it has ended.
+bool kernels_overlap();
 // Threads that the device holds at once when each takes 128 registers; the hot kernels take 60 to 128.
 int64_t resident_threads();
 

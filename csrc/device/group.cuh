@@ -8,16 +8,33 @@
 
 namespace oper::device {
 
-// G consecutive lanes of a warp. All of them must call every member together.
+// G consecutive lanes of a warp. All of them must call every member together; `in_step`: all groups of
+// the warp must, each with its own values. An exchange between the lanes of a mask that the compiler
+// does not know takes several instructions more, and groups that have parted take turns.
 template <int G>
 struct Group {
   int lane;
+  bool in_step;
   unsigned mask;
 
-  OPER_DEVICE Group() {
+  OPER_DEVICE explicit Group(bool warp_in_step = false) : in_step(G < 32 && warp_in_step) {
     const int in_warp = static_cast<int>(threadIdx.x) % 32;
     lane = in_warp % G;
-    mask = G == 32 ? ~0u : ((1u << (G % 32)) - 1u) << (in_warp / G * G);
+    mask = G == 32 || in_step ? ~0u : ((1u << (G % 32)) - 1u) << (in_warp / G * G);
+  }
+  // Whether it holds for this group, or, in step, for any group of the warp.
+  OPER_DEVICE bool any(bool holds) const {
+    return in_step ? __ballot_sync(mask, holds) != 0 : holds;
+  }
+  // This group's number, or, in step, the largest of the warp's groups.
+  OPER_DEVICE int most(int number) const {
+    if (!in_step) return number;
+#pragma unroll
+    for (int distance = G; distance < 32; distance *= 2) {
+      const int other = __shfl_xor_sync(mask, number, distance, 32);
+      number = other > number ? other : number;
+    }
+    return number;
   }
   template <class T>
   OPER_DEVICE T shuffle(T value, int from) const {
@@ -75,6 +92,13 @@ struct Shape {
   static constexpr int E = E_, G = G_, V = V_;
   static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
 };
+
+// The same rows over half the lanes where that leaves a lane 32 bytes: what is done once for each row is
+// then done for twice as many rows at a time.
+template <class S>
+using Halved =
+    std::conditional_t<sizeof(typename S::T) == 4 && S::V == 1 && S::E == 4 && (S::G >= 8),
+                       Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
 // Blocks of 256 threads that a multiprocessor must hold: two where a row takes few registers.
 template <class Shape>

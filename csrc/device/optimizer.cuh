@@ -37,15 +37,54 @@ OPER_DEVICE float* group_buffer(float* buffers) {
   return buffers + threadIdx.x / Shape::G * kRowFloats<Shape>;
 }
 
-// What `apply` takes of a row beside its numbers: row-wise Adagrad's state; the id that stochastic
-// rounding goes by.
+// ---- stochastic rounding of two neighbouring columns ---------------------------------------------
+
+// `round_to` of both, by the lower and the upper half of 16 + 16 random bits.
+template <class T>
+OPER_DEVICE uint32_t round_pair(T type, float first, float second, uint32_t random) {
+  return round_to(type, first, random & 0xffffu).bits |
+         static_cast<uint32_t>(round_to(type, second, random >> 16).bits) << 16;
+}
+
+// Numbers that `round_plain_pair` rounds as `round_pair` does, in a few instructions: those whose random
+// bits, added to their last places, need only be cut off.
+OPER_DEVICE bool is_plain(Float16, float value) {  // 2^-14 to 2^15
+  return (bits_of_float(value) & 0x7fffffffu) - 0x38800000u < 0x47000000u - 0x38800000u;
+}
+OPER_DEVICE bool is_plain(BFloat16, float value) {  // below 2^127
+  return (bits_of_float(value) & 0x7fffffffu) < 0x7f000000u;
+}
+
+#if defined(OPER_EMULATED)
+template <class T>
+uint32_t round_plain_pair(T type, float first, float second, uint32_t random) {
+  return round_pair(type, first, second, random);
+}
+#else
+OPER_DEVICE uint32_t round_plain_pair(Float16, float first, float second, uint32_t random) {
+  uint32_t rounded;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+      : "=r"(rounded)
+      : "f"(float_of_bits(bits_of_float(second) + (random >> 19))),
+        "f"(float_of_bits(bits_of_float(first) + ((random & 0xffffu) >> 3))));
+  return rounded;
+}
+OPER_DEVICE uint32_t round_plain_pair(BFloat16, float first, float second, uint32_t random) {
+  return __byte_perm(bits_of_float(first) + (random & 0xffffu),
+                     bits_of_float(second) + (random >> 16), 0x7632);
+}
+#endif
+
+// What `apply` takes of a row beside its numbers: its slot; row-wise Adagrad's state; the id that
+// stochastic rounding goes by.
 struct RowFacts {
+  int64_t slot;
   float state;
   uint32_t id;
 };
 template <class T>
 OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) {
-  RowFacts facts{};
+  RowFacts facts{slot, 0.0f, 0};
   if (kind == Optimizer::kNone) return facts;
   if (kind == Optimizer::kRowWiseAdagrad) facts.state = table.momentum1[slot];
   if constexpr (sizeof(T) == 2)
@@ -59,19 +98,18 @@ class RowOptimizer {
  public:
   using T = typename Shape::T;
 
-  // `buffer`: a row of shared memory that belongs to the group.
-  OPER_DEVICE RowOptimizer(const View& view, const Table& table, const UpdateArgs& args,
+  // `dim`: as in RowClass; `buffer`: a row of shared memory that belongs to the group.
+  OPER_DEVICE RowOptimizer(const Table& table, int32_t dim, const UpdateArgs& args,
                            const Group<Shape::G>& group, float* buffer)
-      : view_(view),
-        table_(table),
+      : table_(table),
+        dim_(dim > 0 ? dim : table.dim),
         args_(args.optimizer),
         rounding_(args.rounding),
         group_(group),
         buffer_(buffer) {}
 
   OPER_DEVICE void load_row(int64_t slot, Row<Shape>& w) const {
-    w.load(reinterpret_cast<const T*>(table_.rows) + slot * table_.dim, table_.dim, group_.lane,
-           Shape::E > 1);
+    w.load(reinterpret_cast<const T*>(table_.rows) + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
 
   OPER_DEVICE Optimizer kind() const { return kKind == Optimizer::kNone ? args_.kind : kKind; }
@@ -94,14 +132,15 @@ class RowOptimizer {
   OPER_DEVICE float sum_of_squares(const Row<Shape>& g) const {
     Row<Shape> squares;
     squares.zip(g, [](float& a, float b) { a = b * b; });
-    return sum_in_host_order(squares, table_.dim, group_, buffer_);
+    return sum_in_host_order(squares, dim_, group_, buffer_);
   }
 
   // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers;
-  // `w`: the row, which becomes the new one.
-  OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
-                         const RowFacts& facts) const {
+  // `w`: the row, which becomes the new one. `writes`: false for a group that only keeps in step.
+  OPER_DEVICE void apply(const Row<Shape>& g, float squares, Row<Shape>& w, const RowFacts& facts,
+                         bool writes = true) const {
     if (kind() == Optimizer::kNone) return;
+    const int64_t slot = facts.slot;
     switch (kind()) {
       case Optimizer::kSgd: {
         const float rate = args_.learning_rate;
@@ -109,7 +148,7 @@ class RowOptimizer {
         break;
       }
       case Optimizer::kRowWiseAdagrad:
-        row_wise_adagrad(slot, g, squares, w, facts.state);
+        row_wise_adagrad(slot, g, squares, w, facts.state, writes);
         break;
       case Optimizer::kAdagrad: adagrad(slot, g, w); break;
       case Optimizer::kMomentumSgd: momentum_sgd(slot, g, w); break;
@@ -118,70 +157,80 @@ class RowOptimizer {
       case Optimizer::kPartialRowWiseLamb: lamb(slot, g, squares, w); break;
       default: adam(slot, g, squares, w); break;
     }
-    T* row = reinterpret_cast<T*>(table_.rows) + slot * table_.dim;
+    if (!writes) return;
+    T* row = reinterpret_cast<T*>(table_.rows) + slot * dim_;
     if constexpr (sizeof(T) == 4) {
-      w.store(row, table_.dim, group_.lane, Shape::E > 1);
+      w.store(row, dim_, group_.lane, Shape::E > 1);
     } else {
       store_rounded(row, facts.id, w);
     }
   }
 
  private:
-  const View& view_;
   const Table& table_;
-  const OptimizerArgs& args_;
-  const RoundingKey& rounding_;
+  const int32_t dim_;
+  // By value: all that is used of them is loaded at once.
+  const OptimizerArgs args_;
+  const RoundingKey rounding_;
   const Group<Shape::G>& group_;
   float* buffer_;
 
   OPER_DEVICE void load_state(const float* state, int64_t slot, Row<Shape>& s) const {
-    s.load(state + slot * table_.dim, table_.dim, group_.lane, Shape::E > 1);
+    s.load(state + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
   OPER_DEVICE void store_state(float* state, int64_t slot, const Row<Shape>& s) const {
-    s.store(state + slot * table_.dim, table_.dim, group_.lane, Shape::E > 1);
+    s.store(state + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
 
-  // Stochastic rounding by numbers that depend on the row's id, the column and the step only. The
-  // columns of a part never straddle a block of 8 numbers, unless a piece begins inside of one.
+  // Stochastic rounding by numbers that depend on the row's id, the column and the step only. A part
+  // of 8 columns is a block of 8 such numbers, unless a piece begins inside of one.
   OPER_DEVICE void store_rounded(T* row, uint32_t id, const Row<Shape>& w) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, group_.lane);
-      if (column >= table_.dim) continue;
+      if (column >= dim_) continue;
       const uint32_t first = static_cast<uint32_t>(table_.piece_start + column);
-      Philox4 bits = rounding_bits(rounding_, id, first / 8);
-      uint32_t block = first / 8;
-      constexpr int kWords = Shape::E > 1 ? Shape::E / 2 : 1;
-      uint32_t words[kWords];
+      if (Shape::E == 8 && first % 8 == 0) {
+        const Philox4 bits = rounding_bits(rounding_, id, first / 8);
+        const float (&v)[Shape::E] = w.v[i];
+        bool are_plain = true;
+#pragma unroll
+        for (int e = 0; e < Shape::E; ++e) are_plain &= is_plain(T{}, v[e]);
+        uint32_t words[Shape::E / 2 + 1];
+        if (are_plain) {
+#pragma unroll
+          for (int k = 0; k < Shape::E / 2; ++k)
+            words[k] = round_plain_pair(T{}, v[2 * k], v[2 * k + 1], bits.word[k % 4]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < Shape::E / 2; ++k)
+            words[k] = round_pair(T{}, v[2 * k], v[2 * k + 1], bits.word[k % 4]);
+        }
+        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
+        continue;
+      }
 #pragma unroll
       for (int e = 0; e < Shape::E; ++e) {
         const uint32_t at = first + e;
-        if (at / 8 != block) bits = rounding_bits(rounding_, id, block = at / 8);
-        uint32_t random = bits.word[0];
-#pragma unroll
-        for (uint32_t k = 1; k < 4; ++k)
-          if (at % 8 / 2 == k) random = bits.word[k];
-        const uint32_t rounded =
-            round_to(T{}, w.v[i][e], at % 2 ? random >> 16 : random & 0xffffu).bits;
-        words[e / 2] = e % 2 ? words[e / 2] | rounded << 16 : rounded;
-      }
-      if constexpr (Shape::E * sizeof(T) == 16) {
-        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
-      } else {
-        row[column] = {static_cast<uint16_t>(words[0])};
+        const uint32_t random = word_of(rounding_bits(rounding_, id, at / 8), at % 8 / 2);
+        row[column + e] = round_to(T{}, w.v[i][e], at % 2 ? random >> 16 : random & 0xffffu);
       }
     }
   }
+  static OPER_DEVICE uint32_t word_of(const Philox4& bits, uint32_t k) {
+    const uint32_t low = k % 2 ? bits.word[1] : bits.word[0];
+    const uint32_t high = k % 2 ? bits.word[3] : bits.word[2];
+    return k < 2 ? low : high;
+  }
 
   OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
-                                    float state) const {
+                                    float state, bool writes) const {
     // Every lane computes it, one writes it back.
     const float multiplier =
         rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);
     group_.sync();  // all have read it
-    if (group_.lane == 0) table_.momentum1[slot] = state;
-    if (args_.decay == Decay::kDecoupled)
-      w.scale(1.0f - args_.learning_rate * args_.weight_decay);
+    if (writes && group_.lane == 0) table_.momentum1[slot] = state;
+    if (args_.decay == Decay::kDecoupled) w.scale(1.0f - args_.learning_rate * args_.weight_decay);
     w.zip(g, [=](float& a, float b) { a -= b * multiplier; });
   }
 
@@ -210,11 +259,11 @@ class RowOptimizer {
   OPER_DEVICE void moments(int64_t slot, const Row<Shape>& g, float squares, const Row<Shape>& w,
                            bool row_wise, Finish finish) const {
     const float root = row_wise ? row_wise_root(slot, squares) : 1.0f;
-    const int64_t first = slot * table_.dim;
+    const int64_t first = slot * dim_;
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, group_.lane);
-      if (column >= table_.dim) continue;
+      if (column >= dim_) continue;
       float m[Shape::E], s[Shape::E];
       load_elements(table_.momentum1 + first + column, m, Shape::E > 1);
       if (!row_wise) load_elements(table_.momentum2 + first + column, s, Shape::E > 1);

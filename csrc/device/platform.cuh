@@ -14,6 +14,22 @@
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
     check(cudaGetLastError(), "cannot launch " #kernel);             \
   } while (false)
+// For a kernel that may take its place on the device while the kernel before it on the stream still runs
+// (sm_90 and newer). It calls `wait_for_earlier_kernel` before it touches memory that another kernel
+// touches; the one before it may call `let_next_kernel_begin`.
+#define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
+  do {                                                                                 \
+    cudaLaunchAttribute attribute{};                                                   \
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;                 \
+    attribute.val.programmaticStreamSerializationAllowed = 1;                          \
+    cudaLaunchConfig_t config{};                                                       \
+    config.gridDim = static_cast<unsigned>(grid);                                      \
+    config.blockDim = static_cast<unsigned>(block);                                    \
+    config.stream = launched_on;                                                       \
+    config.attrs = &attribute;                                                         \
+    config.numAttrs = kernels_overlap() ? 1 : 0;                                       \
+    check(cudaLaunchKernelEx(&config, kernel, __VA_ARGS__), "cannot launch " #kernel); \
+  } while (false)
 #endif
 
 #include "common/platform.h"
@@ -21,6 +37,17 @@
 #define OPER_DEVICE __device__ __forceinline__
 
 namespace oper::device {
+
+OPER_DEVICE void wait_for_earlier_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+OPER_DEVICE void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Has the lines that hold [from, from + num_bytes) fetched into the second-level cache.
 OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {

@@ -366,6 +366,7 @@ inline int64_t resident_threads() { return 256; }
 
 }  // namespace oper::emulation
 
+#define OPER_LAUNCH_EARLY OPER_LAUNCH
 #define OPER_LAUNCH(kernel, grid, block, stream, ...) \
   oper::emulation::launch((kernel), (grid), (block), (stream), __VA_ARGS__)
 

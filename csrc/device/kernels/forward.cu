@@ -11,8 +11,9 @@ struct PoolArgs {
   Batch batch;
   const int32_t* features;  // [num_features] of this launch
   int32_t num_features;
-  int32_t row_class;
+  int32_t row_class, dim;        // as in RowClass
   int32_t bags_per_group;        // pooled
+  bool by_bag;                   // pooled: bags of all features, then the next bags
   const int32_t* tile_begin;     // unpooled: [F + 1]
   const int64_t* output_begin;   // unpooled: [F]
   const int64_t* feature_begin;  // with staged rows: [F + 1]
@@ -47,13 +48,13 @@ struct Pool {
         table(t),
         places(nullptr),
         feature(args.view.features[f].logical),
-        dim(t.dim),
+        dim(args.dim > 0 ? args.dim : t.dim),
         ring(shared) {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
   // One run of bags: calls `finish(bag, sum, length)` for every bag in [bag, last), which hold the
-  // ids [i, stop). `end_of(bag)`: all lanes call it together.
+  // ids [i, stop). `end_of(bag)`: all lanes of the warp call it together, `finish` those of a group.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
@@ -61,15 +62,18 @@ struct Pool {
     sum.begin();
     bool is_empty = true;
     int32_t begin = i;
-    int32_t end = bag < last ? end_of(bag) : stop;
+    int32_t end = end_of(bag);
     const auto close_bags = [&](int32_t at) {
-      while (bag < last && at >= end) {
+      for (bool closes; group.any(closes = bag < last && at >= end);) {
+        const int32_t next = end_of(bag + 1 < last ? bag + 1 : bag);
+        if (!closes) continue;
         if (is_empty) sum.zero();
         finish(bag, sum, end - begin);
         sum.begin();
         is_empty = true;
         begin = end;
-        if (++bag < last) end = end_of(bag);
+        end = next;
+        ++bag;
       }
     };
     // Of the rows to be fetched next, whose numbers are up to `kSlots` ahead of those to be added.
@@ -78,20 +82,21 @@ struct Pool {
 #pragma unroll
     for (int t = 0; t < kSlots; ++t) start(t, group.shuffle(address, t), is_set(coming, t));
     int slot = 0;
-    for (; i < stop; i += Shape::G) {
-      const int n = stop - i < Shape::G ? stop - i : Shape::G;
+    for (int left = group.most(stop - i); left > 0; left -= Shape::G, i += Shape::G) {
+      const int n = left < Shape::G ? left : Shape::G;
       const unsigned there = coming;
       const float weight =
-          a.batch.weights && group.lane < n ? a.batch.weights[i + group.lane] : 1.0f;
+          a.batch.weights && i + group.lane < stop ? a.batch.weights[i + group.lane] : 1.0f;
       const int32_t next_i = i + Shape::G + group.lane;
       const int64_t next_id = id_of(next_i, stop);
       for (int t = 0; t < n; ++t) {
         wait_for_copies<kSlots - 1>();
         close_bags(i + t);
+        const float scale = a.batch.weights ? group.shuffle(weight, t) : 1.0f;
         if (is_set(there, t)) {
           Row<Shape> row;
           ring.read(slot, row);
-          if (a.batch.weights) row.scale(group.shuffle(weight, t));
+          if (a.batch.weights) row.scale(scale);
           sum.add(row);
           is_empty = false;
         }
@@ -101,7 +106,7 @@ struct Pool {
         }
         const int ahead = (t + kSlots) % Shape::G;
         start(slot, group.shuffle(address, ahead), is_set(coming, ahead));
-        slot = (slot + 1) % kSlots;
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
       }
     }
     close_bags(stop);
@@ -144,19 +149,35 @@ constexpr int kPoolBlocks = Shape::V * Shape::E <= 4 && Shape::G == 32 ? 4
                             : Shape::V * Shape::E <= 16                ? 2
                                                                        : 1;
 
+// Runs of bags that warps of so many groups take one by one.
+OPER_HD int64_t num_warps(const PoolArgs& a, int32_t groups) {
+  const int64_t bags = static_cast<int64_t>(a.bags_per_group) * groups;
+  return (a.batch.batch_size + bags - 1) / bags * a.num_features;
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
-  const Group<Shape::G> group;
+  const Group<Shape::G> group(true);
+  wait_for_earlier_kernel();
   const int64_t B = a.batch.batch_size;
-  const int64_t tiles = (B + a.bags_per_group - 1) / a.bags_per_group;
-  for (int64_t w = group.index(); w < tiles * a.num_features; w += group.count()) {
-    const int64_t f = w / tiles;
+  constexpr int32_t kGroups = 32 / Shape::G;
+  const uint32_t num_items = static_cast<uint32_t>(num_warps(a, kGroups));
+  const uint32_t num_features = static_cast<uint32_t>(a.num_features);
+  const uint32_t per_feature = num_items / num_features;
+  const Group<32> warp;
+  for (int64_t w = warp.index(); w < num_items; w += warp.count()) {
+    const uint32_t item = static_cast<uint32_t>(w),
+                   turn = item / (a.by_bag ? num_features : per_feature);
+    const uint32_t f = a.by_bag ? item - turn * num_features : turn;
+    const int32_t tile = static_cast<int32_t>(a.by_bag ? turn : item - turn * per_feature);
+    const int64_t own_bag =
+        (static_cast<int64_t>(tile) * kGroups + warp.lane / Shape::G) * a.bags_per_group;
+    const int32_t bag = static_cast<int32_t>(own_bag < B ? own_bag : B);
     const Feature& feature = a.view.features[a.features[f]];
     const Table& table = a.view.tables[feature.table];
     const int64_t* bounds = a.batch.bounds + a.batch.key_of[feature.logical] * B;
     const Pool<Shape> pool(a, group, table, a.features[f], bounds[0], shared);
-    const int32_t bag = static_cast<int32_t>(w - f * tiles) * a.bags_per_group;
     const int32_t last =
         static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
     const bool divide = table.mean && !(a.skip_pushed && table.has_push);
@@ -166,7 +187,8 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
     // Of the bag of each lane: a group takes no more bags than it has lanes.
     const int32_t own_end =
         static_cast<int32_t>(bounds[bag + group.lane < last ? bag + group.lane + 1 : last]);
-    const int32_t stop = group.shuffle(own_end, last - bag - 1);
+    const int32_t end_of_last = group.shuffle(own_end, bag < last ? last - bag - 1 : 0);
+    const int32_t stop = bag < last ? end_of_last : begin;
     pool.bags(
         bag, last, begin, stop, [&](int32_t b) { return group.shuffle(own_end, b - bag); },
         [&](int32_t b, Row<Shape>& sum, int32_t length) {
@@ -179,7 +201,7 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
-  const Group<Shape::G> group;
+  const Group<Shape::G> group;  // may belong to other features than its neighbours
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
   for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
     const int32_t f = static_cast<int32_t>(
@@ -254,10 +276,8 @@ template <class Shape>
 void launch_pool(const PoolArgs& args, cudaStream_t stream) {
   const int64_t groups_per_block = 256 / Shape::G;
   if (args.batch.pooled) {
-    const int64_t tiles = (args.batch.batch_size + args.bags_per_group - 1) / args.bags_per_group;
-    const int64_t groups = tiles * args.num_features;
-    if (groups > 0)
-      OPER_LAUNCH(pool_bags<Shape>, blocks_for(groups, groups_per_block), 256, stream, args);
+    const int64_t warps = num_warps(args, 32 / Shape::G);
+    if (warps > 0) OPER_LAUNCH_EARLY(pool_bags<Shape>, blocks_for(warps, 8), 256, stream, args);
   } else {
     const int64_t groups = args.batch.max_pairs / kTile + args.view.num_features;
     OPER_LAUNCH(pool_ids<Shape>, blocks_for(groups, groups_per_block), 256, stream, args);
@@ -270,33 +290,37 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
           const Staging& staging, bool skip_pushed) {
   for (const RowClass& row_class : on.classes) {
     if (row_class.features.empty()) continue;
-    PoolArgs args{
-        on.view,
-        batch,
-        row_class.device_features,
-        static_cast<int32_t>(row_class.features.size()),
-        row_class.index,
-        1,
-        plan.tile_begin,
-        plan.output_begin,
-        plan.feature_begin,
-        staging.data ? plan.places : nullptr,
-        staging.data,
-        out,
-        is_wide(out.data, out.stride),
-        skip_pushed};
+    PoolArgs args{on.view,
+                  batch,
+                  row_class.device_features,
+                  static_cast<int32_t>(row_class.features.size()),
+                  row_class.index,
+                  row_class.dim,
+                  1,
+                  false,
+                  plan.tile_begin,
+                  plan.output_begin,
+                  plan.feature_begin,
+                  staging.data ? plan.places : nullptr,
+                  staging.data,
+                  out,
+                  is_wide(out.data, out.stride),
+                  skip_pushed};
     // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
     // ids, enough to fetch rows together, and few enough that the last groups end soon after the
     // others: all groups come in `kTurns` turns or more.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
-    const int64_t resident = resident_threads() / row_class.group_lanes();
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);
     const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
-    args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
-        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, kTurns * resident)), 1,
-        row_class.group_lanes()));
-    with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, on.stream); });
+    args.by_bag = mean < 2;
+    with_shape(row_class, [&](auto shape) {
+      using S = Halved<decltype(shape)>;
+      const int64_t turns = bags / std::max<int64_t>(1, kTurns * resident_threads() / S::G);
+      args.bags_per_group =
+          static_cast<int32_t>(std::clamp<int64_t>(std::min(kIdsPerGroup / mean, turns), 1, S::G));
+      launch_pool<S>(args, on.stream);
+    });
   }
 }
 

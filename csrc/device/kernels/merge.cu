@@ -142,9 +142,9 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const Merg
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, false, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
-    const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
-    const int32_t rounds = (optimizer.clips() ? 1 : 0) +
-                           (is_row_wise(a.optimizers[t].optimizer.kind) ? 1 : 0);
+    const RowOptimizer<Shape> optimizer(table, table.dim, a.optimizers[t], group, buffer);
+    const int32_t rounds =
+        (optimizer.clips() ? 1 : 0) + (is_row_wise(a.optimizers[t].optimizer.kind) ? 1 : 0);
     if (table.squares == nullptr || round >= rounds) return;
     if (!optimizer.clips() || round > 0) clip_and_decay(a.view, table, slot, optimizer, g);
     const float squares = optimizer.sum_of_squares(g);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, true, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
-    const RowOptimizer<Shape> optimizer(a.view, table, a.optimizers[t], group, buffer);
+    const RowOptimizer<Shape> optimizer(table, table.dim, a.optimizers[t], group, buffer);
     clip_and_decay(a.view, table, slot, optimizer, g);
     float squares = 0.0f;
     if (is_row_wise(a.optimizers[t].optimizer.kind))
@@ -170,8 +170,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
                     : squares_of_row(a.view, table, slot, optimizer.clips() ? 1 : 0);
     Row<Shape> row;
     optimizer.load_row(slot, row);
-    optimizer.apply(slot, g, squares, row,
-                    facts_of<typename Shape::T>(table, optimizer.kind(), slot));
+    optimizer.apply(g, squares, row, facts_of<typename Shape::T>(table, optimizer.kind(), slot));
     if (table.has_replicas && group.lane == 0) note_touched(a.view, table, t, slot);
   });
 }

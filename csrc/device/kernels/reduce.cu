@@ -16,11 +16,19 @@ struct ReduceArgs {
   BatchPlan plan;
   Gradient grad;
   LongRuns long_runs;
-  const UpdateArgs* optimizers;  // [T]
-  int32_t table_begin, table_end;
-  bool wide_grad;  // of columns that are multiples of four
-  int32_t runs_per_group;  // at most the group's lanes
+  const UpdateArgs* optimizers;         // [T]
+  int32_t table_begin, table_end, dim;  // as in RowClass
+  bool wide_grad;                       // of columns that are multiples of four
+  int32_t runs_per_warp;                // at most 32
 };
+
+// Where the sum of a run goes: to the outbox, or to the optimizer.
+enum class To { kOutbox, kOptimizer, kRowWiseAdagrad };
+template <To kTo>
+using Sink = std::integral_constant<To, kTo>;
+template <To kTo>
+constexpr Optimizer kKindOf =
+    kTo == To::kRowWiseAdagrad ? Optimizer::kRowWiseAdagrad : Optimizer::kNone;
 
 // Of shared memory, for the optimizer's sums.
 template <class Shape, bool kUpdate>
@@ -37,9 +45,10 @@ constexpr int slots_of() {
 }
 
 // Sums the gradients of sorted pairs by row.
-template <class Shape, bool kUpdate>
+template <class Shape, To kTo>
 class Reducer {
  public:
+  static constexpr bool kUpdate = kTo != To::kOutbox;
   using T = typename Shape::T;
   static constexpr int kSlots = slots_of<Shape, kUpdate>();
   using Gradients = RowRing<Shape, float, kSlots>;
@@ -50,25 +59,27 @@ class Reducer {
   OPER_DEVICE Reducer(const ReduceArgs& args, const Group<Shape::G>& group, char* shared)
       : a_(args), group_(group), gradients_(shared), rows_(shared + Gradients::kBytes) {}
 
-  // Calls finish(table, key, sum, row of the table, its facts) for every run of equal keys among the
-  // pairs [begin, end).
+  // Calls finish(whether there is one, table, sum, row of the table, its facts) for every run of equal
+  // keys among the pairs [begin, end); in step also for a group that has none where others have one.
   template <class Finish>
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
+    const int count = static_cast<int>(end - begin);
+    const int most = group_.most(count);
     // Of the pairs to be fetched next, which are up to `kSlots` ahead of those to be added.
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll
-    for (int t = 0; t < kSlots; ++t) start(t, pair, t, begin + t < end, is_set(coming_lasts, t));
+    for (int t = 0; t < kSlots; ++t) start(t, pair, t, t < count, is_set(coming_lasts, t));
     Row<Shape> sum, row;
     sum.begin();
     int slot = 0;
-    for (int64_t p = begin; p < end; p += Shape::G) {
-      const int n = static_cast<int>(end - p < Shape::G ? end - p : Shape::G);
+    for (int first = 0; first < most; first += Shape::G) {
+      const int n = most - first < Shape::G ? most - first : Shape::G;
       const unsigned lasts = coming_lasts;
       const int32_t table = pair.table;
       const float divisor = pair.divisor, weight = pair.weight;
       const RowFacts facts = pair.facts;
-      const Raw next = read(p + Shape::G + group_.lane, end);
+      const Raw next = read(begin + first + Shape::G + group_.lane, end);
       for (int t = 0; t < n; ++t) {
         wait_for_copies<kSlots - 1>();
         Row<Shape> gradient;
@@ -84,12 +95,13 @@ class Reducer {
           coming_lasts = group_.ballot(pair.is_last);
         }
         const int ahead = (t + kSlots) % Shape::G;
-        start(slot, pair, ahead, p + t + kSlots < end, is_set(coming_lasts, ahead));
-        slot = (slot + 1) % kSlots;
-        if (is_last) {
-          finish(group_.shuffle(table, t), a_.plan.keys.at(p + t), sum, row,
-                 RowFacts{group_.shuffle(facts.state, t), group_.shuffle(facts.id, t)});
-          sum.begin();
+        start(slot, pair, ahead, first + t + kSlots < count, is_set(coming_lasts, ahead));
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        if (group_.any(is_last)) {
+          finish(is_last, group_.shuffle(table, t), sum, row,
+                 RowFacts{group_.shuffle(facts.slot, t), group_.shuffle(facts.state, t),
+                          group_.shuffle(facts.id, t)});
+          if (is_last) sum.begin();
         }
       }
     }
@@ -154,24 +166,24 @@ class Reducer {
       const int64_t slot = raw.key - table.key_begin;
       pair.row =
           reinterpret_cast<int64_t>(reinterpret_cast<const T*>(table.rows) + slot * table.dim);
-      if (pair.is_last) pair.facts = read_facts(table, a_.optimizers[pair.table].optimizer, slot);
+      if (pair.is_last) pair.facts = read_facts(table, pair.table, slot);
     }
     return pair;
   }
 
   // States of as many numbers as the row has are fetched ahead only.
-  OPER_DEVICE RowFacts read_facts(const Table& table, const OptimizerArgs& optimizer,
-                                  int64_t slot) const {
-    if (table.momentum1 != nullptr && optimizer.kind != Optimizer::kNone &&
-        optimizer.kind != Optimizer::kRowWiseAdagrad)
+  OPER_DEVICE RowFacts read_facts(const Table& table, int32_t t, int64_t slot) const {
+    const Optimizer kind = kTo == To::kOptimizer ? a_.optimizers[t].optimizer.kind : kKindOf<kTo>;
+    if (table.momentum1 != nullptr && kind != Optimizer::kNone &&
+        kind != Optimizer::kRowWiseAdagrad)
       prefetch(table.momentum1 + slot * table.dim, 4 * table.dim);
-    return facts_of<T>(table, optimizer.kind, slot);
+    return facts_of<T>(table, kind, slot);
   }
 
   // Begins to fetch the gradient of the pair of lane `from`, and with the last one the table's row.
   OPER_DEVICE void start(int slot, const Pair& pair, int from, bool is_there, bool is_last) {
     const int64_t at = group_.shuffle(pair.at, from);
-    const int dim = group_.shuffle(pair.dim, from);
+    const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(pair.dim, from);
     if (is_there)
       gradients_.start(slot, a_.grad.data + at, dim, group_.lane, a_.wide_grad && at % 4 == 0);
     if constexpr (kUpdate) {
@@ -183,17 +195,8 @@ class Reducer {
   }
 };
 
-// Where the sum of a run goes: to the outbox, or to the optimizer.
-enum class To { kOutbox, kOptimizer, kRowWiseAdagrad };
-template <To kTo>
-using Sink = std::integral_constant<To, kTo>;
-template <To kTo>
-constexpr Optimizer kKindOf =
-    kTo == To::kRowWiseAdagrad ? Optimizer::kRowWiseAdagrad : Optimizer::kNone;
-
-// Leaves a run for the next kernels; one lane does. The order of this list does not matter.
-OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t pairs, bool lists) {
-  if (!lists) return;
+// Leaves a run for the next kernels. The order of this list does not matter.
+OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t pairs) {
   const uint32_t chunks = (pairs + kChunk - 1) / kChunk;
   const uint32_t at = atomicAdd(long_runs.counts, 1u);
   const uint32_t first = atomicAdd(long_runs.counts + 1, chunks);
@@ -202,23 +205,22 @@ OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t 
   for (uint32_t k = 0; k < chunks; ++k) long_runs.chunk_run[first + k] = at;
 }
 
+// `is_there`: false for a group that only keeps in step.
 template <class Shape, To kTo>
-OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t key,
+OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64_t run,
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,
                             Row<Shape>& row, const RowFacts& facts) {
   const Table& table = a.view.tables[t];
   if constexpr (kTo != To::kOutbox) {
     // A graph may outlive the choice of its kernel: its tables may be frozen since.
-    if (a.optimizers[t].optimizer.kind == Optimizer::kNone) return;
-    const int64_t slot = key - table.key_begin;
-    const RowOptimizer<Shape, kKindOf<kTo>> optimizer(a.view, table, a.optimizers[t], group,
-                                                      buffer);
+    if (a.optimizers[t].optimizer.kind == Optimizer::kNone) is_there = false;
+    const RowOptimizer<Shape, kKindOf<kTo>> optimizer(table, a.dim, a.optimizers[t], group, buffer);
     if (a.grad.scale != 1.0f) sum.scale(a.grad.scale);
-    const float norm = optimizer.clips() ? optimizer.sum_of_squares(sum) : 0.0f;
-    optimizer.clip_and_decay(slot, sum, norm);
+    const float norm = group.any(optimizer.clips()) ? optimizer.sum_of_squares(sum) : 0.0f;
+    if (is_there) optimizer.clip_and_decay(facts.slot, sum, norm);
     const float squares = is_row_wise(optimizer.kind()) ? optimizer.sum_of_squares(sum) : 0.0f;
-    optimizer.apply(slot, sum, squares, row, facts);
-  } else {
+    optimizer.apply(sum, squares, row, facts, is_there);
+  } else if (is_there) {
     char* box = a.view.outboxes[a.view.rank];
     const OutboxHeader* header = reinterpret_cast<const OutboxHeader*>(box);
     const uint32_t* segments = outbox_segments(box);
@@ -230,75 +232,109 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
   }
 }
 
-// Blocks that a multiprocessor must hold: all optimizers together take more registers than one.
+// Shares out up to 32 runs, of so many pairs each (by lane of the warp), among the warp's groups, so that
+// these have about as many pairs each. Returns the runs of group `number`.
+struct RunRange {
+  int first, end;
+};
+template <int G>
+OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int number) {
+  constexpr int kGroups = 32 / G;
+  RunRange range{0, n};
+  if constexpr (kGroups == 1) return range;
+  int up_to = pairs;  // of this run and those before it
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int more = warp.shuffle(up_to, (warp.lane - distance) & 31);
+    if (warp.lane >= distance) up_to += more;
+  }
+  const int all = warp.shuffle(up_to, 31);
+#pragma unroll
+  for (int k = 1; k < kGroups; ++k) {
+    const int before =
+        popcount32(warp.ballot(warp.lane < n && (up_to - pairs) * kGroups < k * all));
+    if (k == number) range.first = before;
+    if (k == number + 1) range.end = before;
+  }
+  return range;
+}
+
+// Blocks that a multiprocessor must hold: all optimizers together take more registers than one, and so do
+// warps that hold many rows.
 template <class Shape, To kTo>
-constexpr int kReduceBlocks = Shape::V * Shape::E > 8                            ? 1
-                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer ? 2
-                                                                                 : 3;
+constexpr int kReduceBlocks = Shape::V * Shape::E > 8 ? 1
+                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer || Shape::G < 16
+                                  ? 2
+                                  : 3;
 
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;
-  using Sums = Reducer<Shape, kUpdate>;
+  using Sums = Reducer<Shape, kTo>;
   static_assert(Sums::kBytes + kBufferBytes<Shape, kUpdate> <= kMostSharedBytes);
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
-  const Group<Shape::G> group;
+  // Where tables differ in their optimizers, groups part.
+  const Group<Shape::G> group(kTo != To::kOptimizer);
+  const Group<32> warp;
   const int64_t W = a.view.world_size;
   if (!kUpdate && outbox_is_full(a.view)) return;
   Sums sums(a, group, rings);
   const int64_t last = a.plan.segments[a.table_end * W];
-  const int64_t step = a.runs_per_group;
-  for (int64_t tile = a.plan.segments[a.table_begin * W] + group.index() * step; tile < last;
-       tile += group.count() * step) {
+  const int64_t step = a.runs_per_warp;
+  for (int64_t tile = a.plan.segments[a.table_begin * W] + warp.index() * step; tile < last;
+       tile += warp.count() * step) {
     const int n = static_cast<int>(last - tile < step ? last - tile : step);
-    uint32_t own_begin = 0, own_end = 0;
-    if (group.lane < n) {
-      own_begin = a.plan.run_begin[tile + group.lane];
-      own_end = a.plan.run_begin[tile + group.lane + 1];
-    }
-    const unsigned are_long = group.ballot(own_end - own_begin > kChunk);
-    for (int j = 0; j < n; ++j) {
-      int k = j;
-      while (k < n && !is_set(are_long, k)) ++k;
-      if (k > j) {
-        int64_t run = tile + j;
-        sums.sum_runs(
-            group.shuffle(own_begin, j), group.shuffle(own_end, k - 1),
-            [&](int32_t t, int64_t key, Row<Shape>& sum, Row<Shape>& row, const RowFacts& facts) {
-              finish_run<Shape, kTo>(a, t, run++, key, group, buffer, sum, row, facts);
-            });
-      }
-      if (k < n)
-        list_long_run(a.long_runs, tile + k,
-                      group.shuffle(own_end, k) - group.shuffle(own_begin, k), group.lane == 0);
-      j = k;
-    }
+    const uint32_t* begin = a.plan.run_begin + tile;
+    const int pairs = warp.lane < n ? static_cast<int>(begin[warp.lane + 1] - begin[warp.lane]) : 0;
+    const unsigned are_long = warp.ballot(pairs > kChunk);
+    if (pairs > kChunk) list_long_run(a.long_runs, tile + warp.lane, pairs);
+    const RunRange own =
+        share_runs<Shape::G>(warp, n, pairs > kChunk ? 0 : pairs, warp.lane / Shape::G);
+    int k = own.first;
+    do {
+      // Short runs that follow each other.
+      while (k < own.end && is_set(are_long, k)) ++k;
+      const int first = k;
+      while (k < own.end && !is_set(are_long, k)) ++k;
+      int64_t run = tile + first;
+      sums.sum_runs(
+          begin[first], begin[k],
+          [&](bool is_there, int32_t t, Row<Shape>& sum, Row<Shape>& row, const RowFacts& facts) {
+            finish_run<Shape, kTo>(a, is_there, t, run, group, buffer, sum, row, facts);
+            if (is_there) ++run;
+          });
+    } while (group.any(k < own.end));
   }
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
-  using Sums = Reducer<Shape, false>;
+  using Sums = Reducer<Shape, To::kOutbox>;
   alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
-  const Group<Shape::G> group;
+  const Group<Shape::G> group(true);
   Sums sums(a, group, rings);
   const int64_t W = a.view.world_size;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
   const int64_t num_chunks = a.long_runs.counts[1];
-  for (int64_t chunk = group.index(); chunk < num_chunks; chunk += group.count()) {
-    const uint32_t at = a.long_runs.chunk_run[chunk];
-    const int64_t run = a.long_runs.runs[at];
-    if (run < first_run || run >= last_run) continue;
-    const int64_t begin =
-        a.plan.run_begin[run] + (chunk - a.long_runs.first[at]) * static_cast<int64_t>(kChunk);
-    const int64_t end = begin + kChunk < a.plan.run_begin[run + 1] ? begin + kChunk
-                                                                   : a.plan.run_begin[run + 1];
+  for (int64_t chunk = group.index(); group.any(chunk < num_chunks); chunk += group.count()) {
+    int64_t begin = 0, end = 0;  // of a chunk of another class of rows
+    if (chunk < num_chunks) {
+      const uint32_t at = a.long_runs.chunk_run[chunk];
+      const int64_t run = a.long_runs.runs[at];
+      if (run >= first_run && run < last_run) {
+        begin =
+            a.plan.run_begin[run] + (chunk - a.long_runs.first[at]) * static_cast<int64_t>(kChunk);
+        const int64_t end_of_run = a.plan.run_begin[run + 1];
+        end = begin + kChunk < end_of_run ? begin + kChunk : end_of_run;
+      }
+    }
     float* partial = a.long_runs.partials + chunk * a.long_runs.stride;
     sums.sum_runs(begin, end,
-                  [&](int32_t t, int64_t, Row<Shape>& sum, Row<Shape>&, const RowFacts&) {
+                  [&](bool is_there, int32_t t, Row<Shape>& sum, Row<Shape>&, const RowFacts&) {
+                    if (!is_there) return;
                     sum.store(partial, a.view.tables[t].dim, group.lane, Shape::E > 1);
                   });
   }
@@ -355,7 +391,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
                group.lane, Shape::E > 1);
       facts = facts_of<typename Shape::T>(table, a.optimizers[t].optimizer.kind, slot);
     }
-    finish_run<Shape, kTo>(a, t, run, key, group, buffer, sum, row, facts);
+    finish_run<Shape, kTo>(a, true, t, run, group, buffer, sum, row, facts);
   }
 }
 
@@ -403,11 +439,10 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-// As many as lanes can look at together, but no more than keep all groups busy for some turns.
-int32_t runs_per_group(const RowClass& row_class, const Batch& batch) {
-  const int64_t groups = std::max<int64_t>(1, 6 * resident_threads() / row_class.group_lanes());
-  return static_cast<int32_t>(
-      std::clamp<int64_t>(batch.max_pairs / groups, 1, row_class.group_lanes()));
+// As many as lanes can look at together, but no more than keep all warps busy for some turns.
+int32_t runs_per_warp(const Batch& batch) {
+  const int64_t warps = std::max<int64_t>(1, 6 * resident_threads() / 32);
+  return static_cast<int32_t>(std::clamp<int64_t>(batch.max_pairs / warps, 1, 32));
 }
 
 }  // namespace
@@ -429,8 +464,9 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
                             on.optimizers,
                             row_class.table_begin,
                             row_class.table_end,
+                            row_class.dim,
                             is_wide(grad.data, grad.stride),
-                            runs_per_group(row_class, batch)};
+                            runs_per_warp(batch)};
       with_shape(row_class, [&](auto shape) {
         if (!update_at_once) return launch(shape, Sink<To::kOutbox>{}, args);
         if (on.all_row_wise_adagrad) return launch(shape, Sink<To::kRowWiseAdagrad>{}, args);
@@ -440,9 +476,17 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
   };
   clear(long_runs.counts, 0, 8, on.stream);
   for_classes([&](auto shape, auto sink, const ReduceArgs& args) {
-    using S = decltype(shape);
-    OPER_LAUNCH((reduce_runs<S, decltype(sink)::value>), blocks_for(batch.max_pairs, 256 / S::G),
-                256, on.stream, args);
+    constexpr To kTo = decltype(sink)::value;
+    const auto reduce_in = [&](auto chosen) {
+      using S = decltype(chosen);
+      OPER_LAUNCH((reduce_runs<S, kTo>), blocks_for(batch.max_pairs, 256 / S::G), 256, on.stream,
+                  args);
+    };
+    // Where rows repeat, groups of a warp end their runs at different times.
+    if constexpr (kTo == To::kRowWiseAdagrad) {
+      if (!on.rows_repeat) return reduce_in(Halved<decltype(shape)>{});
+    }
+    reduce_in(shape);
   });
   if (batch.max_pairs <= kChunk) return;
   // Once all short runs are summed: the list of long ones is of all classes.

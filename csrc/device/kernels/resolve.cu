@@ -61,15 +61,17 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
 }
 
 // First run of every table and owner, and behind the last; and where the last run ends: at the first
-// pair past the valid ones.
+// pair past the valid ones. A warp each.
 __global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, BatchPlan plan) {
   const int64_t W = view.world_size;
   const int64_t count = view.num_tables * W;
-  const int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const Group<32> warp;
+  const int64_t k = warp.index();
   const int64_t num_keys = view.table_keys[view.num_tables];
   if (k == count + 1) {
     const int64_t pairs =
-        lower_bound(batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); });
+        lower_bound(warp, batch.max_pairs, num_keys, [&](int64_t p) { return plan.keys.at(p); });
+    if (warp.lane != 0) return;
     plan.run_begin[*plan.num_runs] = static_cast<uint32_t>(pairs);
     view.duplication[0] = pairs;
     view.duplication[1] = *plan.num_runs;
@@ -80,8 +82,9 @@ __global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, B
     const Table& table = view.tables[k / W];
     key = table.key_begin + table.owner_begin[k % W];
   }
-  plan.segments[k] = static_cast<uint32_t>(lower_bound(
-      *plan.num_runs, key, [&](int64_t run) { return plan.keys.at(plan.run_begin[run]); }));
+  const int64_t run = lower_bound(warp, *plan.num_runs, key,
+                                  [&](int64_t r) { return plan.keys.at(plan.run_begin[r]); });
+  if (warp.lane == 0) plan.segments[k] = static_cast<uint32_t>(run);
 }
 
 }  // namespace
@@ -100,7 +103,7 @@ void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan
   sort_into_runs(plan, batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1),
                  on.stream);
   const int64_t segments = static_cast<int64_t>(view.num_tables) * view.world_size + 2;
-  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, on.stream, view, batch,
+  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 7) / 8), 256, on.stream, view, batch,
               plan);
 }
 

@@ -1,42 +1,90 @@
-// Sorting and scanning through CUB; in a file of its own, since it takes long to compile.
+// Bounds of bags; and sorting through CUB, which takes long to compile.
 #include "device/batch.cuh"
 
 #if !defined(OPER_EMULATED)
 #include <cub/device/device_radix_sort.cuh>
-#include <cub/device/device_scan.cuh>
 #include <cub/device/device_select.cuh>
 #include <thrust/iterator/counting_iterator.h>
-#include <thrust/iterator/tabulate_output_iterator.h>
-#include <thrust/iterator/transform_iterator.h>
 #endif
 
 namespace oper::device {
 namespace {
 
-struct LengthAt {
-  Lengths lengths;
-  ErrorSink error;
-  OPER_DEVICE int64_t operator()(int64_t i) const {
-    const int64_t length = lengths.are_32_bit ? static_cast<const int32_t*>(lengths.data)[i]
-                                              : static_cast<const int64_t*>(lengths.data)[i];
-    if (length >= 0) return length;
-    report(error, 5, -1, length);
-    return 0;
-  }
-};
+constexpr int kPerThread = 8, kPerBlock = 256 * kPerThread;
 
-struct WriteBound {
-  Lengths lengths;
-  int64_t* bounds;
-  ErrorSink error;
-  OPER_DEVICE void operator()(int64_t i, int64_t sum) const {
-    if (i == 0) bounds[0] = 0;
-    if (i + 1 == lengths.count && sum != lengths.num_ids) report(error, 5, -1, sum);
-    bounds[i + 1] = sum < lengths.num_ids ? sum : lengths.num_ids;
+// Lengths number `first`, `first + step`, ... of a thread, negative ones as 0; returns their sum.
+OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t step,
+                                 const ErrorSink& error, int64_t (&own)[kPerThread]) {
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int64_t i = first + k * step;
+    own[k] = i >= lengths.count   ? 0
+             : lengths.are_32_bit ? static_cast<const int32_t*>(lengths.data)[i]
+                                  : static_cast<const int64_t*>(lengths.data)[i];
   }
-};
+  // Only once all are on their way.
+  int64_t least = 0, sum = 0;
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    least = own[k] < least ? own[k] : least;
+    own[k] = own[k] < 0 ? 0 : own[k];
+    sum += own[k];
+  }
+  if (least < 0) report(error, 5, -1, least);
+  return sum;
+}
+
+__global__ void __launch_bounds__(256)
+    sum_blocks_kernel(Lengths lengths, int64_t* totals, ErrorSink error) {
+  let_next_kernel_begin();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPerBlock;
+  int64_t own[kPerThread];
+  const int64_t sum = read_lengths(lengths, first + threadIdx.x, 256, error, own);
+  const int64_t total = block_sums(256, [&](int64_t) { return sum; }, [](int64_t, int64_t) {});
+  if (threadIdx.x == 0) totals[blockIdx.x] = total;
+}
+
+__global__ void __launch_bounds__(256)
+    write_bounds_kernel(Lengths lengths, const int64_t* totals, int64_t* bounds, ErrorSink error) {
+  let_next_kernel_begin();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPerBlock + threadIdx.x * kPerThread;
+  int64_t own[kPerThread];
+  const int64_t sum = read_lengths(lengths, first, 1, error, own);
+  wait_for_earlier_kernel();  // for the totals
+  const int64_t before =
+      block_sums(blockIdx.x, [&](int64_t block) { return totals[block]; }, [](int64_t, int64_t) {});
+  block_sums(
+      256, [&](int64_t) { return sum; },
+      [&](int64_t thread, int64_t lower) {
+        if (thread == 256) return;
+        int64_t bound = before + lower;
+#pragma unroll
+        for (int k = 0; k < kPerThread; ++k) {
+          const int64_t i = first + k;
+          if (i == 0) bounds[0] = 0;
+          if (i >= lengths.count) continue;
+          bound += own[k];
+          if (i + 1 == lengths.count && bound != lengths.num_ids) report(error, 5, -1, bound);
+          bounds[i + 1] = bound < lengths.num_ids ? bound : lengths.num_ids;
+        }
+      });
+}
 
 }  // namespace
+
+int64_t sum_scratch_bytes(int64_t count) { return 8 * ((count + kPerBlock - 1) / kPerBlock); }
+
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const ErrorSink& error,
+                 cudaStream_t stream) {
+  int64_t* totals = static_cast<int64_t*>(scratch);
+  const int blocks = static_cast<int>((lengths.count + kPerBlock - 1) / kPerBlock);
+  if (blocks == 1) {
+    OPER_LAUNCH(write_bounds_kernel, 1, 256, stream, lengths, totals, bounds, error);
+    return;
+  }
+  OPER_LAUNCH(sum_blocks_kernel, blocks, 256, stream, lengths, totals, error);
+  OPER_LAUNCH_EARLY(write_bounds_kernel, blocks, 256, stream, lengths, totals, bounds, error);
+}
 
 #if !defined(OPER_EMULATED)
 namespace {
@@ -75,16 +123,6 @@ void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_b
         "cannot find the runs of equal ids");
 }
 
-void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, int64_t scratch_bytes,
-                 const ErrorSink& error, cudaStream_t stream) {
-  size_t bytes = static_cast<size_t>(scratch_bytes);
-  const auto in = thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0),
-                                                  LengthAt{lengths, error});
-  const auto out = thrust::make_tabulate_output_iterator(WriteBound{lengths, bounds, error});
-  check(cub::DeviceScan::InclusiveSum(scratch, bytes, in, out, lengths.count, stream),
-        "cannot add up bag lengths");
-}
-
 // Asked for by every operator with few different sizes; finding it out takes microseconds.
 int64_t sort_scratch_bytes(int64_t count) {
   struct Known {
@@ -94,21 +132,27 @@ int64_t sort_scratch_bytes(int64_t count) {
   thread_local int next = 0;
   for (const Known& k : known)
     if (k.count == count) return k.bytes;
-  size_t sort = 0, select = 0, scan = 0;
+  size_t sort = 0, select = 0;
   cub::DoubleBuffer<uint64_t> keys(nullptr, nullptr);
   cub::DoubleBuffer<uint32_t> payloads(nullptr, nullptr);
   cub::DeviceRadixSort::SortPairs(nullptr, sort, keys, payloads, count);
   cub::DeviceSelect::If(nullptr, select, thrust::counting_iterator<uint32_t>(0),
                         static_cast<uint32_t*>(nullptr), static_cast<int64_t*>(nullptr), count,
                         BeginsRun{});
-  cub::DeviceScan::InclusiveSum(
-      nullptr, scan,
-      thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0), LengthAt{}),
-      thrust::make_tabulate_output_iterator(WriteBound{}), count);
-  const size_t most = std::max({sort, select, scan});
+  const size_t most = std::max(sort, select);
   known[next] = {count, static_cast<int64_t>(most)};
   next = (next + 1) % 4;
   return static_cast<int64_t>(most);
+}
+
+bool kernels_overlap() {
+  static const bool overlap = [] {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major >= 9;
+  }();
+  return overlap;
 }
 
 int64_t resident_threads() {
@@ -140,18 +184,8 @@ void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_b
   });
 }
 
-void sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t, const ErrorSink& error,
-                 cudaStream_t stream) {
-  emulation::num_launches += 2;
-  const LengthAt length_at{lengths, error};
-  const WriteBound write_bound{lengths, bounds, error};
-  emulation::enqueue(stream, [=] {
-    int64_t sum = 0;
-    for (int64_t i = 0; i < lengths.count; ++i) write_bound(i, sum += length_at(i));
-  });
-}
-
 int64_t sort_scratch_bytes(int64_t) { return 1; }
+bool kernels_overlap() { return false; }
 int64_t resident_threads() { return emulation::resident_threads(); }
 
 #endif
