@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+# NumPy's numbers among them.
+_NUMBERS: dict[object, type] = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +20,15 @@ class Rule:
     holds: Callable[[Any], bool]
     expected: str
 
-    def allows(self, value: object) -> bool:
-        """Whether `holds` is true of a value; not of one of another type, such as None."""
+    def allows(self, value: object, kind: object = None) -> bool:
+        """Whether `holds` is true of a value; not of one of another type than `kind`, such as
+        None."""
+        number = _NUMBERS.get(kind)
+        if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
+            return False
         try:
             return bool(self.holds(value))
-        except TypeError:
+        except (TypeError, ValueError):  # the latter of an array, which is neither true nor false
             return False
 
 
@@ -29,8 +37,8 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"one of {names}")
 
 
-Positive = Annotated[int, Rule(lambda x: x >= 1, ">= 1")]
-Count = Annotated[int, Rule(lambda x: x >= 0, ">= 0")]
+Positive = Annotated[int, Rule(lambda x: x >= 1, "an integer >= 1")]
+Count = Annotated[int, Rule(lambda x: x >= 0, "an integer >= 0")]
 Amount = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "a finite number >= 0")]
 PositiveAmount = Annotated[float, Rule(lambda x: 0 < x < math.inf, "a finite number > 0")]
 Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0..1")]
@@ -46,4 +54,5 @@ def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
         for part in (hint, *parts):
             for rule in getattr(part, "__metadata__", ()):
                 is_unset = value is None and type(None) in parts
-                yield name, is_unset or rule.allows(value), rule.expected
+                kind = typing.get_origin(part) and part.__origin__
+                yield name, is_unset or rule.allows(value, kind), rule.expected

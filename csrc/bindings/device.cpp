@@ -280,10 +280,17 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
-// Whether kernels can read a tensor of a batch.
-bool is_here(const Tables& tables, const Tensor& tensor) {
-  return tensor.is_cuda() == tables.like->is_cuda() &&
-         tensor.get_device_index() == tables.like->get_device_index();
+// A batch that is elsewhere also brings the tables of another back end here.
+Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
+               const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
+  if (!tables_of_device().is_one(handle)) return kElsewhere;
+  return oper::fault_of(tables_of(handle)->like->device(), ids, lengths, weights, key_of,
+                        batch_size);
+}
+
+// In place of what a refused batch has none of.
+Tensor nothing(const Tensor& like) {
+  return torch::stable::new_empty(like, {0}, ScalarType::Long);
 }
 
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
@@ -292,18 +299,15 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
   (void)offsets;  // beside the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
+    return {nothing(ids), nothing(ids), kBadBatch, fault};
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
-    if (!is_here(*tables, ids) || !is_here(*tables, lengths) ||
-        (weights && !is_here(*tables, *weights)) ||
-        !is_fit(ids, lengths, weights, key_of, batch_size))
-      throw Status{kBadBatch, -1};
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
   } catch (const Status& status) {
-    const Tensor none = tables->empty(0, ScalarType::Long);
-    return {none, none, status.code, status.detail};
+    return {nothing(ids), nothing(ids), status.code, status.detail};
   }
 }
 
@@ -312,9 +316,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
+    return {nothing(ids), nothing(ids), nothing(ids), kBadBatch, fault};
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
-  const Tensor none = tables->empty(0, ScalarType::Long);
   try {
     stop_at_errors(*tables);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
@@ -335,7 +340,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
         [](void* data) { delete static_cast<Held*>(data); });
     return {bounds, held, held, 0, 0};
   } catch (const Status& status) {
-    return {none, none, none, status.code, status.detail};
+    return {nothing(ids), nothing(ids), nothing(ids), status.code, status.detail};
   }
 }
 

@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Te
                                                               int64_t batch_size, bool keeps) {
   const auto tables = collections().share(handle);
   const Tensor none = pooled_tensor(ScalarType::Long, {0});
-  if (batch_size == 0 || !is_fit(ids, lengths, std::nullopt, key_of, batch_size))
+  if (batch_size == 0 || fault_of(kHostMemory, ids, lengths, std::nullopt, key_of, batch_size))
     return {none, none, none, none, kBadBatch};
   KeyBatch batch{ids.data_ptr(), ids.scalar_type() == ScalarType::Int, int64_data(key_of), {}};
   const int64_t num_keys = lengths.numel() / batch_size;

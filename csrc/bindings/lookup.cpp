@@ -157,11 +157,29 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
   return resolved;
 }
 
+// In place of what a refused batch has none of.
+Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
+
+// As for all back ends; a batch that is elsewhere also brings the tables of another one here.
+Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
+               const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
+  if (!contexts().is_one(handle)) return kElsewhere;
+  return oper::fault_of(kHostMemory, ids, lengths, weights, key_of, batch_size);
+}
+
+// Whether `lookup_forward` would take a batch, whose ids and lengths it does not read. `device`: the tables'.
+bool is_fit(Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+            int64_t batch_size, Device device) {
+  return oper::fault_of(device, ids, lengths, weights, key_of, batch_size) == kFit;
+}
+
 // Offsets int64 [num_keys * B + 1]; addresses of the rows of all features, int64, and a few more;
 // the order for the backward pass, bytes.
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
+    return {nothing(), nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
   const int64_t begin_ns = PhaseTimes::now_ns();
   Tensor offsets;
@@ -194,15 +212,11 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
+    return {nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
   PhaseClock clock(context);
   Tensor offsets;
-  const auto refused = [&](int64_t code, int64_t detail) {
-    if (collective) refuse_forward(context);
-    if (!offsets.defined()) offsets = pooled_tensor(ScalarType::Long, {0});
-    return std::make_tuple(offsets, offsets, code, detail);
-  };
-  if (!is_fit(ids, lengths, weights, key_of, batch_size)) return refused(kBadBatch, -1);
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
                   "internal: bags of keys that a batch cannot have");
@@ -213,7 +227,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     shared = samples_of(*samples, key_of);
     for (int64_t f = 0; f < shared->num_features; ++f) {
       const Samples::Kind kind = shared->kind(f, int64_data(*bags)[int64_data(key_of)[f]]);
-      if (kind.is_outside) return refused(kBadSamples, f);
+      if (kind.is_outside) return {nothing(), nothing(), kBadSamples, f};
       are_in_order &= kind.are_in_order;
     }
   }
@@ -230,9 +244,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t* data = static_cast<int64_t*>(offsets.data_ptr());
     if (kernels().start_bounds(lengths.data_ptr(), are_32_bit, n / batch_size, batch_size, data) !=
         ids.numel())
-      return refused(kBadLengths, data[n]);
+      return {offsets, offsets, kBadLengths, data[n]};
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
-    return refused(kBadLengths, int64_data(offsets)[n]);
+    return {offsets, offsets, kBadLengths, int64_data(offsets)[n]};
   }
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, bags});
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
@@ -294,9 +308,11 @@ void check_interaction(const Context& context, const Tensor& dense) {
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense) {
+  const int64_t size = dense.size(0), dim = dense.size(1);
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
+    return {nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
   check_interaction(context, dense);
-  const int64_t size = dense.size(0), dim = dense.size(1);
   const int64_t rows = context.output_columns / dim + 1;
   Tensor offsets, out = pooled_tensor(ScalarType::Float, {size, dim + rows * (rows - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
@@ -314,9 +330,11 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense, Tensor first, Tensor shared_keys) {
+  const int64_t size = dense.size(0), dim = dense.size(1);
+  if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
+    return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
   check_interaction(context, dense);
-  const int64_t size = dense.size(0), dim = dense.size(1);
   STD_TORCH_CHECK(first.numel() == size, "internal: a user for every sample");
   Tensor user_of = pooled_tensor(ScalarType::Long, {size});
   const SharedBags shared = shared_bags(first, shared_keys, key_of,
@@ -407,10 +425,11 @@ std::tuple<int64_t, int64_t> lookup_backward(
 }
 
 // See `refuse_forward` and `refuse_backward` in host/context.h.
-void lookup_refuse(int64_t handle, bool is_forward) {
-  Context& context = context_of(handle);
-  is_forward ? refuse_forward(context) : refuse_backward(context);
+void lookup_refuse(int64_t handle, bool collective) {
+  refuse_forward(context_of(handle), collective);
 }
+
+void lookup_refuse_update(int64_t handle) { refuse_backward(context_of(handle)); }
 
 // Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
@@ -471,7 +490,11 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);
-  OPER_OPERATOR(lookup_refuse, "(int handle, bool is_forward) -> ()");
+  OPER_OPERATOR(is_fit,
+                "(Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, int batch_size, "
+                "Device device) -> bool");
+  OPER_OPERATOR(lookup_refuse, "(int handle, bool collective) -> ()");
+  OPER_OPERATOR(lookup_refuse_update, "(int handle) -> ()");
   OPER_OPERATOR(lookup_forget, "(int handle) -> ()");
 }
 
@@ -483,7 +506,8 @@ STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
+// Also for batches that are elsewhere, which are refused, unless a back end there has the operator.
+STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));

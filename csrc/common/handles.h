@@ -29,7 +29,7 @@ template <class Object>
 class Handles {
  public:
   // `first`: their lowest number, so that one back end's are not taken for another's.
-  explicit Handles(int64_t first) : next_(first) {}
+  explicit Handles(int64_t first) : first_(first), next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_[next_] = std::move(object);
@@ -47,10 +47,13 @@ class Handles {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_.erase(handle);
   }
+  // Whether a handle is of this back end, open or closed.
+  bool is_one(int64_t handle) const { return handle >> 32 == first_ >> 32; }
 
  private:
   std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<Object>> objects_;
+  const int64_t first_;
   int64_t next_;
 };
 
@@ -112,7 +115,7 @@ inline Description description_of(int64_t rank, int64_t world_size,
 
 // Status codes of batches, after those of `Status`.
 constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
-constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
+constexpr int64_t kBadBatch = 10;   // the detail is what `fault_of` has found
 constexpr int64_t kBadSamples = 14;  // a sample's bag is out of range; the detail is the feature
 
 inline bool is_vector(const Tensor& value) {
@@ -124,22 +127,32 @@ inline bool is_integers(const Tensor& value) {
   return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
 }
 
-// Whether a batch is what the kernels take for granted; `BatchChecks` in batch.py tells people why not.
-// It is looked at here, since Python that runs once per batch finds nothing of itself in the caches.
-inline bool is_fit(const Tensor& ids, const Tensor& lengths,
-                   const std::optional<Tensor>& weights, const Tensor& key_of,
-                   int64_t batch_size) {
-  if (!is_integers(ids) || !is_integers(lengths) || batch_size < 0) return false;
-  if (key_of.scalar_type() != ScalarType::Long || !is_vector(key_of)) return false;
-  const int64_t num_keys = lengths.numel() / std::max<int64_t>(1, batch_size);
-  if (lengths.numel() % std::max<int64_t>(1, batch_size) != 0) return false;
-  if (batch_size == 0 && num_keys > 0) return false;
+// What of a batch is not as the kernels take it for granted; `raise_status` in oper/shmem/batch.py names it.
+enum Fault : int64_t { kFit, kElsewhere, kIds, kLengths, kNumLengths, kKeyOf, kWeights };
+
+// Looked at in every operator that is given a batch, before anything else. `device`: the tables'.
+inline Fault fault_of(const Device& device, const Tensor& ids, const Tensor& lengths,
+                      const std::optional<Tensor>& weights, const Tensor& key_of,
+                      int64_t batch_size) {
+  if (ids.device() != device || lengths.device() != device ||
+      (weights && weights->device() != device))
+    return kElsewhere;
+  if (!is_integers(ids)) return kIds;
+  if (!is_integers(lengths)) return kLengths;
+  if (!key_of.is_cpu() || key_of.scalar_type() != ScalarType::Long || !is_vector(key_of))
+    return kKeyOf;
+  const int64_t num_bags = std::max<int64_t>(1, batch_size);
+  const int64_t num_keys = lengths.numel() / num_bags;
+  if (lengths.numel() % num_bags != 0 || batch_size < 0 || (batch_size == 0 && num_keys > 0))
+    return kNumLengths;
   const int64_t* keys = int64_data(key_of);
-  for (int64_t f = 0; f < key_of.numel(); ++f)
-    if (keys[f] < 0 || (batch_size > 0 && keys[f] >= num_keys)) return false;
-  if (!weights.has_value()) return true;
-  return weights->scalar_type() == ScalarType::Float && is_vector(*weights) &&
-         weights->numel() == ids.numel();
+  for (int64_t f = 0; f < key_of.numel(); ++f) {
+    if (keys[f] < 0) return kKeyOf;
+    if (batch_size > 0 && keys[f] >= num_keys) return kNumLengths;
+  }
+  const bool are_weights = !weights || (weights->scalar_type() == ScalarType::Float &&
+                                        is_vector(*weights) && weights->numel() == ids.numel());
+  return are_weights ? kFit : kWeights;
 }
 
 }  // namespace oper

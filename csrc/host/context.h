@@ -457,8 +457,8 @@ struct DistinctRows {
 // row is read directly.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
-// Called instead of a collective `forward` by a rank that cannot take part: no rank then looks this batch up.
-void refuse_forward(Context& context);
+// Called instead of `forward` by a rank that cannot take part: no rank then looks this batch up.
+void refuse_forward(Context& context, bool collective);
 
 // Rows of bags, as `forward` leaves them, to those of samples; `out` may be `pooled` where samples are in
 // order.

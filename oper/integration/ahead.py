@@ -40,7 +40,7 @@ class Ahead:
         return Ahead(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Resolve a batch on the thread; the result raises what `lookup` would have raised.
+        """Resolve a batch on the thread.
 
         For a micro-batch the whole lookup is done, see `oper.micro_batches`.
         """

@@ -31,8 +31,8 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
         of samples.
 
     Raises:
-        InvalidInputError: `pooled` is set but there are no ``inverse_indices``, or they are missing
-            for a feature.
+        InvalidInputError: `pooled` is set but there are no ``inverse_indices``, they are missing
+            for a feature, or have another form; there are not as many lengths as bags.
     """
     if pooled and features.inverse_indices_or_none() is None:
         raise InvalidInputError(_WHAT, "inverse_indices", None,
@@ -49,6 +49,9 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
         parts = torch.split(lengths, strides)
         padded = torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts])
         return padded, size, None
+    if sum(strides) != lengths.numel():
+        raise InvalidInputError(_WHAT, "number of lengths", lengths.numel(),
+                                f"{sum(strides)}, one per bag of each key", "correct the batch")
     padded, bags = torch.ops.oper.pad_lengths.default(lengths.contiguous(), strides, size)
     return padded, size, None if samples is None else SharedBags(bags, samples)
 
@@ -59,9 +62,15 @@ def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequenc
     and sample b has bag b. `strides`: number of bags of each key.
 
     Raises:
-        InvalidInputError: inverse indices are missing for a feature.
+        InvalidInputError: inverse indices are missing for a feature, or have another form.
     """
-    rows = features.inverse_indices()[1]
+    keys, rows = features.inverse_indices()
+    if (rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[0] != len(keys)
+            or not rows.is_cpu):
+        raise InvalidInputError(_WHAT, "inverse_indices",
+                                (rows.dtype, tuple(rows.shape), str(rows.device)),
+                                f"int64 [{len(keys)}, B] in host memory, where the tables are",
+                                "convert the batch")
     are_as_many = all(n == rows.shape[1] for n in strides)
     if are_as_many and are_own_rows(rows):
         return None

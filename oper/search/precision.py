@@ -103,7 +103,7 @@ class _Table:
 
     def ranges(self, price: float) -> list[int]:
         """The edges at which the types end, in order, when error has a price."""
-        cost = self.num_bytes + price * self.error
+        cost = self.num_bytes + (price * self.error if price else 0.0)  # errors may be infinite
         every = np.arange(self.edges.size)
         least, begins = cost[0], []
         for mine in cost[1:]:

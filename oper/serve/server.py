@@ -162,8 +162,8 @@ class Server:
         if signals is not None:
             signals.interrupts = False  # an exception could leave the thread running and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
-        self._thread.start()
         try:
+            self._thread.start()
             while not self._started.wait(_POLL_S):
                 if signals is not None and signals.stop:
                     self._stop.set()

@@ -9,11 +9,9 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
-from oper.shmem.group.status import Status
+from oper.shmem.group.status import Fault, Status
 from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
 from oper.tables import TableSpec
-
-_INTEGERS = (torch.int64, torch.int32)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen, for the reason below
@@ -170,12 +168,14 @@ class FailedBatch:
         offsets: int64 [num_keys * B + 1], bounds of its bags.
         features: (feature name, table name) in output order.
         specs: the tables by name.
+        device: the tables' device.
     """
 
     batch: Lookup
     offsets: torch.Tensor
     features: Sequence[tuple[str, str]]
     specs: Mapping[str, TableSpec]
+    device: torch.device
 
 
 def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
@@ -184,60 +184,11 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
     return grad if wide else grad.contiguous()
 
 
-class BatchChecks:
-    """Checks of what the kernels assume about a batch: device, dtypes, sizes, contiguous memory.
-
-    A list of keys is checked once, since collections use the same tensor for every batch.
-
-    Args:
-        device: the tables' device, on which ids, lengths and weights must be.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
-        # Set at once, since threads may look up together: the tensor, its version, its last key.
-        self._keys: tuple[torch.Tensor, int, int] | None = None
-
-    def check(self, batch: Lookup) -> None:
-        """Check a batch; raises InvalidInputError."""
-        ids, lengths, weights = batch.ids, batch.lengths, batch.weights
-        for name, value in (("ids", ids), ("lengths", lengths), ("per-sample weights", weights)):
-            if value is not None and value.device != self._device:
-                raise InvalidInputError("cannot look up", f"device of {name}", str(value.device),
-                                        f"the tables' device {self._device}",
-                                        "move the batch there")
-        for name, value in (("ids", ids), ("lengths", lengths)):
-            if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
-                raise InvalidInputError("cannot look up", name, (value.dtype, tuple(value.shape)),
-                                        "contiguous int64 or int32, one dimension",
-                                        "convert the batch")
-        num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
-        last = self._check_keys(batch.key_of)
-        if rest or (num_keys <= last if batch.batch_size else num_keys):
-            raise InvalidInputError("cannot look up", "number of lengths", lengths.numel(),
-                                    f"one per key and sample of batch size {batch.batch_size}",
-                                    "correct the batch")
-        if weights is None:
-            return
-        if (weights.dtype != torch.float32 or weights.shape != ids.shape
-                or not weights.is_contiguous()):
-            raise InvalidInputError(
-                "cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
-                f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch")
-
-    def _check_keys(self, key_of: torch.Tensor) -> int:
-        """The last key that a feature has."""
-        # Tensors made in inference mode may change without a trace: they are always looked at.
-        version = version_of(key_of)
-        known = self._keys
-        if version < 0 or known is None or known[0] is not key_of or known[1] != version:
-            first, last = (int(k) for k in torch.aminmax(key_of))
-            if first < 0:
-                raise InvalidInputError("cannot look up", "key_of", key_of.tolist()[:8],
-                                        "a key for every feature",
-                                        "add the missing features to the batch")
-            self._keys = known = key_of, version, last
-        return known[2]
+def is_fit(batch: Lookup, device: torch.device) -> bool:
+    """Whether tables on that device take a batch, apart from what its ids and lengths are."""
+    fit: bool = torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
+                                      batch.batch_size, device)
+    return fit
 
 
 def refuse_weight_gradient(batch: Lookup) -> None:
@@ -276,6 +227,8 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
                         f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None, f"status {code} without a batch"
     batch, offsets = failed.batch, failed.offsets
+    if code == Status.BAD_BATCH:
+        raise InvalidInputError("cannot look up", *_fault(detail, batch, failed.device))
     if code == Status.BAG_OUT_OF_RANGE:
         assert batch.shared is not None
         bags = batch.shared.samples[detail]
@@ -300,3 +253,27 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
             break  # of a feature's tables the one that lacks the row
     raise InvalidInputError(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
                             f"0 <= id < {num_rows}", "correct the input or enlarge the table")
+
+
+def _fault(fault: int, batch: Lookup, device: torch.device) -> tuple[str, Any, str, str]:
+    """What of a batch is refused: its name, its value, what is expected, and the remedy."""
+    ids, lengths, weights, key_of = batch.ids, batch.lengths, batch.weights, batch.key_of
+    if fault == Fault.ELSEWHERE:
+        tensors = {"ids": ids, "lengths": lengths, "per-sample weights": weights}
+        name, value = next(((name, x) for name, x in tensors.items()
+                            if x is not None and x.device != device), ("key_of", key_of))
+        return (f"device of {name}", str(value.device), f"the tables' device {device}",
+                "move the batch there")
+    if fault == Fault.NUM_LENGTHS:
+        return ("number of lengths", lengths.numel(),
+                f"one per key and sample of batch size {batch.batch_size}", "correct the batch")
+    if fault == Fault.KEY_OF:
+        return ("key_of", key_of.tolist()[:8], "a key for every feature",
+                "add the missing features to the batch")
+    if fault == Fault.WEIGHTS:
+        assert weights is not None
+        return ("per-sample weights", (weights.dtype, tuple(weights.shape)),
+                f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch")
+    name, value = ("ids", ids) if fault == Fault.IDS else ("lengths", lengths)
+    return (name, (value.dtype, tuple(value.shape)),
+            "contiguous int64 or int32, one dimension", "convert the batch")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import Lookup, SharedBags
+from oper.shmem.batch import Lookup, SharedBags, is_fit
 from oper.tables import TableSpec
 
 #: What happens to an id outside its table, in FBGEMM's names (``BoundsCheckMode``).
@@ -75,21 +75,22 @@ class BoundsCheck:
         twin._counting = threading.Lock()
         return twin
 
-    def repair(self, batch: Lookup) -> Lookup:
-        """The batch with row 0 for every id outside its table; `batch` itself if all are valid."""
-        if not self.replaces(batch):
+    def repair(self, batch: Lookup, device: torch.device) -> Lookup:
+        """The batch with row 0 for every id outside its table; `batch` itself if all are valid, or
+        if the lookup refuses it. `device`: the tables'."""
+        if not self.replaces(batch, device):
             return batch
         return self._replace(batch, key_bounds(batch, offsets_of(batch.lengths.long())),
                              batch.key_of.tolist())
 
-    def replaces(self, batch: Lookup) -> bool:
+    def replaces(self, batch: Lookup, device: torch.device) -> bool:
         """Whether `repair` would replace ids of a batch, without counting or warning."""
-        if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
+        if self.mode == "fatal" or not is_fit(batch, device) or not batch.ids.numel():
             return False
         lengths = batch.lengths.long()
         offsets = offsets_of(lengths)
         if (lengths < 0).any() or int(offsets[-1]) != batch.ids.numel():
-            return False  # refused by the kernels
+            return False
         bounds = key_bounds(batch, offsets)
         for key, num_rows in set(zip(batch.key_of.tolist(), self._num_rows, strict=True)):
             ids = batch.ids[bounds[key]:bounds[key + 1]]

@@ -207,8 +207,7 @@ class Parts:
 
     def _look_up(self, batch: Lookup) -> Lookup:
         given, versions, num_published = batch, batch.versions(), self._tables.num_published
-        if self._tables.bounds.mode != "fatal":
-            batch = self._tables.in_bounds(batch)
+        batch = self._tables.bounds.repair(batch, self._tables.device)
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
         return replace(batch, looked_up=LookedUp(
             self, num_published, given, versions, out, offsets))

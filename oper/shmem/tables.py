@@ -19,7 +19,6 @@ from oper.plan import Plan
 from oper.rows.directory import directories_of
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
-    BatchChecks,
     FailedBatch,
     Lookup,
     ResolvedIds,
@@ -34,7 +33,7 @@ from oper.shmem.exchange.pull import PullCosts, choose_pull
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.status import Status
+from oper.shmem.group.status import NOT_BEGUN
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -141,7 +140,6 @@ class ShardedTables(TableUpdates, MeasuredTables):
         # Held while another thread may use the placement, which therefore must not go away.
         self._resolving = threading.Lock()
         self._keep()
-        self._checks = BatchChecks(self.device)
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
@@ -229,9 +227,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             else:
                 batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
-            # A malformed batch is refused below, where the other ranks are told.
-            with contextlib.suppress(InvalidInputError):
-                batch = self.in_bounds(batch)
+            batch = self.bounds.repair(batch, self.device)
         if self.optimizers is not None and torch.is_grad_enabled():
             trains = len(self.frozen) < len(self.specs)
             if trains or (batch.weights is not None and batch.weights.requires_grad):
@@ -265,70 +261,47 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self.turns.parts.settle()
         collective = collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
-        if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
-            is_collective = self._exchange is not None or (collective and self.has_push)
-            if not is_collective:
-                self._checks.check(batch)
-                if not batch.lengths.any():
-                    dim = self.output_columns if batch.pooled else self.directories[0].table.dim
-                    return (torch.empty(0, dim, device=self.device),
-                            batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         shared = batch.shared
-        try:
-            out, offsets, code, detail = self._forward_op(
-                self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
-                batch.batch_size, batch.pooled, collective, known and known.offsets,
-                known and known.addresses, shared and shared.bags,
-                shared and shared.samples)
-        except RuntimeError:  # as when the operator is that of another device
-            try:
-                self._checks.check(batch)
-            except InvalidInputError:
-                if collective and self.device.type == "cpu":
-                    torch.ops.oper.lookup_refuse(self.handle, True)
-                raise
-            raise
+        out, offsets, code, detail = self._forward_op(
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, collective, known and known.offsets, known and known.addresses,
+            shared and shared.bags, shared and shared.samples)
         if code:
-            if code == Status.BAD_BATCH:
-                self._checks.check(batch)
+            if code in NOT_BEGUN:
+                self._tell_refused(collective)
             self._raise(code, detail, batch, offsets)
         return out, offsets
+
+    def _tell_refused(self, collective: bool) -> None:
+        """Have the other ranks leave out a lookup that they wait for this rank to make."""
+        torch.ops.oper.lookup_refuse(self.handle, collective)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Do the id-only part of a lookup ahead of it; returns the batch, whose lookup is then
         faster.
 
-        Ids are checked, located and, unless the tables are read-only, sorted. This may run on
+        Ids are located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
         Results are the same bit for bit. A batch whose ids or whose tables' plan have changed
         meanwhile is resolved again where it is used. Between memory domains and with dynamic tables
-        nothing is done ahead, nor for a batch with invalid ids that are replaced (see
-        `BoundsCheck`): its lookup replaces and counts them, with the ids and weights of that time.
-
-        Raises:
-            InvalidInputError: as `lookup`.
+        nothing is done ahead, nor for a batch that the lookup refuses, which then tells the other
+        ranks, or whose invalid ids it replaces and counts (see `BoundsCheck`), with the ids and
+        weights of that time.
         """
-        self._checks.check(batch)
         # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
         if (self.keys is not None or (self._exchange is not None and not self.resolves_far)
-                or self.bounds.replaces(batch)):
+                or self.bounds.replaces(batch, self.device)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
             handle = self.handle
-            offsets, addresses, order, code, detail = self.operators.lookup_resolve(
+            offsets, addresses, order, code, _ = self.operators.lookup_resolve(
                 handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
                 batch.pooled, self.optimizers is not None)
         if code:
-            self._raise(code, detail, batch, offsets)
+            return batch
         return replace(batch, resolved=ResolvedIds(handle, batch, versions, offsets, addresses,
                                                    order))
-
-    def in_bounds(self, batch: Lookup) -> Lookup:
-        """The batch after its ids were checked, and replaced if `BoundsCheck` says so; raises
-        InvalidInputError."""
-        self._checks.check(batch)
-        return self.bounds.repair(batch)
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
         """A function that another thread can call to `resolve` this batch."""
@@ -341,7 +314,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._raise_peer_failure(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
-                     FailedBatch(batch, offsets, self.features, self.specs))
+                     FailedBatch(batch, offsets, self.features, self.specs, self.device))
 
     @in_turn
     def barrier(self) -> None:

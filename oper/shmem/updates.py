@@ -124,7 +124,7 @@ class TableUpdates:
 
         Ranks of its memory domain can continue with the next one. Collective.
         """
-        torch.ops.oper.lookup_refuse(self.handle, False)
+        torch.ops.oper.lookup_refuse_update(self.handle)
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.

@@ -247,6 +247,26 @@ def test_bad_ids_and_lengths_are_named(on_device: None) -> None:
         tables.close()
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("batch_size", [0, 3])
+def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> None:
+    case = Case((TableSpec("t", 5, 4, ("a",), "sum" if pooled else "none"),), ("a",))
+    tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(),
+                         OPTIMIZERS["sgd"])
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = Lookup(none, torch.zeros(batch_size, dtype=torch.int64), case.key_of, batch_size, None,
+                   pooled)
+    for found in (batch, tables.resolve(batch)):
+        with torch.no_grad():
+            assert tables.lookup(found).shape == (batch_size if pooled else 0, 4)
+        tables.lookup(found).sum().backward()
+    ids = torch.tensor([1])
+    with torch.no_grad(), pytest.raises(InvalidInputError, match="number of lengths=1"):
+        tables.lookup(replace(batch, ids=ids, lengths=ids, batch_size=2))
+    tables.synchronize()  # type: ignore[attr-defined]
+    tables.close()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_tables_go_on_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
     """A bad id poisons nothing: the next batches train as if it had not been there."""

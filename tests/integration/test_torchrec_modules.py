@@ -170,6 +170,16 @@ def test_a_variable_batch_needs_its_inverse() -> None:
     with pytest.raises(InvalidInputError, match="'g'"):
         sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths, stride_per_key_per_rank=strides,
                                   inverse_indices=(["f"], torch.zeros(1, 2, dtype=torch.int64))))
+    good = torch.zeros(2, 2, dtype=torch.int64)
+    for bad in (good.int(), good[0], good[:1], good.to("meta")):
+        with pytest.raises(InvalidInputError, match=r"inverse_indices=.*int64 \[2, B\] in host"):
+            sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths,
+                                      stride_per_key_per_rank=strides,
+                                      inverse_indices=(["f", "g"], bad)))
+    with pytest.raises(InvalidInputError, match="number of lengths=2, expected 3"):
+        sharded(KeyedJaggedTensor(["f", "g"], ids[:2], lengths=lengths[:2],
+                                  stride_per_key_per_rank=strides,
+                                  inverse_indices=(["f", "g"], good)))
 
 
 def test_a_sample_cannot_have_a_bag_that_its_feature_has_not() -> None:

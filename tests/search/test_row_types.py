@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -144,3 +145,19 @@ def test_what_is_refused() -> None:
     known["hot"] = nominal_errors(TABLES[0], edges)
     with pytest.raises(InvalidInputError, match="the same statistics"):
         choose_dtypes(TABLES, given, known, 1e-3)
+
+
+def test_a_type_that_cannot_hold_a_row_is_not_given_to_it() -> None:
+    """Its measured error is infinite, such as that of 1e5 as float16."""
+    given = stats()
+    known = errors(given)["hot"]
+    known.squared["float16"][3] = np.inf
+    for budget in (1e-2, 1e-3, 1e-4):
+        with warnings.catch_warnings(action="error"):
+            found = choose_dtypes(TABLES[:1], given, {"hot": known}, budget)
+        begin, end = known.edges[3:5]
+        ranges = found.dtypes["hot"]
+        starts = [0, *(stop for stop, _ in ranges)]
+        assert not any(dtype == "float16" and start < end and stop > begin
+                       for start, (stop, dtype) in zip(starts, ranges, strict=False))
+        assert found.error <= budget

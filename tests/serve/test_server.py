@@ -392,6 +392,24 @@ def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
     assert threading.active_count() == before
 
 
+def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python waits for it at its end."""
+    start, before = threading.Thread.start, threading.active_count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "oper-serve":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    server = Server(Sums(), ServeOptions(port=0, workers=1))
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    left = threading.active_count()
+    server.stop()
+    assert left == before and not server.worker_pids
+
+
 @pytest.mark.parametrize(("model", "words"), [
     ("os:getcwd", "what os:getcwd returns: model='str', expected a PublishedModel"),
     ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "no function"),

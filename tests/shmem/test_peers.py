@@ -14,6 +14,9 @@ from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup, SharedBags
 from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.keys.directories import Keys
+from oper.shmem.keys.rules import DynamicTable
+from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
@@ -22,8 +25,29 @@ from tests.runtime_support import bags_of_one, run_ranks
 from tests.support import pushed
 
 
-def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str = "fatal"
-                      ) -> list[OperError]:
+def _train(tables: ShardedTables, batch: Lookup) -> None:
+    tables.lookup(batch).sum().backward()
+
+
+def _train_resolved(tables: ShardedTables, batch: Lookup) -> None:
+    _train(tables, tables.resolve(batch))
+
+
+def _train_in_parts(tables: ShardedTables, batch: Lookup) -> None:
+    with MicroBatches([tables]):
+        _train(tables, batch)
+
+
+_MALFORMED = {
+    "number of lengths": lambda b: replace(b, lengths=b.lengths[1:]),
+    "device": lambda b: replace(b, ids=b.ids.to("meta")),
+    "batch size": lambda b: replace(b, ids=b.ids[:0], batch_size=0),
+    "sum of lengths": lambda b: replace(b, lengths=b.lengths - 1),
+}
+
+
+def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str = "fatal",
+                      train: Callable[[ShardedTables, Lookup], None] = _train) -> list[OperError]:
     """What ranks are told of a batch that one of two refuses: they leave it out, and go on."""
     errors: list[OperError] = []
 
@@ -33,7 +57,7 @@ def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str
         before = tables.read("t", 0, 20)
         start = time.monotonic()
         with pytest.raises(OperError) as caught:
-            tables.lookup(batch_of(group.rank)).sum().backward()
+            train(tables, batch_of(group.rank))
         assert time.monotonic() - start < deadline_s() / 10
         errors.append(caught.value)
         assert tables.num_steps == 0 and torch.equal(tables.read("t", 0, 20), before)
@@ -79,16 +103,70 @@ def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, wo
     assert others.rank == 1 and "refused its batch" in str(others)
 
 
-@pytest.mark.parametrize("batch", [
-    replace(bags_of_one(_IDS), lengths=torch.ones(9, dtype=torch.int64)),
-    replace(bags_of_one(_IDS), ids=_IDS.to("meta")),
-    replace(bags_of_one(_IDS[:0]), lengths=torch.ones(10, dtype=torch.int64), batch_size=0),
-], ids=["number of lengths", "device", "batch size"])
+@pytest.mark.parametrize("spoil", _MALFORMED.values(), ids=_MALFORMED)
 @pytest.mark.parametrize("bounds", ["fatal", "warning"])
-def test_a_malformed_batch_releases_the_others(batch: Lookup, bounds: str) -> None:
-    """Also one that is found to be malformed before it comes to the kernels."""
+@pytest.mark.parametrize("train", [_train, _train_resolved, _train_in_parts],
+                         ids=["at once", "resolved", "in parts"])
+def test_a_malformed_batch_releases_the_others(
+        spoil: Callable[[Lookup], Lookup], bounds: str,
+        train: Callable[[ShardedTables, Lookup], None]) -> None:
+    """Also one that a thread has looked at before its turn."""
     plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
                                "striped"))
-    errors = _one_rank_refuses(plan, lambda rank: batch if rank else bags_of_one(_IDS), bounds)
+    errors = _one_rank_refuses(plan, lambda rank: (spoil if rank else replace)(bags_of_one(_IDS)),
+                               bounds, train)
     (others,) = [e for e in errors if isinstance(e, PeerLostError)]
     assert others.rank == 1 and "refused its batch" in str(others)
+
+
+@pytest.mark.parametrize("spoil", _MALFORMED.values(), ids=_MALFORMED)
+def test_a_malformed_batch_of_keys_releases_the_others(spoil: Callable[[Lookup], Lookup]) -> None:
+    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
+                               "striped"))
+
+    def body(group: ThreadGroup) -> type:
+        tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        tables.keys = Keys(tables, {"t": DynamicTable()})
+        batch, start = bags_of_one(_IDS + 10**12), time.monotonic()
+        with pytest.raises(OperError) as caught:
+            _train(tables, spoil(batch) if group.rank else batch)
+        assert time.monotonic() - start < deadline_s() / 10
+        _train(tables, batch)
+        assert tables.num_steps == 1 and tables.keys.counts("t").admitted == 10
+        return caught.type
+
+    assert run_ranks(2, body) == [PeerLostError, InvalidInputError]
+
+
+def test_a_bad_id_found_ahead_releases_the_others() -> None:
+    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
+                               "striped"))
+    errors = _one_rank_refuses(plan, lambda rank: bags_of_one(_IDS + 95 * rank),
+                               train=_train_resolved)
+    assert {type(e) for e in errors} == {InvalidInputError, PeerLostError}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("spoil", [*_MALFORMED.values(), lambda b: replace(b, ids=_IDS + 95)],
+                         ids=[*_MALFORMED, "id"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_batch_refused_between_domains_releases_the_others(
+        mode: str, spoil: Callable[[Lookup], Lookup], dtype: str) -> None:
+    """Where lookups without gradients are collective, too."""
+    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", dtype, "none")], 2, "striped")
+    plan = pushed(plan) if mode == "push" else plan
+
+    def body(group: ThreadGroup) -> tuple[type, float]:
+        tables = ShardedTables(plan, [("f", "t")], group, None)
+        batch = bags_of_one(_IDS)
+        start = time.monotonic()
+        with pytest.raises(OperError) as caught:
+            tables.lookup(spoil(batch) if group.rank else batch)
+        waited = time.monotonic() - start
+        group.all_gather(None)
+        tables.close()
+        return caught.type, waited
+
+    found = run_ranks(2, body, domains=[0, 1])
+    assert [kind for kind, _ in found] == [PeerLostError, InvalidInputError]
+    assert max(s for _, s in found) < deadline_s() / 10

@@ -117,17 +117,21 @@ def test_batches_without_ids(size: int) -> None:
     out.sum().backward()
 
 
-def test_errors_come_early_and_name_the_id() -> None:
+def test_a_bad_batch_is_refused_by_its_lookup() -> None:
+    """Which tells the other ranks; until then nothing is done."""
     case = dlrm_case()
     tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     lookup = make_batch(case, 2, 50).lookup(case)
     bad = lookup.ids.clone()
     at = int(lookup.lengths[:50 * 3].sum())  # the first id of key "f5"
     bad[at] = 20000
-    with pytest.raises(InvalidInputError, match=r"'f5' in table 'large'.*id=20000"):
-        tables.resolve(replace(lookup, ids=bad))
-    with pytest.raises(InvalidInputError, match="lengths"):
-        tables.resolve(replace(lookup, ids=lookup.ids[:-1]))
+    for batch, words in ((replace(lookup, ids=bad), r"'f5' in table 'large'.*id=20000"),
+                         (replace(lookup, ids=lookup.ids[:-1]), "lengths"),
+                         (replace(lookup, ids=lookup.ids.to("meta")), "device of ids='meta'")):
+        resolved = tables.resolve(batch)
+        assert resolved.resolved is None
+        with pytest.raises(InvalidInputError, match=words):
+            tables.lookup(resolved)
 
 
 def test_what_was_resolved_for_other_ids_is_not_used() -> None:

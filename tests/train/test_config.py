@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import oper
@@ -111,3 +112,12 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
 def test_the_example_shows_the_defaults() -> None:
     shown = load_config(ROOT / "examples" / "train.toml", {"data": "d", "out": "x"})
     assert shown == TrainConfig(data="d", out="x")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("batch_size", 2.5), ("batch_size", True), ("epochs", float("inf")), ("seed", float("nan")),
+    ("log_every", np.ones(2))])
+def test_a_number_of_another_kind_is_refused_where_it_is_given(name: str, value: object) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}=.*, expected an integer >= "):
+        TrainConfig(data="clicks", **{name: value})  # type: ignore[arg-type]
+    assert TrainConfig(data="clicks", batch_size=np.int64(3)).batch_size == 3

@@ -98,10 +98,10 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
   raise(pooled.status());
 }
 
-void refuse_forward(Context& context) {
+void refuse_forward(Context& context, bool collective) {
   const Status mine{4, -1};  // told to the others; the caller raises this rank's own error
   status_of([&] {
-    if (context.has_push) {
+    if (collective && context.has_push) {
       synchronize(context, CollectivePhase::kRequests, Batch{}, mine);
     } else if (context.exchange && context.exchange->setup.gathers) {
       context.exchange->synchronize(CollectivePhase::kGather, Batch{}, mine);

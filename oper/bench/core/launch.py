@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from oper.bench.core.child import Child, ProcessOptions
 from oper.bench.core.record import BusyClock
@@ -72,32 +72,48 @@ def _on_this_host(world_size: int) -> list[ProcessOptions]:
 
 
 def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
-    """What rank 0 returns next; what it tells until then is printed."""
+    """What rank 0 returns next, when all ranks have; what it tells until then is printed."""
     running: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    found: dict[str, Any] = {}
     while running:
         ready: list[Any] = wait(list(running))
         for pipe in ready:
+            rank = running[pipe]
             try:
                 kind, text = pipe.recv()
             except (EOFError, ConnectionError):
-                rank = running.pop(pipe)
+                # The others fail because of it a moment later; the first one knows why.
                 code = workers[rank].close()
-                if code:
-                    # The others fail because of it a moment later; the first one knows why.
-                    log = logs[rank].read_text(errors="replace")[-3000:]
-                    raise OperError("a benchmark process has failed", "rank, exit code",
-                                    (rank, code), "0", f"its log ends:\n{log}") from None
+                log = logs[rank].read_text(errors="replace")[-3000:]
+                raise OperError("a benchmark process has failed", "rank, exit code", (rank, code),
+                                "a result", f"its log ends:\n{log}") from None
+            if kind == "progress":
+                print(f"  {text}", file=sys.stderr, flush=True)
                 continue
-            if kind == "result":
-                found: dict[str, Any] = json.loads(text)
-                return found
-            print(f"  {text}", file=sys.stderr, flush=True)
-    raise OperError("the benchmark's processes ended early", "results", 0, "one per case",
-                    "see the log above")
+            del running[pipe]
+            if rank == 0:
+                found = json.loads(text)
+    return found
 
 
 def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     """What a worker process does; its environment says which rank it is."""
+    try:
+        _measure(pipe, cases)
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process; tearing gloo's threads down in the interpreter's exit may hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
     logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
@@ -107,19 +123,15 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     if world_size > 1:
         dist.init_process_group("gloo")
 
-    def tell(kind: str, text: str) -> None:
-        if rank == 0:
-            pipe.send((kind, text))
-
     for case in cases:
-        result = case.measure(lambda text, name=case.name: tell("progress", f"{name}: {text}"))
-        tell("result", json.dumps(result))
+        def tell(text: str, name: str = case.name) -> None:
+            if rank == 0:
+                pipe.send(("progress", f"{name}: {text}"))
+
+        pipe.send(("result", json.dumps(case.measure(tell))))
         gc.collect()  # the next case needs the memory
     if world_size > 1:
         dist.barrier()
-    sys.stdout.flush()
-    # Tearing gloo's threads down in the interpreter's exit may hang; everything is written.
-    os._exit(0)
 
 
 def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -139,13 +139,15 @@ class Run:
         """
         gc.collect()
         gc.freeze()  # else a collection during the measurement would visit all existing objects
-        turns, calls = rounds or (self.case.rounds, self.case.per_round)
-        self.say(f"measuring {phase or ', '.join(runs)}: {turns} rounds of {calls}")
-        record.interleave(runs, align, 1, 2, before=before)
-        clock = record.BusyClock()
-        mine = record.interleave(runs, align, turns, calls, before=before)
-        self.others[phase] = round(clock.others(total), 2)
-        gc.unfreeze()
+        try:
+            turns, calls = rounds or (self.case.rounds, self.case.per_round)
+            self.say(f"measuring {phase or ', '.join(runs)}: {turns} rounds of {calls}")
+            record.interleave(runs, align, 1, 2, before=before)
+            clock = record.BusyClock()
+            mine = record.interleave(runs, align, turns, calls, before=before)
+            self.others[phase] = round(clock.others(total), 2)
+        finally:
+            gc.unfreeze()
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
 
     def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:

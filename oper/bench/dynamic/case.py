@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Case, Run, aligner, nothing, on_threads, over, summaries
+from oper.bench.core.measure import (
+    Case,
+    Run,
+    aligner,
+    nothing,
+    on_threads,
+    over,
+    quick_case,
+    summaries,
+)
 from oper.bench.core.planning import chosen_plan, gather
 from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt
 from oper.bench.tables.sides import OPTIMIZER, make_collection
@@ -37,8 +46,7 @@ def cases(quick: bool) -> list[DynamicCase]:
                                         pooling=20 if name == "pool20" else 1), load=load,
                          num_batches=32 if load <= 0.5 else _DISTINCT_BATCHES)
              for name, load in LOADS.items()]
-    return [replace(c, num_stats_batches=8, rounds=6, per_round=3) for c in found] if (
-        quick) else found
+    return [quick_case(c) for c in found] if quick else found
 
 
 @dataclass(frozen=True, slots=True)

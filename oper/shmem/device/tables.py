@@ -21,6 +21,7 @@ from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.device.steps import DeviceSteps, raise_found, raise_stopped
 from oper.shmem.exchange.device import DeviceExchange
 from oper.shmem.group.groups import Group
+from oper.shmem.group.status import Status
 from oper.shmem.group.turns import in_turn
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_heap import DeviceHeap
@@ -198,6 +199,8 @@ class DeviceTables(ShardedTables):
         raise_found(found, self.features, self.specs, self.arenas.outbox_bytes)
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
+        if code == Status.BAD_BATCH:
+            super()._raise(code, detail, batch, offsets)
         self._steps.raise_kept()
         raise_stopped(code, detail, sorted({o.name for o in (self.optimizers or {}).values()}))
         self._raise_found()
@@ -239,6 +242,9 @@ class DeviceTables(ShardedTables):
         return known
 
     # ---- what only the host back end has ---------------------------------------------------------
+
+    def _tell_refused(self, collective: bool) -> None:
+        """As for `refuse`."""
 
     def refuse(self) -> None:
         """Nothing to do: other ranks wait in kernels, which end at their deadline."""

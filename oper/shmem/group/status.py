@@ -23,6 +23,20 @@ class Status(IntEnum):
     BAG_OUT_OF_RANGE = 14
 
 
+class Fault(IntEnum):
+    """What `BAD_BATCH` refuses of a batch. The C++ code (`fault_of`) has the same numbers."""
+
+    ELSEWHERE = 1
+    IDS = 2
+    LENGTHS = 3
+    NUM_LENGTHS = 4
+    KEY_OF = 5
+    WEIGHTS = 6
+
+
+#: What the kernels refuse of a batch before a rank has told the others anything of it.
+NOT_BEGUN = (Status.BAD_BATCH, Status.BAD_LENGTHS, Status.BAG_OUT_OF_RANGE)
+
 #: Failures that `oper.shmem.group.desync` attributes to a rank.
 PEER_FAILURES = (Status.PEER_ENDED, Status.PEER_LATE, Status.PEER_GAVE_UP, Status.OTHER_PHASE,
                  Status.PEER_CLOSED)

@@ -158,7 +158,7 @@ class Keys:
             InvalidInputError: as `ShardedTables.lookup`.
         """
         ids, lengths = batch.ids, batch.lengths
-        if not ids.numel() or not batch.batch_size or not (ids.is_cpu and lengths.is_cpu):
+        if not ids.numel():
             return batch
         trains = torch.is_grad_enabled()
         rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,

@@ -25,7 +25,6 @@ import torch
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
-    BatchChecks,
     FailedBatch,
     Lookup,
     raise_status,
@@ -66,11 +65,9 @@ class PublishedTables(BufferRows):
         self.features = list(features)
         self._reader = reader
         self._buffer = buffer
-        self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self._row_dim = self.specs[self.features[0][1]].dim
-        outputs, self._num_columns = feature_rows(self.features, self.specs, self.directories,
-                                                  self.pieces)
+        outputs, _ = feature_rows(self.features, self.specs, self.directories, self.pieces)
         self.handle = int(torch.ops.oper.context_create(*context_arguments(
             self.directories, self._layout, self._addresses, self.group.rank, outputs)))
         self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
@@ -89,9 +86,6 @@ class PublishedTables(BufferRows):
             OperError: called outside of a `Reader.pinned` block of this buffer's epoch.
         """
         batch = self._checked(batch)
-        if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size) \
-                and not batch.lengths.any():
-            return torch.empty(0, self._num_columns if batch.pooled else self._row_dim)
         out: torch.Tensor
         shared = batch.shared
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
@@ -175,14 +169,14 @@ class PublishedTables(BufferRows):
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if code:
-            raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs))
+            raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs,
+                                                     self.device))
 
     def _checked(self, batch: Lookup) -> Lookup:
-        """The batch, after checks that the kernels rely on."""
+        """The batch with its invalid ids replaced, if `BoundsCheck` says so."""
         self._reader.check_pinned(self._buffer)
-        self._checks.check(batch)
         refuse_weight_gradient(batch)
-        return self.bounds.repair(batch)
+        return self.bounds.repair(batch, self.device)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """The batch, unchanged: its epoch is chosen at its lookup."""
