@@ -76,12 +76,11 @@ void publication_unpin(int64_t control, int64_t slot, int64_t epoch) {
   control_at(control).slots[slot].in_use[epoch & 1].fetch_sub(1);
 }
 
-// Slots with readers in a buffer.
-std::vector<int64_t> publication_busy(int64_t control, int64_t buffer) {
-  std::vector<int64_t> busy;
-  for (int64_t slot = 0; slot < kReaderSlots; ++slot)
-    if (control_at(control).slots[slot].in_use[buffer & 1].load() != 0) busy.push_back(slot);
-  return busy;
+// Those of the given slots that have readers in a buffer.
+std::vector<int64_t> publication_busy(int64_t control, int64_t buffer, std::vector<int64_t> slots) {
+  const auto is_idle = [&](int64_t k) { return control_at(control).slots[k].in_use[buffer & 1].load() == 0; };
+  slots.erase(std::remove_if(slots.begin(), slots.end(), is_idle), slots.end());
+  return slots;
 }
 
 void publication_clear(int64_t control, int64_t slot) {
@@ -171,7 +170,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(publication_set_epoch, "(int control, int epoch) -> ()");
   OPER_OPERATOR(publication_pin, "(int control, int slot) -> int");
   OPER_OPERATOR(publication_unpin, "(int control, int slot, int epoch) -> ()");
-  OPER_OPERATOR(publication_busy, "(int control, int buffer) -> int[]");
+  OPER_OPERATOR(publication_busy, "(int control, int buffer, int[] slots) -> int[]");
   OPER_OPERATOR(publication_clear, "(int control, int slot) -> ()");
   OPER_OPERATOR(quantise_rows, "(Tensor values, int bits, Tensor(a!) out) -> int");
   OPER_OPERATOR(fetch_rows, "(Tensor[] to, Tensor[] places) -> ()");

@@ -184,13 +184,13 @@ class TableDirectory:
         """The given positions (int64 [n]) by tier, for every tier that has any.
 
         Yields:
-            The tier; indices of its positions; their owners; and their row numbers among the
-                owner's rows of the tier (int64 [m] each).
+            The tier; indices of its positions; their owners (one number if the tier has only one);
+                and their row numbers among the owner's rows of the tier (int64 [m] each).
         """
         for layout in self.tiers:
             at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
             if at.size:
-                turn, k = np.divmod(positions[at] - layout.tier.start, layout.pattern.size)
+                turn, k = _divided(positions[at] - layout.tier.start, layout.pattern.size)
                 who = layout.pattern[k]
                 yield layout, at, who, turn * layout.weight[who] + layout.within[k]
 
@@ -204,8 +204,7 @@ class TableDirectory:
                 continue
             mine = np.flatnonzero(layout.pattern == rank)
             at = slots[inside] - first
-            # Dividing takes the longest, and most patterns have a rank once.
-            turn, k = (at, 0) if mine.size == 1 else np.divmod(at, mine.size)
+            turn, k = _divided(at, mine.size)
             positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
         return positions
 
@@ -233,6 +232,12 @@ class TableDirectory:
             return ()
         return tuple(ids.astype(np.uint32).view(np.int32)
                      for ids in (self.head_ids, self._sorted_head))
+
+
+def _divided(values: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray | int]:
+    """Quotients int64 [n], and remainders int64 [n] or 0: dividing takes the longest, and most
+    patterns have a rank once."""
+    return (values, 0) if by == 1 else np.divmod(values, by)
 
 
 def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:

@@ -18,11 +18,10 @@ import os
 import re
 import struct
 import tempfile
-import tokenize
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -32,7 +31,7 @@ from oper.errors import FileFormatError, InvalidInputError
 from oper.support import native
 
 _HEADER = "header.json"
-_NPY_VERSION = (2, 0)
+_NPY = b"\x93NUMPY\x02\x00"  # begins a member, with the version of its form
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
 _DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -330,10 +329,7 @@ def write_arrays(
         archive.add(_HEADER, [json.dumps(header).encode()])
         for name, array in arrays.items():
             array = np.asarray(array, order="C")
-            start = io.BytesIO()
-            np.lib.format.write_array_header_2_0(
-                start, np.lib.format.header_data_from_array_1_0(array))
-            archive.add(f"{name}.npy", [start.getvalue(), array.reshape(-1).view(np.uint8)])
+            archive.add(f"{name}.npy", [_npy_start(array.dtype.str, array.shape), _bytes_of(array)])
         archive.end()
 
 
@@ -472,9 +468,9 @@ def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
                                   "the file is damaged, write it again")
 
 
-def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
+def _member(archive: zipfile.ZipFile, what: str, name: str) -> zipfile.ZipInfo:
     try:
-        return archive.read(name)
+        return archive.getinfo(name)
     except KeyError:
         found = archive.namelist()[:5]
         raise FileFormatError(what, "members", found, f"a member {name!r}",
@@ -482,7 +478,7 @@ def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
 
 
 def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -> dict[str, Any]:
-    header: dict[str, Any] = parse_json(_read_stored(archive, what, _HEADER), what)
+    header: dict[str, Any] = parse_json(archive.read(_member(archive, what, _HEADER)), what)
     try:
         found_kind, found_version = header["kind"], header["version"]
         is_complete = isinstance(header["meta"], dict) and all(
@@ -505,25 +501,41 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
     return header
 
 
+def _npy_start(dtype: str, shape: Sequence[int], size: int = 0) -> bytes:
+    """What precedes the data of a ``.npy`` member, see `numpy.lib.format`: at least `size` bytes,
+    or a multiple of 64."""
+    text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {tuple(shape)}, }}".encode()
+    size = size or -(-(len(_NPY) + 4 + len(text) + 1) // 64) * 64
+    rest = size - len(_NPY) - 4
+    return _NPY + struct.pack("<I", rest) + text.ljust(rest - 1) + b"\n"
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """A contiguous array's memory, uint8 [n]."""
+    return array.reshape(-1).view(np.uint8)
+
+
 def _read_member(
     archive: zipfile.ZipFile, what: str, name: str, dtype: str, shape: list[int]
 ) -> np.ndarray:
+    """Read an array in one pass, without what `zipfile` and NumPy copy and parse on the way."""
     if not _DTYPE.fullmatch(dtype):
         raise FileFormatError(what, f"dtype of {name}", dtype, "bool, integer or float",
                               "write it again")
+    info, file = _member(archive, what, f"{name}.npy"), cast(io.BufferedReader, archive.fp)
     want = np.dtype(dtype)
     num_bytes = want.itemsize * math.prod(shape)
-    raw = _read_stored(archive, what, f"{name}.npy")
-    member = io.BytesIO(raw)
-    try:
-        npy_version = np.lib.format.read_magic(member)
-        found_shape, is_fortran, found = np.lib.format.read_array_header_2_0(member)
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:
-        raise FileFormatError(what, name, str(error), "a .npy member", "write it again") from None
-    # The array's own header could lie about its size: trust no allocation to it.
-    num_left = len(raw) - member.tell()
-    described = (npy_version, found.str, list(found_shape), is_fortran, num_left)
-    if described != (_NPY_VERSION, want.str, shape, False, num_bytes):
-        raise FileFormatError(what, name, described, f"{(dtype, shape, num_bytes)}",
-                              "write it again")
-    return np.frombuffer(raw, want, offset=member.tell()).reshape(shape).copy()
+    expected = _npy_start(dtype, shape, info.file_size - num_bytes)  # padded as it may be
+    file.seek(info.header_offset + 26)
+    file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)  # behind name and extra field
+    start = file.read(len(expected))
+    if start != expected:
+        raise FileFormatError(what, name, (info.file_size, start[:96]),
+                              f"{(dtype, shape, num_bytes)}", "write it again")
+    array = np.empty(shape, want)  # no larger than the file
+    data = _bytes_of(array)
+    if file.readinto(data.data) != num_bytes or (
+            native.crc32(data, zlib.crc32(start)) != info.CRC):
+        raise FileFormatError(what, name, "another CRC-32", f"{info.CRC:08x}",
+                              "the file is truncated or damaged, write it again")
+    return array

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from oper.rows.directory import TableDirectory, TierLayout, directories_of
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.placement.layout import ArenaLayout
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows
+from oper.support.native import crc32
 from oper.tables import CODE_BITS
 
 HEADER_BYTES = 1 << 20  # before the dense weights
@@ -71,6 +71,9 @@ class Layout:
     Args:
         plan: the tables, placed on memory domains (its ranks).
         dense: the dense weights.
+
+    Attributes:
+        num_bytes: used bytes of one buffer.
     """
 
     def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
@@ -87,12 +90,8 @@ class Layout:
         self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
         self.dense_bytes = HEADER_BYTES + max(
             [e.offset + e.num_bytes for e in self.dense], default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Used bytes of one buffer."""
-        held = self.arena.memory_bytes(self.directories)["device"]
-        return sum(held) + sum(e.num_bytes for e in self.dense)
+        self.num_bytes = sum(self.arena.memory_bytes(self.directories)["device"]) + sum(
+            e.num_bytes for e in self.dense)
 
     def is_mixed(self, table: str) -> bool:
         """Whether ranges of a table's rows have different types."""
@@ -150,6 +149,9 @@ def _by_owner(d: TableDirectory, positions: np.ndarray
     """For every tier and owner with any of the positions (int64 [n]): these; which positions they
     are, and the places of their rows among the owner's rows of the tier (int64 [m] each)."""
     for x, at, owner, number in d.by_tier(positions):
+        if x.pattern.size == 1:
+            yield x, int(x.pattern[0]), torch.from_numpy(at), torch.from_numpy(number)
+            continue
         for rank in np.unique(owner).tolist():
             here = np.flatnonzero(owner == rank)
             yield x, rank, torch.from_numpy(at[here]), torch.from_numpy(number[here])
@@ -237,11 +239,10 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
     """CRC-32 of every segment of a buffer, by name."""
     found = {}
     for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
-        found[f"domain {d}"] = zlib.crc32(
-            torch.ops.oper.segment_bytes(address, max(1, size)).numpy().data)
+        found[f"domain {d}"] = crc32(torch.ops.oper.segment_bytes(address, max(1, size)).numpy())
     size = layout.dense_bytes - HEADER_BYTES
-    found["dense"] = zlib.crc32(
-        torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy().data) if size else 0
+    found["dense"] = crc32(
+        torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy()) if size else 0
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -53,20 +54,24 @@ def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: t
     _check_finite(what, values, ids)
     found = []
     for dtype, at in layout.types_of(name, ids).items():
-        some = values if at.size == ids.size else values[torch.from_numpy(at)]
-        rows = as_rows(some.detach(), replace(spec, dtype=dtype))
+        mine, some = (ids, values) if at.size == ids.size else (
+            ids[at], values[torch.from_numpy(at)])
+        rows = as_rows(some.detach(), spec if dtype == spec.dtype else replace(spec, dtype=dtype))
         if rows.dtype != values.dtype:
-            _check_finite(what, rows, ids[at])
-        found.append((ids[at], rows))
+            _check_finite(what, rows, mine)
+        found.append((mine, rows))
     return found
 
 
-def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
+def _is_finite(values: torch.Tensor) -> bool:
     # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
-    if not rows.dtype.is_floating_point or bool(torch.isfinite(rows.sum(dtype=torch.float32))):
-        return
-    bad = ~torch.isfinite(rows).all(dim=1)
-    if bool(bad.any()):
+    return not values.dtype.is_floating_point or math.isfinite(
+        values.sum(dtype=torch.float32)) or bool(torch.isfinite(values).all())
+
+
+def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
+    if not _is_finite(rows):
+        bad = ~torch.isfinite(rows).all(dim=1)
         raise InvalidInputError(what, f"row {int(ids[int(bad.nonzero()[0])])}", "inf or nan",
                                 f"finite numbers that {rows.dtype} holds",
                                 "look at the training run")
@@ -83,7 +88,7 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
                                 "publish weights of the same model")
     for entry in entries:
         check_dense(entry, dense)
-        if not bool(torch.isfinite(dense[entry.key]).all()):
+        if not _is_finite(dense[entry.key]):
             raise InvalidInputError(what, entry.key, "inf or nan", "finite numbers",
                                     "look at the training run")
     return entries

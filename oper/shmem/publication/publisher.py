@@ -56,12 +56,13 @@ Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 5e-5  # between looks for readers
 _QUIET_S = 0.005  # to wait for a moment without any before some of them have to wait
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
+_ONLY = torch.zeros(1, dtype=torch.int64)  # place of the one row that a dense weight is
 _SEND_S = 10.0  # that a reader may take to accept its handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Checked changes of rows and dense weights, in their stored form."""
+    """Checked changes of rows, and of dense weights as one row each, in their stored form."""
 
     writes: list[Write]
     dense: list[tuple[DenseEntry, torch.Tensor]]
@@ -177,8 +178,9 @@ class Publisher:
         writes = [write for name, found in rows.items()
                   for ids, stored in packed_rows(layout, name, *found)
                   for write in layout.writes(name, ids, stored)]
-        prepared = Prepared(writes, [(e, dense[e.key].detach())
-                                     for e in changed_entries(layout, dense)])
+        prepared = Prepared(writes, [
+            (e, dense[e.key].detach().cpu().contiguous().view(1, dense[e.key].numel()))
+            for e in changed_entries(layout, dense)])
         with self._state.lock:  # nobody gives the rows' memory back
             if self._state.epoch:
                 torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
@@ -216,17 +218,18 @@ class Publisher:
                 raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
                                         "publish all weights first")
             views, dense_at = self._views(), state.buffers[epoch & 1].addresses[-1]
-            places = views[0].places(prepared.writes)
-            dense = [(dense_view(dense_at, entry), value) for entry, value in prepared.dense]
+            to, places, rows = views[0].places(prepared.writes)
+            for entry, value in prepared.dense:
+                to.append(dense_view(dense_at, entry).view(value.shape))
+                places.append(_ONLY)
+                rows.append(value)
             header = self._header(epoch + 2, {})
             self._keep_out(epoch, timeout_s)
             # Should this fail, readers stay out until a whole publication.
-            torch.ops.oper.place_rows(*places)
+            torch.ops.oper.place_rows(to, places, rows)
             if layout.has_replicas:
                 for view in views:
                     view.publish()
-            for to, value in dense:
-                to.copy_(value)
             _write_header(dense_at, header)
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2

@@ -97,7 +97,7 @@ class State:
 
     def busy(self, buffer: int) -> list[int]:
         """Processes that read a buffer."""
-        slots = torch.ops.oper.publication_busy(self.control, buffer)
+        slots = torch.ops.oper.publication_busy(self.control, buffer, list(self.pids))
         return [self.pids[s] for s in slots if s in self.pids]
 
     def try_to_give_back(self) -> None:
