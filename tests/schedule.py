@@ -53,11 +53,11 @@ NIGHTLY = (
     Nightly("tests/test_docs.py::test_blocks_run", "the blocks of README.md", r"(?!README).*"),
     Nightly("tests/test_docs.py::test_notebooks_run", "bench_record", "compare_plans|explore"),
     Nightly("tests/cuda/test_compiled.py::test_hot_kernels_keep_rows_in_registers",
-            "the kernels of the lookup, for sm_90; all others are compiled, not optimized"),
+            "the kernels of the lookup, for sm_90; all others are checked, not compiled"),
     Nightly("tests/cuda/test_compiled.py::test_rows_are_fetched_in_parts_of_16_bytes",
             "the same for sm_90", r".*-80|80-.*"),
     Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
-            "the library as PTX that is not optimized", "shipped_library"),
+            "the library with kernels that are checked, not compiled", "shipped_library"),
     # ---- data ------------------------------------------------------------------------------------
     Nightly("tests/data/test_resuming.py::test_killed_runs_go_on_where_they_stopped",
             "test_cuts.py kills a run of one and of two workers; test_a_resumed_run_reads_no_unit_"
