@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.data.generate.ids import mix64
 from oper.errors import MissingDependencyError
@@ -131,20 +130,3 @@ def test_samples_are_the_ids_whose_hash_begins_with_zeros(values: list[int], lev
     want = [k for k, v in enumerate(values)
             if not int(mix64(np.array([v], np.int64).astype(np.uint64) + _GOLDEN)[0]) >> 64 - level]
     assert native.sampled(np.array(values, np.int64), level).tolist() == want
-
-
-@given(data=st.binary(max_size=400), before=st.integers(0, 2**32 - 1), begin=st.integers(0, 20))
-@settings(max_examples=300, deadline=None)
-def test_sums_are_those_of_zip(data: bytes, before: int, begin: int) -> None:
-    some = np.frombuffer(data, np.uint8)[begin:]
-    copied = np.zeros(some.size, np.uint8)
-    assert native.crc32(some, before, copied) == zlib.crc32(some, before)
-    assert (copied == some).all()
-
-
-def test_sums_of_many_bytes() -> None:
-    """Of every length around those at which the compiled loops begin another turn."""
-    data = np.random.default_rng(3).integers(0, 256, 70_000, np.uint8)
-    for size in [*range(300), *(16_384 * k + j for k in (1, 2, 4) for j in range(-70, 70, 3))]:
-        assert native.crc32(data[:size], 7) == zlib.crc32(data[:size], 7), size
-    assert native.crc32(data) != native.crc32(data[::-1].copy())

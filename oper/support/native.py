@@ -1,4 +1,4 @@
-"""Compiled counting, checksums and parsing of text.
+"""Compiled counting and parsing of text.
 
 ``liboper_data.so`` has a plain C interface and needs no torch, so that workers that read logs start
 quickly. Texts, for which it has no functions, are processed by NumPy.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ def library() -> ctypes.CDLL:
     try:
         found = ctypes.CDLL(str(path))
         for name in ("parse", "encode", "encoded", "sample", "merge", "lookup", "deal", "tally",
-                     "tally_move", "tally_purge", "tally_levels", "tally_list", "crc32"):
+                     "tally_move", "tally_purge", "tally_levels", "tally_list"):
             getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         raise MissingDependencyError(
@@ -55,23 +54,6 @@ def _kind(*arrays: np.ndarray) -> int | None:
     """Number of the arrays' common type; None when they have none or it is not compiled."""
     dtypes = {a.dtype for a in arrays}
     return _KINDS.get(dtypes.pop()) if len(dtypes) == 1 else None
-
-
-def crc32(data: np.ndarray, before: int = 0, to: np.ndarray | None = None) -> int:
-    """CRC-32, as in ZIP files and `zlib.crc32`.
-
-    Args:
-        data: uint8 [n], contiguous.
-        before: the checksum of the bytes that precede `data`.
-        to: uint8 [n]; where `data` is also copied to.
-    """
-    found: int = library().oper_data_crc32(address(data), _size(data), ctypes.c_uint32(before),
-                                           address(to))
-    if found >= 0:
-        return found
-    if to is not None:  # a processor without the instructions
-        to[:] = data
-    return zlib.crc32(data.data, before)
 
 
 def sampled(ids: np.ndarray, level: int) -> np.ndarray:

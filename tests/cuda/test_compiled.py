@@ -16,9 +16,9 @@ import pytest
 from tests.cuda.compiler import (
     ARCHS,
     ROOT,
+    checked_library,
     lookup_kernels,
     shipped_library,
-    unoptimized_library,
 )
 
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
@@ -97,7 +97,7 @@ def test_rows_are_fetched_in_parts_of_16_bytes(arch: str, shape: str) -> None:
     assert widths.get("128", 0) >= 8 and widths.keys() == {"128"}, widths
 
 
-@pytest.mark.parametrize("library", [unoptimized_library, shipped_library],
+@pytest.mark.parametrize("library", [checked_library, shipped_library],
                          ids=lambda library: library.__name__)
 def test_torch_symbols_are_in_the_stable_interface(library: Callable[[], Path]) -> None:
     allowed = set((ROOT / "tests/cuda/torch_symbols.txt").read_text(encoding="ascii").split())

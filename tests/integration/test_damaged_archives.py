@@ -29,7 +29,7 @@ def test_every_flipped_bit_inside_a_record_is_found() -> None:
         for at in range(begin, begin + len(content), 4):
             damaged = bytearray(whole)
             damaged[at] ^= 1 << at % 8
-            with pytest.raises(FileFormatError, match=r"cannot read it: CRC-32 of record '.*'="):
+            with pytest.raises(FileFormatError, match=r"cannot read it: CRC-32 of record="):
                 check_archive(io.BytesIO(damaged), "cannot read it")
             tried += 1
             try:

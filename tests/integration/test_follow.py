@@ -140,8 +140,10 @@ def take(follower: Follower, steps: list[int]) -> None:
 
 def cut(path: Path) -> None:
     part = next(path.glob("*.npz"))
+    with zipfile.ZipFile(part) as archive:  # a bit of its longest array
+        content = archive.read(max(archive.infolist(), key=lambda member: member.file_size))
     data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[data.index(content) + len(content) - 1] ^= 1
     part.write_bytes(data)
 
 

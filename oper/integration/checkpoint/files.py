@@ -11,12 +11,11 @@ import io
 import os
 import pickle
 import pickletools
-import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -25,7 +24,6 @@ from torch.futures import Future
 
 from oper.errors import FileFormatError
 from oper.support.files import check_sizes, damage_told, read_arrays, write_arrays
-from oper.support.native import crc32
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
@@ -172,10 +170,10 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
 def sum_of(path: Path) -> tuple[int, int]:
     """Size in bytes and CRC-32 of a file."""
     crc = size = 0
-    block = np.empty(_BLOCK, np.uint8)
+    block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block.data):
-            crc, size = crc32(block[:count], crc), size + count
+        while count := file.readinto(block):
+            crc, size = zlib.crc32(block[:count], crc), size + count
     return size, crc
 
 
@@ -272,31 +270,11 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
             raise FileFormatError(what, "CRC-32 of its records", 0,
                                   "checksums to verify the weights by",
                                   "save it again with torch.serialization.set_crc32_options(True)")
-        for record in records:
-            found = _record_crc(part, record)
-            if found != record.CRC:
-                raise FileFormatError(
-                    what, f"CRC-32 of record {record.filename!r}", f"{found:08x}",
-                    f"{record.CRC:08x} as when it was saved",
-                    "the file is damaged, restore it from a copy or save it again")
-
-
-def _record_crc(file: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """CRC-32 of a stored record as it is in the file."""
-    file.seek(record.header_offset)
-    local = struct.Struct("<I22x2H")
-    signature, name_size, extra_size = local.unpack(file.read(local.size))
-    name = record.orig_filename.encode("utf-8" if record.flag_bits & 1 << 11 else "cp437")
-    if (signature, file.read(name_size)) != (0x04034B50, name):
-        raise zipfile.BadZipFile(f"the header of record {record.filename!r} is damaged")
-    file.seek(extra_size, os.SEEK_CUR)
-    crc, left = 0, record.file_size
-    while left:
-        block = file.read(min(left, _BLOCK))
-        if not block:
-            raise EOFError(f"record {record.filename!r} is cut")
-        crc, left = crc32(np.frombuffer(block, np.uint8), crc), left - len(block)
-    return crc
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise FileFormatError(what, "CRC-32 of record", damaged,
+                                  "that of the archive's directory",
+                                  "the file is damaged, restore it from a copy or save it again")
 
 
 def _check_items(folder: Path, turn: int, turns: int) -> None:

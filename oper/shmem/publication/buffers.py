@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,6 @@ from oper.rows.directory import TableDirectory, TierLayout, directories_of
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.placement.layout import ArenaLayout
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows
-from oper.support.native import crc32
 from oper.tables import CODE_BITS
 
 HEADER_BYTES = 1 << 20  # before the dense weights
@@ -239,9 +239,9 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
     """CRC-32 of every segment of a buffer, by name."""
     found = {}
     for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
-        found[f"domain {d}"] = crc32(torch.ops.oper.segment_bytes(address, max(1, size)).numpy())
+        found[f"domain {d}"] = zlib.crc32(torch.ops.oper.segment_bytes(address, max(1, size)).numpy())
     size = layout.dense_bytes - HEADER_BYTES
-    found["dense"] = crc32(
+    found["dense"] = zlib.crc32(
         torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy()) if size else 0
     return found
 
