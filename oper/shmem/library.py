@@ -23,7 +23,7 @@ def load() -> None:
 
 
 def check_kernels() -> None:
-    """Raise InvalidInputError where ``OPER_CPU_KERNELS`` names other kernels than those in use.
+    """Raise InvalidInputError if ``OPER_CPU_KERNELS`` names other kernels than those in use.
 
     The library must be registered. It reads the variable once, on first use.
     """

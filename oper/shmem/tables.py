@@ -154,7 +154,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self.barrier()
 
     def _keep(self) -> None:
-        """Unreferenced tables are released without close(), too."""
+        """Arrange that unreferenced tables are released without a call of `close`."""
         self._release = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
@@ -181,7 +181,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
     def _context_arguments(self) -> tuple[Any, ...]:
-        """What the kernels are told of the plan and of the features."""
+        """The kernels' arguments that describe the plan and the features."""
         features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
                                                      self.pieces)
         return context_arguments(self.directories, self._layout, self._addresses, self.group.rank,
@@ -300,10 +300,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
-        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed
-        meanwhile is resolved again where it is used. Between memory domains and with dynamic tables
-        nothing is done ahead, nor for a batch with invalid ids that are replaced (see
-        `BoundsCheck`): its lookup replaces and counts them, with the ids and weights of that time.
+        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed since
+        is resolved again by its lookup. Nothing is done ahead between memory domains, for dynamic
+        tables, and for a batch with invalid ids that are to be replaced (see `BoundsCheck`): its
+        lookup replaces and counts them.
 
         Raises:
             InvalidInputError: as `lookup`.
@@ -325,8 +325,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                                    order))
 
     def in_bounds(self, batch: Lookup) -> Lookup:
-        """The batch after its ids were checked, and replaced if `BoundsCheck` says so; raises
-        InvalidInputError."""
+        """The batch with its ids checked, and replaced if the `BoundsCheck` mode requires it;
+        raises InvalidInputError."""
         self._checks.check(batch)
         return self.bounds.repair(batch)
 

@@ -74,7 +74,7 @@ class Verdict:
 
 
 class _NotShown(Exception):
-    """A proof has a hole."""
+    """The proof in the plan does not show its bound; the message is the reason."""
 
 
 def verify_plan(plan: Plan, problem: Problem) -> Verdict:
@@ -86,8 +86,9 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
             constraints and overlap (`oper.search.make_problem`).
 
     Returns:
-        The verdict. A plan that was edited, a proof for another problem or with a hole, and what
-        the checker cannot judge are not certified, and `why` says so.
+        The verdict. It is negative, with the reason in `why`, if the plan was edited, if the proof
+        is incomplete or for another problem, or if the plan has something that the checker cannot
+        judge.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -167,8 +168,9 @@ class Proof:
         return self.model.phases.index(phase), GROUPS.index(group)
 
     def _apart(self, value: Sequence[str]) -> tuple[int, int]:
-        """The load by whose largest piece the first host (on a single host, memory domain) is set
-        apart, which changes nothing where hosts may be swapped."""
+        """The load whose largest piece determines the distinguished host (on a single host: memory
+        domain). Hosts must be interchangeable, so that the first one can be taken without loss of
+        generality."""
         load = self._load(value)
         if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
                 self.model):
@@ -177,7 +179,7 @@ class Proof:
 
     def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
                 ) -> Iterator[tuple[dict[str, float], Node]]:
-        """Prices and plans of the leaves below a node whose plans are those of `at`."""
+        """Prices and limits of the leaves below a tree node whose limits are `at`."""
         if "prices" in value:
             yield value["prices"], at
             return
@@ -223,7 +225,8 @@ class Proof:
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
-        """The load that a row is about; raises if there is no such row about owners of pieces."""
+        """The load of a row about the owner of the largest piece; raises if the problem has no such
+        row."""
         m, load = self.problem.machine, self._load(what)
         _, link = neighbourhoods(m)
         slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
@@ -234,7 +237,7 @@ class Proof:
 
 
 def _number(value: Any) -> int:
-    """A class of ranks, memories or hosts."""
+    """The number of a class of ranks, memories or hosts; raises if it is negative."""
     if int(value) < 0:
         raise _NotShown(f"the proof names class {value}")
     return int(value)

@@ -17,11 +17,12 @@ from oper.search.problem.statement import Problem
 from oper.tables import TableSpec, format_bytes
 
 _TODO = "use one of the relaxations named"
-_MAX_BLAMED = 16  # constraints that are left out one by one
+_MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
 
 
 def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
-    """The error when the relaxation itself overflows: not even perfectly divided rows fit."""
+    """The error for a problem whose relaxation overflows: even perfectly divided rows do not
+    fit."""
     relaxation = bound.relaxation
     machine = problem.machine
     classes = relaxation.classes
@@ -39,7 +40,7 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
 
 
 def _host_memory(problem: Problem) -> str:
-    """Host memory as a way out, where the problem does not allow it and the machine has it."""
+    """The remedy of allowing host memory, if that makes rows fit; else ""."""
     if "host" in problem.allow or not problem.topology.host_memory_bytes or not _has_room(
             replace(problem, allow=problem.allow | {"host"})):
         return ""
@@ -47,7 +48,7 @@ def _host_memory(problem: Problem) -> str:
 
 
 def _blamed(problem: Problem) -> str:
-    """The constraints whose removal alone would make room, as the first of the ways out."""
+    """The remedy of removing one of the constraints, if that makes rows fit; else ""."""
     if problem.constraints == Constraints():
         return ""
     found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
@@ -68,7 +69,7 @@ def _has_room(problem: Problem) -> bool:
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
-    """The error when the relaxation fits, but no plan of whole pieces that fits was found."""
+    """The error for a problem whose relaxation fits, but for which no plan that fits was found."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
     ways = [f"memory per domain times {_up(factor)}"]

@@ -173,7 +173,7 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
                 specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
-    """Raise the error that kernels have found, which may be of an earlier batch than the last.
+    """Raise the error that kernels have found; it may belong to an earlier batch than the last one.
 
     `found` holds code, rank and detail, see ErrorWord in csrc/device/device.h.
     """

@@ -1,8 +1,8 @@
 """Push mode between memory domains, for tables in device memory.
 
 A reader sends the slots of its pushed ids to their owners, one bit per id that says where a bag
-begins, and weights; an owner sends the bags' partial sums back. Kernels read mirrors of far
-readers' requests and of far owners' sums at addresses that change from batch to batch.
+begins, and weights; an owner sends the bags' partial sums back. Kernels read mirrors of remote
+readers' requests and of remote owners' sums at addresses that change from batch to batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_REQUEST = 9  # Status in csrc/common/exchange.h: what no rank can send
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a reader asks the owners of pushed rows for; see csrc/device/kernels/push.cu.
+    """A reader's request to the owners of pushed rows; see csrc/device/kernels/push.cu.
 
     Attributes:
         run_begin: int64 [R + 1], where each bag's ids begin among all.
@@ -71,11 +71,12 @@ class PushMessages:
     """The two phases of one forward pass in push mode.
 
     Args:
-        exchange: of the tables.
+        exchange: exchange of the tables.
         tables: the tables; their kernels have published this rank's requests.
 
     Attributes:
-        requests, partials: int64 [W], on the device: addresses of what all ranks ask and sum.
+        requests, partials: int64 [W], on the device: addresses of all ranks' requests and partial
+            sums.
     """
 
     def __init__(self, exchange: DeviceExchange, tables: DeviceRows) -> None:

@@ -42,7 +42,8 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
-    """Numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row]) stand for.
+    """The numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row])
+    represent.
     """
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]
