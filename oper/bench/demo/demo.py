@@ -125,7 +125,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stage(number: int, name: str) -> Iterator[None]:
-    """Tells on stderr what runs and how long it took."""
+    """Reports on stderr which stage runs and how long it took."""
     print(f"[{number}/6] {name}", file=sys.stderr, flush=True)
     began = time.monotonic()
     yield
