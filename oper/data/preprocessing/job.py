@@ -184,7 +184,7 @@ class Job(JobSpec):
             share(tasks, self.work / "tasks", tell)
 
     def _bytes(self) -> list[int]:
-        """Bytes of every unit in its file, about."""
+        """Approximate bytes of every unit in its file."""
         sizes = {p: store.size(p) for p in self.paths}
         return [max(1, (u.stop or sizes[u.path]) - u.start)
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")

@@ -13,10 +13,11 @@ MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # of a missing field: what `hash64
 
 
 class RawKeys:
-    """The keys of a column's raw values, in the place of a vocabulary.
+    """The keys of a column's raw values, used instead of a vocabulary.
 
-    An integer is its own key (for an unsigned one the same 64 bits), a text the 64-bit hash of its
-    bytes, which never changes. Nothing is counted, so equal values of any two logs have equal keys.
+    An integer is its own key (an unsigned one by the same 64 bits); a string's key is the 64-bit
+    hash of its bytes, which never changes. Nothing is counted, so equal values of any two logs have
+    equal keys.
     """
 
     def __init__(self, column: str) -> None:
@@ -24,11 +25,11 @@ class RawKeys:
         self._column = column
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
-        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or texts as bytes
+        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or strings as bytes
         (NumPy kind ``S``).
 
         Raises:
-            InvalidInputError: a number that stands for a missing field.
+            InvalidInputError: a value is the number that denotes a missing field.
         """
         keys = np.empty(values.size + 1, np.int64)
         keys[0] = MISSING_KEY
@@ -50,16 +51,16 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
     come from a preprocessed folder, such as those of requests to a server.
 
     Args:
-        values: n integers of 64 bits, signed or not, or n texts (UTF-8 where they are bytes), of
-            the type as which the column was read: without ``:int`` or the like the ids of a CSV
-            file are texts. None and an empty text stand for a missing field.
+        values: n 64-bit integers, signed or not, or n strings (bytes are UTF-8), of the type as
+            which the column was read: without ``:int`` or a similar suffix, the ids of a CSV file
+            are strings. None and an empty string denote a missing field.
 
     Returns:
         int64 [n].
 
     Raises:
-        InvalidInputError: integers and texts are mixed, the values have another type, an integer
-            exceeds 64 bits or is the one that stands for a missing field, or a text contains a zero
+        InvalidInputError: integers and strings are mixed, the values have another type, an integer
+            exceeds 64 bits or is the one that denotes a missing field, or a string contains a zero
             byte.
     """
     keys = np.full(len(values), MISSING_KEY, np.int64)
