@@ -74,10 +74,10 @@ class ItemRows(nn.Module):
                                math.sqrt(2 / (num_items + dim)))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
-        """The KJT of ids int64 [n], shared out among `samples`.
+        """The KJT of ids int64 [n], divided among `samples`.
 
-        Which sample an id is counted for changes no number; it tells statistics that a batch of so
-        many samples looks up n ids.
+        The assignment of ids to samples does not affect results; it makes access statistics count n
+        lookups for a batch of that many samples.
         """
         at = torch.arange(samples, device=items.device)
         lengths = items.numel() // samples + (at < items.numel() % samples).long()
@@ -89,7 +89,7 @@ class ItemRows(nn.Module):
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items with a positive reward, int64 [L], and how many of each user, int64 [B]."""
+    """Items with a positive reward, int64 [L], and their number by user, int64 [B]."""
     keep = histories.rewards > 0
     user = rows_of(histories.lengths)[keep]
     return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
@@ -119,7 +119,7 @@ class Drawn:
 
     Args:
         num_items: rows of the table, row 0 included.
-        num_sampled: 0 = all items; else so many draws, see `NegativeSampler`.
+        num_sampled: number of draws, see `NegativeSampler`; 0 = all items.
         device: where the model computes.
     """
 
@@ -133,7 +133,8 @@ class Drawn:
         self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
-        """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""
+        """The ids that a training step looks up, given the users' own items int64 [L]: all, or own
+        + sampled."""
         return self.items if self.all else torch.cat([own, self.items])
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
@@ -153,8 +154,8 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
     Args:
         own: scores of each user's own items, float32 [L]; unused when all items are scored.
         others: scores of the candidates, float32 [B, n].
-        items, lengths: the users' items int64 [L], and how many each has, int64 [B].
-        candidates: what the columns of `others` are.
+        items, lengths: the users' items int64 [L], and their number by user, int64 [B].
+        candidates: the items of the columns of `others`.
     """
     row, users = rows_of(lengths), max(lengths.numel(), 1)
     if candidates.all:
@@ -170,7 +171,7 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
 
 def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: int
          ) -> torch.Tensor:
-    """bool [B, n]: does user b have sampled item j?"""
+    """Whether user b has sampled item j, bool [B, n]."""
     found = torch.zeros(users, sampled.numel(), dtype=torch.bool, device=items.device)
     order = sampled.argsort()
     ids = sampled[order].contiguous()

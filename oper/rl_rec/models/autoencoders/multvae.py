@@ -63,7 +63,7 @@ class MultVAEConfig(ModelConfig):
 
 
 class MultVAE(Recommender):
-    """See the top of this file.
+    """The model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
