@@ -456,7 +456,7 @@ def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
         if spec.dtype not in CODE_BITS:
             raise PlanError(what, "dtype", tier.dtype,
                             f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
-                            "let the table have the type of its coldest rows")
+                            "give the table the type of its coldest rows")
 
 
 def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:

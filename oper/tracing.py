@@ -76,7 +76,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
                                     "trace a model that is trained")
     if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
         raise InvalidInputError(what, "ranks", [t.group.world_size for t in tables],
-                                "one process group for all tables", "trace its parts")
+                                "one process group for all tables",
+                                "trace the parts of the model separately")
     return Trace(tables, path, steps, done)
 
 

@@ -266,9 +266,10 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
             "every rank must run the same number of training steps; look at that rank")
     if code == Status.PEER_REFUSED_BATCH:
-        peer = PeerLostError("a peer has refused its batch, which no rank has trained", "rank",
-                             detail, "a batch of every rank that its tables take",
-                             "look at that rank's error; all ranks may go on with the next batch")
+        peer = PeerLostError("a peer has refused its batch, so no rank has trained", "rank",
+                             detail, "a valid batch on every rank",
+                             "look at that rank's error; all ranks may continue with the next "
+                             "batch")
     if peer is not None:
         peer.rank = detail
         raise peer

@@ -105,14 +105,14 @@ class Migration:
             raise PlanError("cannot move tables to another plan", "plan.message_bits",
                             plan.message_bits.to_json(),
                             f"{source.plan.message_bits.to_json()}, as the tables are trained",
-                            "plan with the same message_bits, or shard the model anew")
+                            "plan with the same message_bits, or shard the model again")
         entries = []
         for spec in source.specs.values():
             entry = plan.table(spec.name)
             entries.append(dataclasses.replace(entry, table=spec))
             if spec.dtype in CODE_BITS:
                 raise PlanError("cannot move tables to another plan", "rows of", spec.dtype,
-                                " or ".join(DTYPE_BYTES), "shard the model anew")
+                                " or ".join(DTYPE_BYTES), "shard the model again")
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(entry.table, name) != getattr(spec, name):
                     raise PlanError(f"the plan is for another table {spec.name!r}", name,

@@ -114,8 +114,8 @@ class TableUpdates:
         assert error is not None
         self._leave_out(error)
         raise InvalidInputError("no rank makes this update", "a backward pass under no_sync",
-                                str(error), "passes that are all taken",
-                                "go on with the next batch, or call zero_grad() of the fused "
+                                str(error), "backward passes that are all valid",
+                                "continue with the next batch, or call zero_grad() of the fused "
                                 "optimizer where that error is caught") from error
 
     def refuse(self) -> None:

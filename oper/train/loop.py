@@ -150,7 +150,7 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
 
     first, last = config.traced
     if last <= done:
-        warnings.warn(fail("nothing is traced", "trace_steps", f"{first}-{last}",
+        warnings.warn(fail("no step is traced", "trace_steps", f"{first}-{last}",
                            f"steps of this run, which goes on after step {done}",
                            "choose later ones"), stacklevel=2)
         return None

@@ -97,7 +97,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts-per-rack", type=whole(1), metavar="N", default=0,
                         help="under torchrun: number of hosts, in the order of their ranks, "
                              "that share an uplink to the others, which is then measured; by "
-                             "default all hosts are connected alike")
+                             "default all hosts are connected equally")
     parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")

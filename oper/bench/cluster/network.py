@@ -128,7 +128,7 @@ def check_possible() -> None:
     """Raise OperError, with the reason, if namespaces cannot be created."""
     if reason := why_not():
         raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
-                        f"{reason}; run it as root, e.g. by sudo, or in a virtual machine")
+                        f"{reason}; run it as root, e.g. with sudo, or in a virtual machine")
 
 
 def _run(*words: str) -> str:

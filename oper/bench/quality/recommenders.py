@@ -282,13 +282,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments in addition to those of every benchmark."""
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
-                             "report what --runs holds")
+                             "report the runs kept in --runs")
     parser.add_argument("--models", choices=("ablations",), default="",
                         help="ablations: of CDT4Rec alone, its returns x reward head x backbone x "
                              "loss, and its states")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep every training run there, and take those of the same data and "
-                             "sources that are there already")
+                        help="keep every training run in this folder, and reuse kept runs of the "
+                             "same data and source files")
     parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
 
 

@@ -128,8 +128,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="VirtualTaobao's three weight files; without it a shop of random "
                              "networks")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep what is served in the case retention after every seed, and take "
-                             "what is there already of the same sources")
+                        help="keep the results of each seed of the case retention in this folder, "
+                             "and reuse kept ones of the same source files")
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:

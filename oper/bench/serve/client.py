@@ -203,7 +203,7 @@ class _Sender:
         epochs = {epoch for _, epoch in found}
         if len(epochs) != 1:
             raise OperError("cannot learn the scores", "epochs", sorted(epochs), "one",
-                            "publish nothing meanwhile")
+                            "do not publish during this call")
         scores = np.stack([s for s, _ in found])
         self._expected[epochs.pop() % 2] = scores
         return scores
@@ -344,7 +344,7 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     head, _, body = answer.partition(b"\r\n\r\n")
     length = _field(head + b"\r\n", HEADER_LENGTH.encode())
     if not head.startswith(b"HTTP/1.1 200 ") or not length:
-        raise OperError("the server does not score", "answer", answer[:200], "scores",
+        raise OperError("the server returned no scores", "answer", answer[:200], "scores",
                         "see its log above")
     return decode_scores(body, int(length))
 

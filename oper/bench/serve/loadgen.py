@@ -182,7 +182,7 @@ def parse(text: str) -> Result:
     except (KeyError, ValueError, StopIteration) as error:
         print(text, file=sys.stderr)
         raise OperError("cannot read LoadGen's summary", "field", str(error),
-                        "a summary of version 5 or later", "look at it above") from None
+                        "a summary of version 5 or later", "see the summary above") from None
     notes = [re.sub(r"\s+", " ", f"{k}: {v}") for k, v in fields.items()
              if k.endswith("satisfied") and v.upper() == "NO"]
     return Result(valid, rate, {k: round(v / 1e6, 4) for k, v in found.items()}, notes)

@@ -85,4 +85,4 @@ def _small(work: Workload) -> Workload:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments in addition to those of every benchmark."""
     parser.add_argument("--soak-seconds", type=number(above=True), metavar="S",
-                        help="length of the soak (600; MLPerf asks for as much)")
+                        help="length of the soak test (default 600, as MLPerf requires)")

@@ -73,7 +73,7 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
     require(
         "invalid popularity", "choose a value in this range",
         ("num_rows", num_rows, 1 <= num_rows <= 1 << 53 and num_tail >= 0,
-         "at least the heavy rows, and whole in a float"),
+         "at least the number of heavy rows, at most 2^53"),
         ("exponent", exponent, 0 <= exponent <= 10, "0..10"),
         ("shift", shift, 0 <= shift < 1e12, ">= 0"),
         ("heavy", list(heavy), all(h > 0 for h in heavy) and sum(heavy) <= 1 + 1e-9,

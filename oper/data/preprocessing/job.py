@@ -132,7 +132,7 @@ class Job(JobSpec):
         need = estimate.needs(self.recipe, self.units, self.options.id_bytes)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        require("cannot preprocess", "free some, or pass --no-disk-check",
+        require("cannot preprocess", "free some space, or pass --no-disk-check",
                 ("free bytes of the disk", free,
                  need.disk_bytes <= free or not self.options.check_disk,
                  f"about {need.disk_bytes} at the peak"))

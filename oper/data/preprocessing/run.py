@@ -186,9 +186,9 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         if full is None:
             raise
         raise InvalidInputError("cannot preprocess", "file", os.fspath(full.filename or job.work),
-                                "room to write it",
-                                f"{full.strerror}: free some, then the same command goes on "
-                                f"where it stopped (work so far: {job.work})") from error
+                                "enough space to write it",
+                                f"{full.strerror}: free some space; the same command then "
+                                f"continues where it stopped (work so far: {job.work})") from error
     except KeyboardInterrupt:
         _log.warning("interrupted; the same command continues where it stopped (work so far: %s)",
                      job.work)

@@ -132,7 +132,7 @@ def write_sequences(
     num_sharing = folder.manifest["tables"][by].get("num_collisions", 0)
     require(what, "preprocess without --hash",
             (f"users of {by!r} that share a row", num_sharing, not num_sharing,
-             "none: their events would run into one sequence"))
+             "none, since their events would be mixed in one sequence"))
     options = PreprocessOptions(compression=compression)
     with new_folder(what, output) as out:
         (out / "vocabulary").mkdir()

@@ -104,7 +104,7 @@ class Stage:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise FileFormatError("cannot continue an interrupted run", "file", str(path),
-                                  f"a whole one ({error})",
+                                  f"a complete file ({error})",
                                   "run the command again, which starts from scratch") from None
         return found
 

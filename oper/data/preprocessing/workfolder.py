@@ -129,7 +129,7 @@ class WorkFolder:
             raise InvalidInputError(
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
-                f"one with other inputs or settings, started by {who}, is at work in "
+                f"a run with other inputs or settings, started by {who}, uses "
                 f"{str(self.path)!r}: wait until it ends, or choose another folder")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),

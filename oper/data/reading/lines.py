@@ -309,7 +309,7 @@ def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: La
     if end - cut > MAX_LINE_BYTES:
         raise FileFormatError(f"cannot read {path!r}", "line_bytes", end - cut,
                               f"<= {MAX_LINE_BYTES}",
-                              "close the quote that stays open, or pass a text log")
+                              "close the quote that was left open, or pass a text file")
     return cut
 
 

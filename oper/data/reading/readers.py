@@ -93,12 +93,12 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
         if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
             raise InvalidInputError(f"cannot read {path!r}",
                                     f"type of the id column {column.name!r}", str(kind),
-                                    "integers, texts or lists of these", "convert the column")
+                                    "integers, strings or lists of these", "convert the column")
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
                 f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
-                "integers, texts or lists of these", "for ids written as 17850.0 pass "
+                "integers, strings or lists of these", "for ids written as 17850.0 pass "
                 f'--sparse {column.name}:integral, or set parse = "integral" in the recipe')
 
 

@@ -161,7 +161,8 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
     if (one.dtype.kind == "S") != (other.dtype.kind == "S") or kind.kind not in "iuS":
         raise InvalidInputError(
             "cannot look values up in a vocabulary", "types", (other.dtype.name, one.dtype.name),
-            "signed, unsigned or text alike", "read the column as the vocabulary's run did")
+            "both signed, both unsigned or both strings",
+            "read the column as the vocabulary's run did")
     return kind
 
 

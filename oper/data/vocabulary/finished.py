@@ -193,12 +193,12 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     hashed = [n for n, f in old.facts.items() if f.hashed]
     real = [os.path.realpath(f) for f in folders]
     twice = sorted({f for f in real if real.count(f) > 1})
-    require(what, "a hash has a row for every value already",
+    require(what, "hashed columns need no extension: a hash has a row for every value",
             ("hashed columns", hashed[:8], not hashed, "none"))
     require(what, "name the folders of different days",
             ("folders", twice, not twice, "each of them once, since counts are added up"))
     sources = [_source(what, old, Path(f)) for f in folders]
-    require(what, "name what was preprocessed with --vocabulary",
+    require(what, "name folders preprocessed with --vocabulary",
             ("folders", sources, bool(sources), "at least one"))
     least = old.min_count if min_count is None else min_count
     with new_folder(what, output) as out:

@@ -41,7 +41,7 @@ class RunMerger:
         is_mixed = (before.kind == "S") != (values.dtype.kind == "S")
         if is_mixed or self._dtype.kind not in "iuS":
             raise InvalidInputError("cannot merge values of one column", "types", values.dtype.name,
-                                    "signed, unsigned or text alike in all files",
+                                    "signed, unsigned or strings, the same in all files",
                                     "convert the files")
         self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:

@@ -41,7 +41,7 @@ class RawKeys:
             raise InvalidInputError(f"cannot keep the ids of column {self._column!r} raw", "id",
                                     MISSING_KEY,
                                     "any other 64-bit number: this one stands for a missing field",
-                                    "read the column as texts, whose hashes become the keys")
+                                    "read the column as strings, whose hashes become the keys")
         return keys
 
 
@@ -71,7 +71,7 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
                if isinstance(v, int | np.integer) and -1 << 63 <= int(v) < 1 << 64]
     if max(len(texts), len(numbers)) < len(at) or any(b"\0" in v for v in texts):
         raise InvalidInputError("cannot make keys", "values", some[:8],
-                                "all integers of 64 bits, or all texts without zero bytes",
+                                "all 64-bit integers, or all strings without zero bytes",
                                 "convert them")
     if at:
         signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]

@@ -41,7 +41,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
         InvalidInputError: k < 1, no shards, NaN scores, rows that do not match.
     """
     if k < 1:
-        raise InvalidInputError("cannot rank", "k", k, ">= 1", "ask for a place or more")
+        raise InvalidInputError("cannot rank", "k", k, ">= 1", "use a k of 1 or more")
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     for first, scores in shards:
         if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
@@ -50,7 +50,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
                                     "[B, R] with one row per user", "score the same users")
         if bool(scores.isnan().any()):
             raise InvalidInputError("cannot rank", f"scores from id {first}", "NaN", "numbers",
-                                    "look for the step where the loss left them")
+                                    "find the step at which the loss became NaN")
         if exclude is not None:
             scores = _without(scores, first, exclude)
         ids = torch.arange(first, first + scores.shape[1], device=scores.device)
@@ -145,7 +145,7 @@ class RankingMetrics:
         if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
             raise InvalidInputError("cannot measure rankings", "top", tuple(top.shape),
                                     f"[{len(positives)}, {max(self.ks)} or more]",
-                                    "rank so many items per user")
+                                    "rank that many items per user")
         users = positives.lengths > 0
         self.skipped += int((~users).sum())
         hits = _hits(top, positives)[users].double()

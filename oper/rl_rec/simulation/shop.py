@@ -78,8 +78,8 @@ class Returning:
     longest: Positive = 10
 
     def __post_init__(self) -> None:
-        require_fields(self, "invalid law of return", "change this field of Returning",
-                       *rules_of(self))
+        require_fields(self, "invalid options of returning customers",
+                       "change this field of Returning", *rules_of(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

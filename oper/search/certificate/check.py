@@ -174,7 +174,7 @@ class Proof:
         load = self._load(value)
         if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
                 self.model):
-            raise _NotShown("the proof takes hosts to be interchangeable, and they are not")
+            raise _NotShown("the proof assumes interchangeable hosts, and they are not")
         return load
 
     def _leaves(self, value: dict[str, Any], at: Node, names: list[str]

@@ -275,8 +275,7 @@ class CostModel:
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
-        """Adds the work of the readers of a tier, and the gradients that they send to its
-        owners."""
+        """Adds the work of a tier's readers, and the gradients that they send to its owners."""
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
         total = owner.sum(axis=-1)

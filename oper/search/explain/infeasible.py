@@ -16,7 +16,7 @@ from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
 from oper.tables import TableSpec, format_bytes
 
-_TODO = "use one of the relaxations named"
+_TODO = "make one of the changes named"
 _MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
 
 
@@ -54,8 +54,8 @@ def _blamed(problem: Problem) -> str:
     found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
              if _fits(problem, held)]
     if found:
-        return f"{' or '.join(found[:4])} left out, or "
-    return "all constraints left out, or " if _fits(problem, Constraints()) else ""
+        return f"removing {' or '.join(found[:4])}, or "
+    return "removing all constraints, or " if _fits(problem, Constraints()) else ""
 
 
 def _fits(problem: Problem, held: Constraints) -> bool:
@@ -77,7 +77,7 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
            for t in problem.tables):
         ways.insert(0, "striped placement for the tables that may only be owned whole")
     if pins:
-        ways.insert(0, f"what some rows of tables {pins[:4]} are held to left out")
+        ways.insert(0, f"no constraints on some rows of tables {pins[:4]}")
     return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
 
 
@@ -89,7 +89,7 @@ def _table_bytes(problem: Problem, spec: TableSpec) -> int:
     return spec.num_bytes if problem.training else spec.num_rows * spec.row_bytes
 
 
-def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibleError:
+def _error(problem: Problem, need: np.ndarray, change: str) -> PlanInfeasibleError:
     capacity = problem.machine.capacity_bytes
     domains = problem.topology.domains
     largest = max((t.spec for t in problem.tables),
@@ -99,11 +99,12 @@ def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibl
              f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
     if "host" in problem.allow and problem.topology.host_memory_bytes:
         lines.append(f"each host has {format_bytes(problem.topology.host_memory_bytes)} of memory "
-                     "beside")
+                     "in addition")
     total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
     what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
             f"{format_bytes(total)}, largest table {largest.name!r} with "
-            f"{format_bytes(_table_bytes(problem, largest))}; smallest relaxation: {relaxation}")
+            f"{format_bytes(_table_bytes(problem, largest))}; "
+            f"smallest sufficient change: {change}")
     return PlanInfeasibleError(what, "need_bytes", int(need.sum()),
                                f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
                                "and each domain within its own", _TODO)

@@ -266,5 +266,5 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
     return PlanInfeasibleError(
         "no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
         (goal.request_rate, goal.bound_ms),
-        f"smallest relaxation: {', or '.join(ways)} (with {held} of tables and buffers)",
-        "relax one of them")
+        f"smallest sufficient change: {', or '.join(ways)} (with {held} of tables and buffers)",
+        "make one of these changes")

@@ -250,7 +250,7 @@ class _Master:
                             ("random_seed", 0), ("simplex_strategy", 4)):
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
                 raise OperError("the LP solver refuses an option", name, value, "accepted",
-                                "install the release of highspy that this package names")
+                                "install the release of highspy that this package requires")
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)

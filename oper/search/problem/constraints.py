@@ -153,7 +153,7 @@ def _from_mapping(value: Any) -> Constraints:
              is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
     require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
-            ("tables", tables, isinstance(tables, Mapping), "table names and what each is held to"))
+            ("tables", tables, isinstance(tables, Mapping), "constraints by table name"))
     return Constraints(
         {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
         _groups("keep_together", value.get("keep_together", ())),
@@ -233,7 +233,7 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
     require(what, "leave one out", (
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
-        "all tiers, or what some rows are held to"))
+        "either all tiers, or constraints on some rows"))
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]

@@ -139,13 +139,14 @@ class Exchange:
         if code == Status.IMPOSSIBLE_MESSAGE:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError(
-                "a rank of another memory domain has sent what no rank of this job can send",
+                "a rank of another memory domain has sent invalid data",
                 "rank", detail, "counts and slots of tables placed by the same plan",
                 "start all ranks with the same version, model and plan")
         if code == Status.NO_MEMORY_FOR_MESSAGE:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
-            raise OperError("there is no memory for what a rank of another memory domain sends",
-                            "rank", detail, "room for the rows and gradients of its batch",
+            raise OperError("there is not enough memory for the data of a rank of another memory "
+                            "domain", "rank", detail,
+                            "room for the rows and gradients of its batch",
                             "use smaller batches; look at that rank if they are small")
         if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
@@ -289,7 +290,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 
 def _no_request(found: object) -> OperError:
-    return OperError("a rank of another memory domain asks for rows that there are not", "request",
+    return OperError("a rank of another memory domain requests rows that do not exist", "request",
                      found, "parts, pieces and slots of tables placed by the same plan",
                      "start all ranks with the same version, model and plan")
 

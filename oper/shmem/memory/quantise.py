@@ -36,7 +36,7 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     if bad >= 0:
         raise InvalidInputError(
             "cannot quantise", "row", rows[bad, :4].tolist(),
-            "finite numbers, their least and their range within float16's 65504",
+            "finite numbers, whose minimum and range fit float16 (65504)",
             "keep this table in a float type")
     return codes
 
