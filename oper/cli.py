@@ -80,7 +80,7 @@ def _open_streams() -> None:
     text go out as they came in.
 
     Raises:
-        OperError: stdout is closed, so that no result could be told.
+        OperError: stdout is closed, so that no result could be printed.
     """
     def spell(error: UnicodeError) -> tuple[str | bytes, int]:
         assert isinstance(error, UnicodeEncodeError)

@@ -321,7 +321,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(what: str, name: str, value: Mapping[str, Any], known: set[str]) -> None:
-    """Raise PlanError for keys that no plan has: what is misspelt would be ignored."""
+    """Raise PlanError for unknown keys, because a misspelt key would otherwise be ignored."""
     unknown = set(value) - known
     if unknown:
         raise PlanError(what, name, sorted(unknown), f"some of {sorted(known)}",

@@ -215,13 +215,13 @@ class _Recorder:
 
 
 class _Part(NamedTuple):
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Attributes:
         host: its name.
         domain: lowest rank of its memory domain.
         collections: their names.
-        spans: of each collection, with their steps.
+        spans: spans of each collection, with their steps.
         lost: spans that there was no room for.
     """
 
@@ -238,7 +238,7 @@ class _Part(NamedTuple):
                 yield step, span, name
 
     def threads(self) -> list[int]:
-        """Of the system, the one that trains first."""
+        """The system's ids of the threads, the training thread first."""
         spans = list(itertools.chain.from_iterable(self.spans))
         return list(dict.fromkeys([*(s.thread for _, s in spans if s.name == "reduce"),
                                    *(s.thread for _, s in spans)]))
@@ -249,8 +249,8 @@ def _joined(parts: Sequence[_Part], clocks: Sequence[Clock], steps: Sequence[int
     """The trace of all ranks.
 
     Args:
-        parts: by rank.
-        clocks: by rank.
+        parts: recordings by rank.
+        clocks: clocks by rank.
         steps: that are there.
     """
     domains = list(dict.fromkeys(part.domain for part in parts))

@@ -42,7 +42,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """What a container holds; None: it is none."""
+    """The contents of a container; None if it is not a container."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, tuple | list):

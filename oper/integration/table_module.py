@@ -75,7 +75,8 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
-        """What ``to()``, ``half()``, ``cuda()`` and the like do: nothing, or refused."""
+        """Called by ``to()``, ``half()``, ``cuda()`` and similar methods: does nothing, or refuses
+        a conversion."""
         weight = self.weight
         probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
         after = fn(probe)

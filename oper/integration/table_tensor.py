@@ -330,7 +330,7 @@ class _Copy:
         self._window = window if both else (0, self._rows.shape[0])
 
     def view_of(self, view: TableTensor) -> torch.Tensor:
-        """What the operator gets instead of `view`."""
+        """The argument that the operator gets instead of `view`."""
         assert self._window is not None
         if self._values is None:
             self._values = self._rows.read(*self._window).to(self._rows.tables.device)

@@ -78,7 +78,7 @@ class _Choice:
     Attributes:
         kind: TorchRec's sharding type.
         shards: rank and rectangle ``(row, num_rows, column, num_columns)`` of every shard.
-        lost: what the table's plan held beyond it.
+        lost: properties of the table's plan that the export cannot express.
     """
 
     kind: str
@@ -363,7 +363,7 @@ class OperPlanner(ShardingPlanner):
 
     Attributes:
         oper_plan: the returned plan as an OPER plan, with its modelled step (after `plan`).
-        lost: what the export of the plan in OPER's full space lost.
+        lost: properties lost by exporting the plan made in OPER's full space.
     """
 
     stats: AccessStats | None = None

@@ -102,7 +102,7 @@ class LinkChange(OnHosts):
 
 
 class _Run(Run):
-    """The case as one rank runs it."""
+    """One rank's run of the case."""
 
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)

@@ -101,7 +101,7 @@ def torch_side(case: DeviceCase, device: torch.device) -> Side:
 
 @functools.cache
 def has_fbgemm() -> bool:
-    """Whether fbgemm_gpu can be imported, from `FBGEMM_ENV` too.
+    """Whether fbgemm_gpu can be imported, if necessary from the folder that `FBGEMM_ENV` names.
 
     Raises:
         InvalidInputError: the folder that `FBGEMM_ENV` names has no such package.

@@ -87,7 +87,8 @@ class PushMessages:
         self.partials = tables.arenas.partials.copy()
 
     def exchange_requests(self) -> None:
-        """Send this rank's requests to far owners and mirror those of far readers. Collective."""
+        """Send this rank's requests to remote owners and mirror those of remote readers.
+        Collective."""
         x = self._exchange
         own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
         counts = x.counts()
@@ -138,7 +139,8 @@ class PushMessages:
                          ).to(torch.int32)
 
     def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
-        """Lay out a far reader's request; `n`: int64 [T], its ids by table."""
+        """Lay out the mirror of a remote reader's request; `n`: int64 [T], its number of ids by
+        table."""
         x, runs, rank = self._exchange, self._runs[r], self._tables.group.rank
         # As open_request_kernel lays out the sums of this owner.
         floats = -(-runs * x.dims // 4) * 4
@@ -161,7 +163,8 @@ class PushMessages:
         self.requests[r] = base
 
     def exchange_partials(self) -> None:
-        """Send far readers the sums of their bags and mirror those of far owners. Collective."""
+        """Send remote readers the sums of their bags and mirror those of remote owners.
+        Collective."""
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.far, :, 0] = self._runs[x.far]
