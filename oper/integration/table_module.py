@@ -46,7 +46,7 @@ class FixedEntries(dict[str, Any]):
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
         "cannot replace a part of a sharded module", name, value,
-        "the one that is there, whose rows the plan has placed",
+        "the existing one, whose rows the plan has placed",
         "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
         "this module out of modules=")
 

@@ -218,7 +218,8 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
             raise
         raise InvalidInputError(what, "output", os.fspath(output),
                                 "enough space for it and for temporary files",
-                                f"{full.strerror}: free some, or choose another disk") from error
+                                f"{full.strerror}: free some space, or choose another disk"
+                                ) from error
 
 
 @contextlib.contextmanager

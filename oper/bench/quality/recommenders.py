@@ -264,7 +264,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
                                 "set it to the folder that the logs are in")
     if not seeds and not (found := [case for case in found if seeds_of(case)]):
         raise InvalidInputError("no kept runs to report", "--runs", runs,
-                                "a folder with runs of today's sources and logs",
+                                "a folder with runs of the present sources and logs",
                                 "name it, or train with --seeds 1 or more")
     return found
 

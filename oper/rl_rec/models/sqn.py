@@ -91,7 +91,8 @@ class SQN(SASRec):
         self.weigh = False
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Weigh by advantages after the first third of training, if at all."""
+        """With ``actor="advantage"``, weight the loss by advantages after the first third of
+        training."""
         self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -205,8 +205,9 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
 
 
 def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
-    """Memory prices that bound every step by `_NEVER`, where memory at these prices (float64 [R])
-    is less than all tables need at least (Farkas); else None."""
+    """Memory prices at which every step is at least `_NEVER`, if at the given prices (float64 [R])
+    the tables' least need of memory costs more than all memory (Farkas), so that no plan fits; else
+    None."""
     memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
     need = node.price(memory).value.sum() + float(memory @ node.base)
     missing = need - float(memory.sum()) * (1 + 1e-9)

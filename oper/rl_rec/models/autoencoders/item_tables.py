@@ -24,7 +24,7 @@ class ItemBags(nn.Module):
     first layer of an autoencoder, a dense product with the K weighted multi-hot vectors.
 
     Args:
-        name: of the table.
+        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns H.
         num_sets: K.
@@ -61,7 +61,7 @@ class ItemRows(nn.Module):
     """Rows of candidate items, through an ``EmbeddingCollection``.
 
     Args:
-        name: of the table.
+        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns d.
         device: see `ItemBags`.
