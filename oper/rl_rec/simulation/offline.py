@@ -99,7 +99,7 @@ def random_policy(past: Trajectories) -> torch.Tensor:
     return torch.rand(past.states.shape[0], ACTION_DIM) * 2 - 1
 
 
-class Drawn:
+class DrawPerCustomer:
     """Draws one of several numbers for each customer at the first page, and keeps it."""
 
     def __init__(self, choices: tuple[float, ...]) -> None:
@@ -134,7 +134,7 @@ class Oracle:
     def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,
                  weights: tuple[float, ...] = (0.0,)) -> None:
         self.shop, self.starts, self.steps = shop, starts, steps
-        self._weight = Drawn(weights)
+        self._weight = DrawPerCustomer(weights)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
         now = past.states[:, -1]
@@ -164,7 +164,7 @@ class Noisy:
     so that some are served well and some badly."""
 
     def __init__(self, policy: Policy, stds: tuple[float, ...]) -> None:
-        self.policy, self._std = policy, Drawn(stds)
+        self.policy, self._std = policy, DrawPerCustomer(stds)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
         std, actions = self._std(past), self.policy(past)

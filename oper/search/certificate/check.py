@@ -73,7 +73,7 @@ class Verdict:
         return max(0.0, self.step_us / self.lower_bound_us - 1.0)
 
 
-class _NotShown(Exception):
+class _ProofError(Exception):
     """The proof in the plan does not show its bound; the message is the reason."""
 
 
@@ -106,7 +106,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
         checked = Proof(problem, proof)
         bounds = [bound for part in proof["parts"] for bound in checked.part(part)]
         checked.check_all_plans()
-    except _NotShown as hole:
+    except _ProofError as hole:
         return Verdict(False, str(hole), step_us)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         return Verdict(False, f"the proof cannot be read: {type(error).__name__}: {error}", step_us)
@@ -134,9 +134,9 @@ class Proof:
         """The bounds of a part's leaves, microseconds."""
         plans = {str(x) for x in value["plans"]}
         if not plans or not plans <= set(PLANS):
-            raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
+            raise _ProofError(f"a part of the proof is for plans {plans}, not some of {PLANS}")
         if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
-            raise _NotShown("copies per host and pushed rows are in one part of the proof")
+            raise _ProofError("copies per host and pushed rows are in one part of the proof")
         apart = None if value["apart"] is None else self._apart(value["apart"])
         checker = Checker(CostModel(restricted(self.problem, plans)), apart)
         self.covered |= plans
@@ -160,7 +160,7 @@ class Proof:
         if all(may_rest(self.problem, t.spec.name) for t in self.problem.free_tables):
             needed.add(STILL)
         if needed - self.covered:
-            raise _NotShown("no part of the proof bounds plans with "
+            raise _ProofError("no part of the proof bounds plans with "
                             f"{sorted(needed - self.covered)}")
 
     def _load(self, value: Sequence[str]) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class Proof:
         load = self._load(value)
         if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
                 self.model):
-            raise _NotShown("the proof assumes interchangeable hosts, and they are not")
+            raise _ProofError("the proof assumes interchangeable hosts, and they are not")
         return load
 
     def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
@@ -187,12 +187,12 @@ class Proof:
         if "table" in value:
             k = names.index(value["table"])
             if at.pushes[k] != FREE:
-                raise _NotShown(f"table {value['table']!r} is branched on twice on a path")
+                raise _ProofError(f"table {value['table']!r} is branched on twice on a path")
             halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:
-                raise _NotShown(f"a node of the tree is branched on at {cut} us")
+                raise _ProofError(f"a node of the tree is branched on at {cut} us")
             halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
                       replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
         for half, below in zip(halves, (first, second), strict=True):
@@ -208,7 +208,7 @@ class Proof:
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
             if not 0 <= price < math.inf:
-                raise _NotShown(f"a price of the proof is {price}")
+                raise _ProofError(f"a price of the proof is {price}")
             if kind == "load":
                 (p, g), ranks = self._load(what[:2]), classes.ranks[_number(what[2])]
                 weights[p * len(GROUPS) + g, _number(what[2])] += price / len(ranks)
@@ -221,7 +221,7 @@ class Proof:
             elif kind in KINDS:
                 owner.append((kind, *self._about(kind, what, checker), price))
             else:
-                raise _NotShown(f"the proof has a row of unknown kind {kind!r}")
+                raise _ProofError(f"the proof has a row of unknown kind {kind!r}")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
@@ -232,14 +232,14 @@ class Proof:
         slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
         if m.world_size == 1 or (kind in (SPREAD, APART) and not slow) or (
                 kind == APART and checker.apart is None):
-            raise _NotShown(f"the proof has a row {kind!r} about {what}, where there is none")
+            raise _ProofError(f"the proof has a row {kind!r} about {what}, where there is none")
         return load
 
 
 def _number(value: Any) -> int:
     """The number of a class of ranks, memories or hosts; raises if it is negative."""
     if int(value) < 0:
-        raise _NotShown(f"the proof names class {value}")
+        raise _ProofError(f"the proof names class {value}")
     return int(value)
 
 

@@ -57,7 +57,7 @@ from oper.rl_rec.models.autoencoders.causal_graph import (
     topological_order,
 )
 from oper.rl_rec.models.autoencoders.item_tables import (
-    Drawn,
+    Candidates,
     ItemBags,
     ItemRows,
     annealed,
@@ -307,7 +307,7 @@ class CaDVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
         concepts = self.item_concepts(items, mine)
         mean, log_var = self.infer(lengths, items, concepts)
@@ -373,7 +373,7 @@ class CaDVAE(Recommender):
         """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 

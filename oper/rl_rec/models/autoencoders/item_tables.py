@@ -109,7 +109,7 @@ def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.
     return nn.functional.dropout(weights, dropout, training)
 
 
-class Drawn:
+class Candidates:
     """The items that one training step scores: all of them, or a sample.
 
     With a sample, the partition function is estimated per user u as the exact sum over S_u plus
@@ -148,7 +148,7 @@ class Drawn:
 
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
-                    lengths: torch.Tensor, candidates: Drawn) -> torch.Tensor:
+                    lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
     """``-sum_{i in S_u} log p(i | z_u)``, the mean over users; float32 [].
 
     Args:
