@@ -32,7 +32,7 @@ class FixedEntries(dict[str, Any]):
         _refuse_replacement(name, "nothing")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refused for entries that are there."""
+        """Refuse to remove an existing entry."""
         if name in self:
             del self[name]
         return super().pop(name, *default)

@@ -3,8 +3,8 @@
 A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part has
 a tree. An inner node divides its plans in two: by whether the largest load that a pushed piece puts
 on its owner is below a value, or by whether a table pushes rows. A leaf has prices, from which the
-bound of its plans follows. So no plan is faster than the least bound of all leaves, or than the
-cutoff, a known step below which alone plans were bounded.
+bound of its plans follows. So no plan is faster than the smaller of the least bound of all leaves
+and the cutoff, a known step: only plans below it were bounded.
 
 Nothing of the search or of its relaxation is used: that the branchings cover all plans follows from
 their form, and the bound of every leaf is recomputed from the problem's statement and the cost
