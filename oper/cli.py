@@ -25,7 +25,7 @@ from oper.errors import OperError, PlanInfeasibleError, UsageError
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
     "vocabulary": ("oper.data.verbs", "extend a finished vocabulary by the new values of a day"),
-    "sequences": ("oper.data.verbs", "make a log's events a row for each user, in order of time"),
+    "sequences": ("oper.data.verbs", "turn a log's events into one row per user, in order of time"),
     "analyze": ("oper.data.verbs", "count how often rows are looked up: access statistics"),
     "generate": ("oper.data.verbs", "draw synthetic lookups of a workload, with their statistics"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.train.verbs", "train a DLRM or a recommender from a configuration file"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
     "demo": ("oper.bench.demo.demo",
-             "statistics, plan and training of a click log, beside TorchRec"),
+             "statistics, plan and training of a click log, with TorchRec for comparison"),
     "bench": ("oper.bench.verbs", "compare with other systems and with the machine's limits"),
     "calibrate": ("oper.bench.calibrate.calibrate",
                   "measure the cost model's constants on this machine"),
@@ -80,7 +80,7 @@ def _open_streams() -> None:
     text go out as they came in.
 
     Raises:
-        OperError: stdout is closed, so that no result could be told.
+        OperError: stdout is closed, so that no result could be printed.
     """
     def spell(error: UnicodeError) -> tuple[str | bytes, int]:
         assert isinstance(error, UnicodeEncodeError)

@@ -189,8 +189,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         placed = _placed(typed(list(held.values()), row_dtype), stats, plan)
     elif stats is None or row_dtype is not None or plan is not None:
         raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
-                                (stats, row_dtype, plan), "statistics, and neither of these",
-                                "say how often rows are looked up, or leave error_budget out")
+                                (stats, row_dtype, plan), "statistics, without row_dtype and plan",
+                                "pass statistics, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)
@@ -406,17 +406,17 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
         raise InvalidInputError(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
-                                "the same tables", "build the published model")
+                                "the same tables", "attach a model built like the published one")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):
             if getattr(spec, field) != getattr(theirs[table], field):
                 raise InvalidInputError(what, f"{field} of table {table!r}", getattr(spec, field),
                                         f"{getattr(theirs[table], field)}",
-                                        "build the published model")
+                                        "attach a model built like the published one")
     entries = {e.key: e.shape for e in reader.layout.dense}
     shapes = {key: tuple(value.shape) for key, value in dense.items()}
     if entries != shapes:
         different = sorted(k for k in {*entries, *shapes} if entries.get(k) != shapes.get(k))
         raise InvalidInputError(what, "weights", {k: shapes.get(k) for k in different[:4]},
                                 f"{ {k: entries.get(k) for k in different[:4]} }",
-                                "build the published model")
+                                "attach a model built like the published one")

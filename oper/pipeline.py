@@ -39,7 +39,7 @@ class MicroBatchPipeline:
         model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
             first batch is trained whole); ``model(batch)`` returns the loss, or a tuple that begins
             with it.
-        optimizer: of the dense parameters, or None.
+        optimizer: optimizer of the dense parameters, or None.
         num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
             the fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have as many
             samples. A batch needs a sample per part.
@@ -157,7 +157,8 @@ class MicroBatchPipeline:
         return found[0] if len(found) == 1 else joined(found, sizes)
 
     def _hides_whole(self) -> bool:
-        """Whether the exchanges of a whole batch may hide behind the layers beside the tables."""
+        """Whether the exchanges of a whole batch may overlap with layers that do not depend on the
+        tables."""
         return not self._learns_graph and all(
             not x.is_one_domain and not why_not_in_parts(x) for x in self._tables)
 
@@ -182,7 +183,8 @@ class MicroBatchPipeline:
                 hook.remove()
 
     def _start(self, part: Any) -> None:
-        """Begin the lookups of a part whose features can be told from it."""
+        """Begin the lookups of a part, for each module whose features are all in exactly one input
+        of the part."""
         inputs = features_in(part)
         for module in self._direct or ():
             fit = [x for x in inputs if set(module.features) <= set(x.keys())]

@@ -321,7 +321,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(what: str, name: str, value: Mapping[str, Any], known: set[str]) -> None:
-    """Raise PlanError for keys that no plan has: what is misspelt would be ignored."""
+    """Raise PlanError for unknown keys, because a misspelt key would otherwise be ignored."""
     unknown = set(value) - known
     if unknown:
         raise PlanError(what, name, sorted(unknown), f"some of {sorted(known)}",
@@ -456,7 +456,7 @@ def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
         if spec.dtype not in CODE_BITS:
             raise PlanError(what, "dtype", tier.dtype,
                             f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
-                            "let the table have the type of its coldest rows")
+                            "give the table the type of its coldest rows")
 
 
 def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the fields of a dataclass may hold, stated in their types: ``dim: Positive = 64``."""
+"""Allowed values of the fields of a dataclass, stated in their types: ``dim: Positive = 64``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 
 def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
-    """(name, is right, expected) of every field of the dataclass instance `of` whose type is
-    annotated with a `Rule`, or is such a type or None, for `oper.errors.require_fields`."""
+    """Checks for `oper.errors.require_fields`: (name, whether the value is valid, expected) for
+    every field of the dataclass instance `of` whose type has a `Rule`. None is valid if the type
+    allows it."""
     for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
         value, parts = getattr(of, name), typing.get_args(hint)
         for part in (hint, *parts):

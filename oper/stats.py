@@ -288,7 +288,8 @@ class TableStats:
         return replace(self, num_rows=num_rows, tail_values=values, tail_num_rows=rows)
 
     def renumbered(self, rows: np.ndarray) -> TableStats:
-        """The same accesses with row r called `rows[r]` (integers [num_rows], each number once).
+        """The same accesses with row r renumbered to `rows[r]` (integers [num_rows], each number
+        once).
 
         Raises:
             InvalidInputError: `rows` is for another number of rows, or the counts are not exact.

@@ -76,7 +76,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
                                     "trace a model that is trained")
     if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
         raise InvalidInputError(what, "ranks", [t.group.world_size for t in tables],
-                                "one process group for all tables", "trace its parts")
+                                "one process group for all tables",
+                                "trace the parts of the model separately")
     return Trace(tables, path, steps, done)
 
 
@@ -214,13 +215,13 @@ class _Recorder:
 
 
 class _Part(NamedTuple):
-    """What one rank has recorded.
+    """The recording of one rank.
 
     Attributes:
         host: its name.
         domain: lowest rank of its memory domain.
         collections: their names.
-        spans: of each collection, with their steps.
+        spans: spans of each collection, with their steps.
         lost: spans that there was no room for.
     """
 
@@ -237,7 +238,7 @@ class _Part(NamedTuple):
                 yield step, span, name
 
     def threads(self) -> list[int]:
-        """Of the system, the one that trains first."""
+        """The system's ids of the threads, the training thread first."""
         spans = list(itertools.chain.from_iterable(self.spans))
         return list(dict.fromkeys([*(s.thread for _, s in spans if s.name == "reduce"),
                                    *(s.thread for _, s in spans)]))
@@ -248,8 +249,8 @@ def _joined(parts: Sequence[_Part], clocks: Sequence[Clock], steps: Sequence[int
     """The trace of all ranks.
 
     Args:
-        parts: by rank.
-        clocks: by rank.
+        parts: recordings by rank.
+        clocks: clocks by rank.
         steps: that are there.
     """
     domains = list(dict.fromkeys(part.domain for part in parts))

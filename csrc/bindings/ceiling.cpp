@@ -1,4 +1,4 @@
-// torch operators for the ceilings that benchmarks set beside lookups and updates.
+// torch operators for the ceilings with which benchmarks compare lookups and updates.
 #include "common/handles.h"
 #include "common/operators.h"
 #include "host/kernels/kernels.h"
@@ -23,8 +23,8 @@ void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64
   });
 }
 
-// Of places to read and write again as they are, one word of every line: no other thread may write
-// there. `addresses` [N + prefetch], the surplus writable ones.
+// Reads and writes back, unchanged, one word of every cache line at the given addresses: no other
+// thread may write there. `addresses` [N + prefetch], the surplus writable ones.
 void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
   constexpr int64_t kLine = 64;
   const int64_t* const places = int64_data(addresses);

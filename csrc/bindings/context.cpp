@@ -1,4 +1,4 @@
-// torch operators that make, ask and close what the host back end knows of sharded tables.
+// torch operators that create, query and close the host back end's contexts of sharded tables.
 //
 // Placement data (addresses, stripe tables, head maps) is laid out by Python and copied or referenced
 // here; see oper/rows/directory.py for its meaning.
@@ -18,7 +18,7 @@ namespace oper::host {
 
 namespace {
 
-// What follows from the home map: this rank's part of each tier, and which keys are pushed.
+// Data derived from the home map: this rank's part of each tier, and which keys are pushed.
 void fill_home(Table& table, int32_t rank) {
   const int32_t W = static_cast<int32_t>(table.owner_begin.size()) - 1;
   for (int32_t k = 0; k < table.home.num_tiers; ++k) {

@@ -174,7 +174,7 @@ class UnderWay {
 
 // ---- forward -------------------------------------------------------------------------------------
 
-// Room for the rows of peers.
+// Memory for the rows of peers.
 int64_t near_bytes(const Call& call) {
   const int64_t most = call.context.max_row_bytes;
   const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
@@ -184,7 +184,7 @@ int64_t near_bytes(const Call& call) {
 }
 
 // Fetches what is to be read from staging memory: rows of peers, each once, and those of other
-// domains, which the point asks for. Where rows find no room they are read where they are.
+// domains, which the point asks for. Rows for which there is no memory are read in place.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
   const bool near = call.prepared.stages_near && point != Point::kWeightRows;
@@ -344,7 +344,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   }
 }
 
-// The work on a batch of a backward pass: done ahead, in the forward pass, or anew.
+// The id-only work for a backward pass: made ahead, in the forward pass, or now.
 std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Tensor& offsets,
                                        const std::optional<Tensor>& addresses,
                                        cudaStream_t stream) {
@@ -425,7 +425,7 @@ void exchange_gradients(Call& call, float scale) {
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
-  // A step that does not come to its end leaves chains behind.
+  // A step that does not finish leaves chains behind.
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
@@ -482,7 +482,8 @@ std::tuple<int64_t, int64_t> lookup_backward(
 }  // namespace
 }  // namespace oper::device
 
-// Tests without a GPU have their tensors where the host back end's are: another name for the same.
+// In tests without a GPU, tensors are in host memory, so the same operators are registered under
+// another name.
 #if defined(OPER_EMULATED)
 STABLE_TORCH_LIBRARY(oper_emulated, m) {
   m.def(oper::kLookupForward);

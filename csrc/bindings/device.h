@@ -1,4 +1,4 @@
-// What the operators of tables in device memory keep between calls.
+// State of the operators of tables in device memory between calls.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -49,8 +49,8 @@ struct KeyMap {
   bool is_whole;              // every key has one feature
 };
 
-// A batch's id-only work: what it takes of memory, and how far it is. Where it was made ahead, Python
-// holds it as a tensor of these bytes.
+// A batch's id-only work: its memory and its progress. Where it was made ahead, Python holds it as
+// a tensor of these bytes.
 struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
   Tensor workspace;  // of the batch plan
@@ -67,7 +67,7 @@ struct Prepared {
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
   ~Prepared();
-  // What was made ahead may be used anew on its own stream only after all uses elsewhere.
+  // Memory of work made ahead may be reused on its own stream only after all uses on other streams.
   void use_on(cudaStream_t stream);
 };
 

@@ -1,5 +1,5 @@
-// torch operators that make, ask and close tables in device memory, on libtorch's stable ABI. Python
-// holds their memory; see oper/shmem/device/tables.py.
+// torch operators that create, query and close tables in device memory, on libtorch's stable ABI.
+// Python holds their memory; see oper/shmem/device/tables.py.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -170,7 +170,7 @@ std::vector<int64_t> device_context_order(int64_t handle) {
   return {order.begin(), order.end()};
 }
 
-// Whether one rank updates while it reduces, so that it needs no exchange.
+// Whether a single rank updates rows while it reduces gradients, so that no exchange is needed.
 bool device_context_updates_at_once(int64_t handle) {
   return tables_of(handle)->context->updates_at_once;
 }

@@ -53,7 +53,7 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
   return {theirs, status.code, status.detail};
 }
 
-// The table of a kernel that packs arrays, or places them.
+// Entries for the kernel that packs or places arrays.
 class PartTable {
  public:
   // `rows`: address of the numbers of entries, or 0; `limit`: below which these are, or slots that are
@@ -126,8 +126,8 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
           as_tensor(list.recv_bytes)};
 }
 
-// Lays out mirrors of the outboxes of other domains' ranks, which have only entries for this rank, of the
-// reduced gradients that have come.
+// Lays out the received reduced gradients as mirrors of the outboxes of other domains' ranks, with
+// only the entries for this rank.
 void mirror_outboxes(const Tables& tables, const Tensor& places) {
   const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
@@ -157,7 +157,7 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
                  "cannot copy the headers of outboxes");
 }
 
-// Tells the refresh of replicas where the masters are that have come.
+// Gives the refresh of replicas the addresses of the received masters.
 void place_masters(const Tables& tables, const Tensor& places) {
   const int64_t T = tables.context->view.num_tables, W = tables.context->view.world_size;
   const Messages& messages = messages_of(tables);

@@ -83,7 +83,7 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Allocations that are given up in any case: their memory lives as long as a mapping does.
+// Allocations whose handles are released in any case: their memory lives as long as a mapping does.
 struct Allocations {
   std::vector<CUmemGenericAllocationHandle> handles;
   ~Allocations() {
@@ -149,7 +149,7 @@ std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> ho
   return made;
 }
 
-// Maps memory of another process, whose parts the caller tells as their creator had them.
+// Maps memory of another process; the caller describes its parts as their creator did.
 int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
                              std::vector<int64_t> host_ranges, int64_t device) {
   const OnDevice on(device);

@@ -16,7 +16,7 @@
 namespace oper::host {
 namespace {
 
-// Columns of what Python tells of a table; oper/shmem/keys/directories.py has them in this order.
+// Columns of Python's description of a table, in the order of oper/shmem/keys/directories.py.
 enum TableColumn {
   kSlots, kSeed, kDraws, kMinCount, kAdmitBelow, kEviction, kHalfLife, kTimeToLive, kFeature,
   kFirstWidth, kSecondWidth, kTableWidth

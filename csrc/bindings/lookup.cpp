@@ -68,7 +68,7 @@ struct Lookup {
   std::optional<Tensor> bags = {};  // see common/lookup_schemas.h
 };
 
-// Without the empty bags at the end, for whom these change nothing.
+// Without the empty bags at the end, for steps in which these change nothing.
 int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
   if (num_bags == 0 || bounds[num_bags - 1] != bounds[num_bags]) return num_bags;
   return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       are_in_order &= kind.are_in_order;
     }
   }
-  // Nothing else than pooling reads the bounds before it is over; it makes none of padding.
+  // Only pooling reads the bounds before it has finished, and it computes none for padding.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&
@@ -257,9 +257,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
-  // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
-  // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
-  // from a fifth of it on, 5 % more at a tenth. Rows that are spread are used at once.
+  // Size of the outputs of all ranks together above which they would not stay in the cache until
+  // they are used, in addition to the rows in flight. Measured with a pass over the output on two
+  // cores: past the cache took 10 % less time from a fifth of it on, 5 % more at a tenth. Rows that
+  // are spread are used at once.
   batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
                                  last_level_cache_bytes() / 4;
   const Status status =

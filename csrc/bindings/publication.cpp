@@ -1,17 +1,18 @@
 // torch operators for read-only tables that many processes share.
 //
-// Which of two buffers readers look at, and who still looks at the other.
+// They keep track of which of two buffers readers use, and which readers still use the other one.
 //
 // Epoch e lies in buffer e % 2. A reader counts itself into its slot for the buffer of the epoch
-// that it has seen, then looks at the epoch again: if that has moved on meanwhile, it steps back and
-// takes the new one. A publisher writes the buffer of epoch e + 1 only while no slot counts a reader
-// there, then stores e + 1. All of these are sequentially consistent: either the publisher sees the
-// reader's count, or the reader sees the publisher's epoch (as with hazard pointers, Michael 2004).
-// A reader never waits for that. The slots of a process that has died are cleared by the publisher.
+// that it has seen, then looks at the epoch again: if that has moved on meanwhile, it steps back
+// and takes the new one. A publisher writes the buffer of epoch e + 1 only while no slot counts a
+// reader there, then stores e + 1. All of these are sequentially consistent: either the publisher
+// sees the reader's count, or the reader sees the publisher's epoch (as with hazard pointers,
+// Michael 2004). A reader never waits for the publisher here. The slots of a process that has died
+// are cleared by the publisher.
 //
 // A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a
-// reader in that buffer, writes, and stores e + 2: the same buffer. Readers that come meanwhile find
-// a negative epoch and come again.
+// reader in that buffer, writes, and stores e + 2: the same buffer. Readers that arrive meanwhile
+// find a negative epoch and retry.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

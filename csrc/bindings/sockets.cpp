@@ -16,7 +16,7 @@ int64_t sockets_open(std::vector<int64_t> connections) {
   return all_sockets().add(std::make_shared<Sockets>(connections));
 }
 
-// Whether the exchange before was done; if not, nothing is begun.
+// Whether the previous exchange was complete; if not, no new one is started.
 bool sockets_begin(int64_t handle, Tensor send, std::vector<int64_t> send_bytes, Tensor recv,
                    std::vector<int64_t> recv_bytes) {
   return all_sockets().share(handle)->begin(

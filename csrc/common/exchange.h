@@ -1,9 +1,10 @@
-// What ranks of different memory domains send each other: phases, heads, arrays, their sizes and their
-// checks. Both back ends follow it; rows and ids, and how they are packed and placed, are theirs.
+// The messages between ranks of different memory domains: phases, heads, arrays, their sizes and
+// their checks. Both back ends follow it; each has its own way to pack and place rows and ids.
 //
-// Per phase there is one exchange of heads of one size (phase, error, counts) among all ranks and one
-// of what they count, for all tables at once; a gather is followed by one of the rows that were asked
-// for. Where owners pool rows, too, hosts ask for rows together with sums; devices gather them before.
+// Per phase there is one exchange of heads of one size (phase, error, counts) among all ranks and
+// one of what they count, for all tables at once; a gather is followed by an exchange of the
+// requested rows. If owners also pool rows, the host back end requests rows together with sums;
+// devices gather them before.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,7 @@ namespace oper {
 
 // The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
 // refreshes, and then Python's own, among which kKeys is within the update of dynamic tables;
-// oper/shmem/group/desync.py has words for all of them.
+// oper/shmem/group/desync.py names all of them.
 enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6, kKeys = 9;
 
@@ -31,12 +32,12 @@ struct Status {
   int64_t detail = -1;
 };
 
-// Throws what is not ok.
+// Throws a status that is not ok.
 inline void raise(const Status& status) {
   if (status.code != 0) throw status;
 }
 
-// What `body` has thrown, or ok.
+// The status that `body` has thrown, or ok.
 template <class Body>
 Status status_of(Body body) {
   try {
@@ -91,14 +92,14 @@ constexpr int32_t slot_bits(int64_t num_rows) {
 // Bytes of n numbers of `bits` bits each, side by side in words of 32 bits, the lowest bits first.
 constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31) / 32 * 4; }
 
-// In the place of random bits, see `round_to`: to the nearest number, ties away from zero.
+// Used instead of random bits, see `round_to`: rounds to the nearest number, ties away from zero.
 constexpr uint32_t kToNearest = 0x8000;
 
 class Messages {
  public:
   static constexpr int kCounts = 3;  // per table, see `shapes_of`
-  // In the place of a count: the requests of the last forward pass (kAsBefore), or of the one before
-  // (kAsBefore - 1), hold for this backward pass too.
+  // Used instead of a count: the requests of the last forward pass (kAsBefore), or of the one
+  // before (kAsBefore - 1), are also those of this backward pass.
   static constexpr uint32_t kAsBefore = UINT32_MAX, kKept = 2;
   static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
 
@@ -138,7 +139,7 @@ class Messages {
       if (content == kReceiverSlots) return packed_bytes(n, bits);
       return aligned(n * entry_bytes(bits, unit), 4);
     }
-    // Whether the message has it as it is in memory.
+    // Whether the message contains it in the same form as memory.
     bool is_plain() const { return bits == 32 && content != kRuns; }
   };
   struct Shapes {
@@ -223,7 +224,7 @@ class Messages {
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
-  // The oldest forward pass without a backward pass has had it. Alike on all ranks.
+  // Note the backward pass of the oldest forward pass without one. The same on all ranks.
   void pass_back() {
     for (uint32_t age = kKept; age-- > 0;) {
       bool& has = has_passed_back_[kept(kAsBefore - age)];
@@ -249,13 +250,13 @@ class Messages {
     for (int32_t r : far) sent_bytes[kSentHeaders * W + r] += head_width_ * 4;
     return mine.code != 0 ? mine : look_at_heads();
   }
-  // What received slots must be below, or 0: `content` is something else.
+  // The upper limit of received slots; 0 if `content` is not slots.
   int64_t limit(const Part& part, Content content) const {
     if (content != kReceiverSlots && content != kSenderSlots) return 0;
     return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];
   }
   const List& last() const { return list_; }
-  // The arrays of the phase under way; `is_reply`: those that answer it. Holds until the next call.
+  // The arrays of the current phase; `is_reply`: those that answer it. Valid until the next call.
   const List& list(bool is_reply) {
     List& x = list_;
     const int32_t W = world_size();
@@ -288,15 +289,15 @@ class Messages {
   }
 
  private:
-  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks
-  // which meet with different tables, or for different things, can tell who is elsewhere: of a message
-  // of another size than expected the transport can only say that it is one.
+  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that
+  // ranks that meet with different tables or in different phases can find out which of them is
+  // elsewhere; of a message with an unexpected size the transport can only report the size.
   struct Head {
     uint32_t phase, sequence, code, culprit, weighted, wire, collection, spare;
   };
   static constexpr int64_t kHeadWidth = sizeof(Head) / 4;
   static constexpr int64_t kHeadUnit = 256;
-  // What a rank was asked for in the last forward pass, and has to answer.
+  // The requests that a rank received in the last forward pass and has to answer.
   struct Asked {
     uint32_t num_bags = 0, num_rows = 0;
   };
@@ -385,8 +386,8 @@ class Messages {
     return {};
   }
 
-  // Whether the counts that a rank has sent are such as a rank of this job sends. Nothing is allocated,
-  // read or written by them before.
+  // Whether the counts that a rank has sent are possible for a rank of this job. They are checked
+  // before anything is allocated, read or written accordingly.
   bool counts_fit(int32_t r, int64_t t) const {
     const Table& x = table(t);
     const uint32_t* counts = counts_from(r, t);
@@ -402,7 +403,7 @@ class Messages {
       case CollectivePhase::kGradients:
         if (counts[0] > mine) return false;
         if (!x.is_pushed) return counts[1] == 0 && counts[2] == 0;
-        // As before: what was kept has gone through these checks.
+        // With kAsBefore, the kept requests have already passed these checks.
         return counts[2] <=
                (is_before(counts[1]) ? asked_by_[kept(counts[1])][cell(r, t)] : counts[1]);
       case CollectivePhase::kSquares:

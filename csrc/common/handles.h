@@ -1,5 +1,5 @@
-// What the bindings of both back ends share: objects behind integer handles, tensors of
-// integers, and what they ask of a batch.
+// Code shared by the bindings of both back ends: objects behind integer handles, tensors of
+// integers, and checks of batches.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -28,7 +28,7 @@ using torch::stable::Tensor;
 template <class Object>
 class Handles {
  public:
-  // `first`: their lowest number, so that one back end's are not taken for another's.
+  // `first`: their lowest number, so that handles of different back ends are never equal.
   explicit Handles(int64_t first) : first_(first), next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -36,7 +36,7 @@ class Handles {
     return next_++;
   }
   Object& at(int64_t handle) { return *share(handle); }
-  // Lives as long as the caller holds it, even if it is closed in the meantime.
+  // Lives as long as the caller holds it, even if it is closed meanwhile.
   std::shared_ptr<Object> share(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = objects_.find(handle);
@@ -89,7 +89,8 @@ Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type,
 }
 inline const Device kHostMemory(torch::headeronly::DeviceType::CPU);
 
-// What Python tells of a rank's tables: `arrays` and `heads` of KernelMaps, which the caller keeps.
+// Python's description of a rank's tables: `arrays` and `heads` of KernelMaps, which the caller
+// keeps alive.
 inline Description description_of(int64_t rank, int64_t world_size,
                                   const std::vector<Tensor>& arrays, int64_t outbox_bytes,
                                   const std::vector<Tensor>& heads) {
@@ -127,10 +128,10 @@ inline bool is_integers(const Tensor& value) {
   return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
 }
 
-// What of a batch is not as the kernels take it for granted; `raise_status` in oper/shmem/batch.py names it.
+// Which of the kernels' assumptions a batch does not meet; `raise_status` in oper/shmem/batch.py names it.
 enum Fault : int64_t { kFit, kElsewhere, kIds, kLengths, kNumLengths, kKeyOf, kWeights };
 
-// Looked at in every operator that is given a batch, before anything else. `device`: the tables'.
+// Every operator that is given a batch checks it first. `device`: that of the tables.
 inline Fault fault_of(const Device& device, const Tensor& ids, const Tensor& lengths,
                       const std::optional<Tensor>& weights, const Tensor& key_of,
                       int64_t batch_size) {

@@ -1,5 +1,5 @@
-// Schemas of the operators on batches, which both back ends implement: the dispatcher chooses by where
-// the batch is. Codes are those of `raise_status` in oper/shmem/batch.py.
+// Schemas of the operators on batches, which both back ends implement: the dispatcher chooses by
+// the device of the batch. Codes are those of `raise_status` in oper/shmem/batch.py.
 #pragma once
 
 namespace oper {
@@ -12,8 +12,8 @@ constexpr char kLookupForward[] =
     "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
     "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses, "
     "Tensor? bags, Tensor? samples) -> (Tensor, Tensor, int, int)";
-// Bounds of the bags, then what only the back end can read: where the rows are, and their order for
-// the backward pass.
+// Bounds of the bags, then tensors that only the back end can read: the addresses of the rows, and
+// their order for the backward pass.
 constexpr char kLookupResolve[] =
     "lookup_resolve(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
     "int batch_size, bool pooled, bool with_order) -> (Tensor, Tensor, Tensor, int, int)";

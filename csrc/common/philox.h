@@ -1,8 +1,9 @@
 // Philox4x32-10, a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3", SC 2011). Shared by host and device.
 //
-// A draw is a function of what it is for and of nothing else: no state, no order, no thread. Two
-// runs, two plans and two machines draw the same number for the same row, column and step.
+// A draw depends only on its key and its purpose: there is no state, and neither order nor threads
+// matter. Two runs, two plans and two machines draw the same number for the same row, column and
+// step.
 #pragma once
 
 #include "common/platform.h"
@@ -33,11 +34,11 @@ OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
   return {{a, b, c, d}};
 }
 
-// What draws are for, beside their key: no two uses draw the same numbers.
+// Purposes of draws, part of their input in addition to the key: no two uses draw the same numbers.
 constexpr uint32_t kRoundingRows = 0x4f504552u;
 constexpr uint32_t kRoundingMessages = 0x80000000u;  // and 31 bits more: between whom, and what
 
-// What the rounding of one table's rows draws from at one step.
+// The source of random numbers for rounding one table's rows in one step.
 struct RoundingKey {
   uint32_t key0 = 0, key1 = 0;            // from the seed and the table's name
   uint32_t step_low = 0, step_high = 0;   // number of the optimizer's step
@@ -52,7 +53,7 @@ OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t blo
                     key.key1);
 }
 
-// What is drawn for a key depends on the key and on what for, and on nothing else.
+// A draw depends only on the key and the purpose.
 inline Philox4 draw_bits(uint64_t seed, uint64_t of, uint32_t number, uint32_t purpose) {
   return philox4x32({{static_cast<uint32_t>(of), static_cast<uint32_t>(of >> 32), number, purpose}},
                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));

@@ -1,10 +1,10 @@
 // Blocks of lines of delimited text, parsed column by column.
 //
 // First the places of all separators are found, 64 bytes at a time (as simdjson does: Langdale and
-// Lemire, 2019). Then every column of bits, short numbers or hexadecimal digits, of which most logs
-// consist, takes its fields' text as 64-bit words, which are decoded together: in vectors, without
-// a branch on what a field holds. Other columns, and those in which a field is none of that, are
-// read field by field; a block with an irregular line is refused whole.
+// Lemire, 2019). Then columns of bits, short numbers or hexadecimal digits, of which most logs
+// consist, load their fields' text as 64-bit words and decode these together: in vectors, without
+// branches on the contents of a field. Other columns, and those with a field of another kind, are
+// read field by field; a block with an irregular line is refused as a whole.
 #pragma once
 
 #include <algorithm>
@@ -71,8 +71,8 @@ OPER_DATA_INLINE Ends ends_of(const char* p, char separator) {
 }
 
 // Lines of `num_columns` fields each behind p, at most `most`, whose fields' ends go into `ends`,
-// which has room for kStride more. 0 when a line has another number of fields. What is behind `stop`
-// is not looked at, but kMargin bytes are readable.
+// which has room for kStride more. Returns 0 if a line has another number of fields. The kMargin
+// bytes behind `stop` must be readable, but are not interpreted.
 OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
                                     int64_t num_columns, int64_t most, uint32_t* ends) {
     int64_t found = 0, feeds = 0;

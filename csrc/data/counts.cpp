@@ -1,4 +1,4 @@
-// Distinct values: codes, sorted counts, merges, and what they stand for.
+// Distinct values: codes, sorted counts, merges, and the ids of values.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -22,7 +22,7 @@ struct Entry {
     Key<V> with;  // what goes with it
 };
 
-// Sorts by key, digit by digit from the last one, leaving out digits that are all alike.
+// Sorts by key, digit by digit from the last one, skipping digits that are equal in all keys.
 template <class V>
 void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
     size_t size = entries.size();
@@ -124,7 +124,7 @@ class Codes {
     int shift_;
 };
 
-// What becomes of a code, and how often it was met.
+// The new number of a code, and its count.
 struct Final {
     uint32_t place, count;
 };
@@ -251,7 +251,7 @@ inline bool is_sampled(uint64_t id, int32_t level) {
     return !level || (x ^ (x >> 31)) >> (64 - level) == 0;
 }
 
-// An id and how often it was met; never met = free.
+// An id and its count; a count of 0 marks a free slot.
 template <class V>
 struct Tallied {
     V id, count;
@@ -261,7 +261,8 @@ inline uint64_t tally_place(uint64_t id, int32_t bits) {
     return (id * 0x9e3779b97f4a7c15u) >> (64 - bits);
 }
 
-// Where an id stands, or would stand, in a table of 2^bits slots that has free ones.
+// The slot of an id, or the slot where it would be inserted, in a table of 2^bits slots with free
+// ones.
 template <class V>
 Tallied<V>& tallied(Tallied<V>* slots, int32_t bits, V id, uint64_t at) {
     for (uint64_t mask = (uint64_t{1} << bits) - 1;; at = (at + 1) & mask)
@@ -298,7 +299,7 @@ void tally_move(const Tallied<V>* from, int32_t from_bits, Tallied<W>* to, int32
     }
 }
 
-// Takes `level` from all counts; ids whose count is not above it go.
+// Subtracts `level` from all counts; ids whose count is not above it are removed.
 template <class V>
 int64_t tally_purge(Tallied<V>* slots, int32_t bits, V level) {
     const int64_t size = int64_t{1} << bits;
@@ -408,8 +409,8 @@ OPER_DATA_API int64_t oper_data_tally_move(int32_t from_wide, const void* from, 
     return 0;
 }
 
-// Takes `level` from all counts of such a table, which has a free slot; ids whose count is not above
-// it go. Returns how many are left.
+// Subtracts `level` from all counts of such a table, which has a free slot; ids whose count is not
+// above it are removed. Returns how many remain.
 OPER_DATA_API int64_t oper_data_tally_purge(int32_t wide, void* table, int32_t bits,
                                             int64_t level) {
     using namespace oper::data;

@@ -1,7 +1,7 @@
 // Lines of delimited text to columns of numbers.
 //
-// What is not plain is left to the caller, who knows all forms and all errors; what is right and what
-// is malformed is decided in one place only.
+// Lines that are not plain are left to the caller, which handles all forms and errors, so that only
+// one place decides what is malformed.
 #include <algorithm>
 #include <cstring>
 

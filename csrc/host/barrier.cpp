@@ -94,7 +94,7 @@ Status Barrier::wait() {
   if (failed_.code != kOk) return failed_;
   const uint32_t target = epoch_;
   const uint32_t own = lines_[rank_].phase[target & 1].load(std::memory_order_relaxed);
-  // Who came for something else, or for nothing.
+  // Ranks that arrived for another phase, or that refuse.
   int32_t other = -1, refused = (own & kRefuses) != 0 ? rank_ : -1;
   for (int32_t k = 1; k < world_size_ && failed_.code == kOk; ++k) {
     const int32_t peer = (rank_ + k) % world_size_;
@@ -143,8 +143,8 @@ std::vector<int64_t> Barrier::positions() const {
 
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
-  // A peer that arrived here and gave up, since somebody came too late, goes no further: nor does
-  // this rank, which would update rows that the peer never will.
+  // A peer that arrived here and then gave up because another rank was late does not continue. This
+  // rank must not either: it would update rows that the peer never will.
   const auto here = [&] {
     return line.absent.load(std::memory_order_relaxed) == kGaveUp ? kPeerGaveUp
                                                                  : kOk;

@@ -15,10 +15,12 @@ struct alignas(128) BarrierLine {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> absent;  // enum Absence
-  // Updates of this rank's rows that have begun and ended: while they differ, the rows are of no step.
+  // Numbers of updates of this rank's rows that have begun and ended: while they differ, the rows
+  // are not those of any step.
   std::atomic<uint32_t> begun, ended;
-  // What this rank's last two arrivals were for, by the arrival's number modulo 2: no rank arrives at
-  // a barrier before all have arrived at the one before, so a word stands until all have read it.
+  // The phases of this rank's last two arrivals, by the arrival's number modulo 2: no rank arrives
+  // at a barrier before all have arrived at the previous one, so a word is kept until all have read
+  // it.
   std::atomic<uint32_t> phase[2];
   // Which rank this one found to be behind before it gave up (0 = none); Python packs it, see desync.py.
   std::atomic<int64_t> verdict;
@@ -27,7 +29,7 @@ static_assert(sizeof(BarrierLine) == 128);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
-// Why a rank arrives no more.
+// Why a rank no longer arrives.
 enum Absence : uint32_t { kPresent = 0, kGaveUp = 1, kClosed = 2 };
 
 class Barrier {
@@ -56,7 +58,7 @@ class Barrier {
   // missing, or one that came for something else. A failed barrier stays failed.
   // With `refuses` all ranks get kRefused and the lowest one that refuses, and may go on.
   Status arrive(uint32_t phase, bool refuses = false);
-  // Its two halves: in between a rank may do what the others need not wait for.
+  // Its two halves: in between, a rank may do work for which the others need not wait.
   void come(uint32_t phase, bool refuses = false);
   Status wait();
 

@@ -1,4 +1,5 @@
-// What a rank keeps between batches: scratch memory, its outbox, counts and marks; the choice of kernels.
+// State of a rank between batches: scratch memory, its outbox, counts and marks; the choice of
+// kernels.
 #include "host/context.h"
 
 #include <algorithm>

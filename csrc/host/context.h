@@ -1,4 +1,4 @@
-// What one rank's host back end knows: tables, features, arenas of all ranks, scratch memory.
+// The state of one rank's host back end: tables, features, arenas of all ranks, scratch memory.
 #pragma once
 
 #include <atomic>
@@ -45,8 +45,8 @@ struct FlatTiers {
 // null when the map has more than `kTiers` tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// Gradients of rows, each row once and in ascending order: what another rank asked this rank to update by
-// push, or what all ranks have left of one part of a batch.
+// Gradients of rows, each row once and in ascending order: those that another rank has pushed to
+// this rank, or those of one part of a batch from all ranks.
 struct PushedRows {
   std::vector<uint32_t> slots;
   std::vector<float> rows;
@@ -127,7 +127,7 @@ struct Table {
   }
   // Rank that home key `key` belongs to.
   int32_t owner_of(int64_t key) const {
-    // Without branches: the owners of a stripe take turns, which no processor foresees.
+    // Without branches: the owners of a stripe alternate, which a branch predictor cannot learn.
     int32_t owner = 0;
     for (size_t r = 1; r + 1 < owner_begin.size(); ++r) owner += key >= owner_begin[r];
     return owner;
@@ -142,8 +142,8 @@ struct Table {
     }
     return -1;
   }
-  // How often owners of pieces of one row must add up squares before the update: of the gradient that
-  // is to be clipped, and of the one that a row-wise optimizer takes.
+  // Number of times that owners of pieces of one row must add up squares before the update: for the
+  // gradient to be clipped, and for the one that a row-wise optimizer uses.
   int32_t rounds_of_squares() const {
     return pieces.empty() ? 0 : (clips() ? 1 : 0) + (is_row_wise(optimizer.kind) ? 1 : 0);
   }
@@ -187,8 +187,8 @@ struct OutboxTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }
 };
 
-// What a rank asks of the owners of pushed rows: the slots of its ids and the bags they belong to,
-// by owner, in input order.
+// A rank's request to the owners of pushed rows: the slots of its ids and the bags to which they
+// belong, by owner, in input order.
 struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
@@ -196,7 +196,8 @@ struct RequestTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // likewise
 };
 
-// What an owner pooled for one reader: the bags it holds rows of, ascending, and their sums.
+// The sums that an owner has pooled for one reader: the bags of which it owns rows, ascending, and
+// their sums.
 struct PartialTable {
   int64_t count;
   int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
@@ -241,9 +242,9 @@ struct Context {
   void mark_changes(bool on);
   // How many slots of this rank are marked.
   int64_t num_changes(int64_t table) const;
-  // Writes them to `slots` [num_changes], ascending; takes the marks away.
+  // Writes them to `slots` [num_changes], ascending, and clears the marks.
   void take_changes(int64_t table, uint32_t* slots);
-  // Once tables and outboxes are known.
+  // Called once tables and outboxes are known.
   void start_counting();
   auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
   // The outbox is one range of addresses: headers; what is written before an exchange (reduced
@@ -279,7 +280,7 @@ struct Context {
     return in_outbox<PartialTable>(
         owner_rank, header_bytes(num_tables(), num_tables(), table * world_size + reader));
   }
-  // Room in the first or second half; -1 when there is none.
+  // Allocates space in the first or second half; -1 if there is not enough.
   int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
   int64_t take_partial_bytes(int64_t bytes) {
     return take_from(partial_cursor_, outbox_bytes, bytes);
@@ -320,7 +321,7 @@ class PhaseClock {
  public:
   explicit PhaseClock(Context& context)
       : context_(context), begin_ns_(PhaseTimes::now_ns()), sent_(context.traced_bytes()) {}
-  // The phase has taken all the time since the last one ended.
+  // Ends a phase, which has taken the time since the last one ended.
   void end(Phase phase) {
     const int64_t now_ns = PhaseTimes::now_ns(), sent = context_.traced_bytes();
     context_.times.note(phase, begin_ns_, now_ns, sent - sent_);
@@ -451,7 +452,7 @@ struct DistinctRows {
   int64_t num_rows;
 };
 
-// The steps of a batch. What stops one is thrown, a Status.
+// The steps of a batch. An error that stops one is thrown as a Status.
 
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.
@@ -480,7 +481,8 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
 // until the next `backward`. Collective over the ranks.
 void leave(Context& context, const Batch& batch);
 
-// In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
+// Called instead of `leave` or `backward` by a rank that cannot take part: no rank makes this
+// update.
 void refuse_backward(Context& context);
 
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.

@@ -1,5 +1,5 @@
-// Fault injection for the tests: a process harms itself when it comes to a point of a batch. Unarmed,
-// a point costs the load of a word.
+// Fault injection for the tests: a process injects a fault into itself at a point of a batch.
+// Without a fault, a point costs the load of a word.
 #pragma once
 
 #include <atomic>

@@ -316,12 +316,12 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
     if table.new_ids.size:
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
                                 "row numbers of a vocabulary",
-                                "statistics of keys say how many are hot, not "
-                                "which: preprocess and count the days as one log")
+                                "statistics of keys do not say which keys are "
+                                "hot: preprocess and count the days as one log")
     if kept is None:
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "tail", "modelled",
-                                "exact counts, or sketches of a counting",
-                                "merge what it was made from")
+                                "exact counts, or sketches made by counting",
+                                "merge the statistics from which it was made")
     heavy.error, sample.level = kept.heavy_error, kept.sample_level
     heavy.add(kept.heavy_ids, kept.heavy_counts)
     sample.add(kept.sample_ids, kept.sample_counts)

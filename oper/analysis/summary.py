@@ -95,7 +95,7 @@ def distance(old: TableStats, new: TableStats) -> float:
     if old.new_ids.size or new.new_ids.size:
         raise InvalidInputError(
             "cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",
-            "statistics of keys say how many are hot, not which: look at their new_ids")
+            "statistics of keys do not say which keys are hot: use their new_ids")
     ids = np.union1d(old.head_ids, new.head_ids)
     shares = []
     for stats in (old, new):

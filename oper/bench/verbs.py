@@ -44,7 +44,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 
 
 class _LazyParser(argparse.ArgumentParser):
-    """Adds a benchmark's own arguments when that benchmark is asked for: its module is slow."""
+    """Adds a benchmark's own arguments only when that benchmark is run, because its module is slow
+    to load."""
 
     place = ""
 
@@ -75,7 +76,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run one benchmark; 1 when a case could not be verified."""
+    """Run one benchmark; returns 1 if a case could not be verified."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     every = module.cases(**{flag: getattr(args, flag)
                             for flag in inspect.signature(module.cases).parameters})

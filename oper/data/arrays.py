@@ -44,8 +44,8 @@ def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated indices of ranges that begin at `starts` [n] with `lengths` int [n]; int64 [sum
-    of lengths]."""
+    """The concatenated indices of ranges with the given `starts` [n] and `lengths`, int [n]; int64
+    [sum of lengths]."""
     return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
 
 

@@ -27,7 +27,7 @@ _MAX_BUCKETS = 1 << 15  # buckets are int16
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Column names of a manifest, each of which occurs once."""
+    """Column names from a manifest, checked to be distinct."""
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{value!r} is not a list of names")
     if len(set(value)) < len(value):
@@ -36,7 +36,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
-    """A number of a manifest."""
+    """A number from a manifest, checked."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name}={value!r} is not an integer in {least}..{most}")
     return value
@@ -79,11 +79,11 @@ class Folder:
         num_rows: rows of each table, in the order of `sparse`; empty where ids are raw.
         rows: rows of the log by split.
         multi_hot: the columns of `sparse` that hold a bag of ids per row.
-        missing_ids: id of a missing field by sparse column; 0 where missing fields share row 0 with
-            rare and unseen values (in hashed columns row 0 is theirs alone).
+        missing_ids: id of a missing field by sparse column; 0 if missing fields share row 0 with
+            rare and unseen values (in hashed columns row 0 is only for missing fields).
         raw_ids: whether ids are raw 64-bit keys, for dynamic tables, instead of row numbers.
         part_sizes: bytes and rows of each Parquet file, by ``SPLIT/FILE``.
-        row_group_rows: rows of every row group but a file's last.
+        row_group_rows: rows of every row group except a file's last.
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 

@@ -21,9 +21,9 @@ class Choice:
 
     Attributes:
         sparse: names of the id columns; ``NAME:c`` for fields of several ids separated by the
-            character c, ``NAME:PARSE`` for ids that are not texts (see `oper.data.recipe.Column`),
-            ``NAME:bins=18/30`` for numbers by their bins. In Parquet files ids are integers, texts
-            or lists of these.
+            character c, ``NAME:PARSE`` for ids that are not strings (see
+            `oper.data.recipe.Column`), ``NAME:bins=18/30`` for numbers that are divided into bins.
+            In Parquet files ids are integers, strings or lists of these.
         label: a column of 0 and 1; None = none.
         dense: number columns; ``NAME:log1p`` transforms one.
         time: a time column to split by; None = the order of the rows.
@@ -31,7 +31,7 @@ class Choice:
         separator: field separator of CSV files.
         filter: see `oper.data.recipe.Layout`.
         threshold: the label is 1 for numbers at or above this one.
-        among: the label is 1 for these texts.
+        among: the label is 1 for these strings.
         encoding: encoding of CSV files, ``"utf-8"`` or ``"latin-1"``.
         join: file of a side table whose columns are added; CSV with a header, or Parquet.
         join_on: the id column by which its rows are found, ``NAME`` or ``NAME=NAME_IN_FILE``.
@@ -110,7 +110,7 @@ def file_layout(kind: str, separator: str, encoding: str) -> Layout:
 
 
 def _columns(dense: Sequence[str], sparse: Sequence[str]) -> list[dict[str, Any]]:
-    """Entries of a recipe for columns as `Choice` names them."""
+    """Entries of a recipe for columns given in the form of `Choice`."""
     found: list[dict[str, Any]] = []
     for text in dense:
         name, _, transform = text.rpartition(":")

@@ -33,15 +33,15 @@ class Column:
         name: its name in the output.
         kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
         parse: a label is ``"binary"`` (0 or 1), ``"threshold"`` (1 for numbers >= `threshold`) or
-            ``"among"`` (1 for texts in `positive`). Numbers are ``"int"`` (decimal) or ``"float"``;
-            ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``, ``"uint64"``, ``"int"``
-            (decimal, of that many bits), ``"integral"`` (decimal, also written 17850.0),
-            ``"string"``, or ``"bins"`` (a number's bin among `bins`). Times are ``"unix"``
-            (seconds), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone, taken as UTC),
+            ``"among"`` (1 for strings in `positive`). Numbers are ``"int"`` (decimal) or
+            ``"float"``; ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``,
+            ``"uint64"``, ``"int"`` (decimal, of that many bits), ``"integral"`` (decimal, also
+            written 17850.0), ``"string"``, or ``"bins"`` (a number's bin among `bins`). Times are
+            ``"unix"`` (seconds), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone, taken as UTC),
             ``"iso_zone"`` or ``"yymmddhh"``.
         transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
         source: names that the column has in files with a header; its own name by default.
-        missing: texts that stand for a missing field besides the empty one.
+        missing: strings that denote a missing field, in addition to the empty string.
         threshold: see `parse`.
         positive: see `parse`.
         multi: character between the ids of one field; empty = one id per field.
@@ -71,19 +71,20 @@ class Layout:
 
     Attributes:
         name: its name, by which it can be requested.
-        columns: in the order of the file; with a header they are found by name.
+        columns: columns in the order of the file; with a header they are found by name.
         format: ``"text"`` (delimited lines), ``"jsonl"`` (one JSON object per line), ``"bags"``
             (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of the MLPerf chain).
         separator: between the fields of a line, one character or more.
         header: whether each file begins with a line of column names.
         quote: character around fields that hold separators; empty = none.
         escape: character before a quote inside quotes; empty = a quote is doubled.
-        encoding: of the text.
-        first: what the first number of a line of bags is: ``"count"``, ``"user"`` or ``"item"``.
-        ask: only used on request, never detected, because files of another layout look the same.
-        filter: of Parquet files and text: only rows that fulfil all conditions ``COLUMN OP VALUE``
-            belong to the log, OP being ==, !=, <, <=, > or >=; a missing field fulfils none. In
-            text without a header the columns are those of the recipe.
+        encoding: encoding of the text.
+        first: meaning of the first number of a line of bags: ``"count"``, ``"user"`` or ``"item"``.
+        ask: whether the layout is used only on request and never detected, because files of another
+            layout look the same.
+        filter: for Parquet files and text: conditions ``COLUMN OP VALUE``, where OP is ==, !=, <,
+            <=, > or >=. Only rows that fulfil all of them belong to the log; a missing field
+            fulfils none. In text without a header the columns are those of the recipe.
     """
 
     name: str
@@ -156,7 +157,8 @@ class Recipe:
         bucket_seconds: length of a time bucket instead (by time), from midnight UTC.
         bucket_column: name of the bucket's column in the output.
         min_count: values seen less often in the training part share row 0.
-        joins, crosses: further columns, made of those of the layouts; crosses also of joined ones.
+        joins, crosses: further columns, derived from those of the layouts; crosses may also use
+            joined ones.
     """
 
     name: str
@@ -202,7 +204,7 @@ class Recipe:
 
     @property
     def time(self) -> str:
-        """Name of the time column that preprocessing keeps; empty where a layout has none."""
+        """Name of the time column that preprocessing keeps; empty if a layout has none."""
         names = [layout.of("time") for layout in self.layouts]
         return names[0][0].name if all(names) else ""
 
@@ -261,8 +263,8 @@ _LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", 
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
     """The recipe of a parsed TOML file; raises InvalidInputError for unknown or invalid fields.
 
-    The file holds ``name`` and either ``column`` tables, for files of one layout, or ``layout``
-    tables, each with a name and columns of its own.
+    The file contains ``name`` and either ``column`` tables, for files of one layout, or ``layout``
+    tables, each with its own name and columns.
     """
     common = {"title", "split", "vocabulary", "join", "cross"}
     if isinstance(value, dict) and "layout" in value:

@@ -62,8 +62,8 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
             continue
         if not any(p.requires_grad and id(p) not in tables for p in ddp.module.parameters()):
             raise InvalidInputError("cannot shard inside of DistributedDataParallel",
-                                    "parameters beside the tables", 0,
-                                    "some for DistributedDataParallel to average",
+                                    "parameters other than tables", 0,
+                                    "at least one for DistributedDataParallel to average",
                                     "shard the module itself: sharded tables need no wrapper")
         found.append(ddp)
     return found

@@ -42,7 +42,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """What a container holds; None: it is none."""
+    """The contents of a container; None if it is not a container."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, tuple | list):
@@ -137,7 +137,7 @@ def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
     if children is None:
         raise InvalidInputError(
             "cannot join the outputs of the parts of a batch", "type",
-            type(first).__name__, "tensors, numbers, what is the same for all parts, and "
+            type(first).__name__, "tensors, numbers, values equal in all parts, and "
             "tuples, lists, dicts and dataclasses of these", "return the tensors in it")
     of_parts = zip(*(_children(x) or [] for x in found), strict=True)
     return _like(first, [joined(x, sizes) for x in of_parts])

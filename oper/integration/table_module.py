@@ -32,7 +32,7 @@ class FixedEntries(dict[str, Any]):
         _refuse_replacement(name, "nothing")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refused for entries that are there."""
+        """Refuse to remove an existing entry."""
         if name in self:
             del self[name]
         return super().pop(name, *default)
@@ -46,7 +46,7 @@ class FixedEntries(dict[str, Any]):
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
         "cannot replace a part of a sharded module", name, value,
-        "the one that is there, whose rows the plan has placed",
+        "the existing one, whose rows the plan has placed",
         "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
         "this module out of modules=")
 
@@ -75,7 +75,8 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
-        """What ``to()``, ``half()``, ``cuda()`` and the like do: nothing, or refused."""
+        """Called by ``to()``, ``half()``, ``cuda()`` and similar methods: does nothing, or refuses
+        a conversion."""
         weight = self.weight
         probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
         after = fn(probe)

@@ -145,9 +145,9 @@ class TableTensor(torch.Tensor):
         return values if dtype is None else values.astype(dtype)
 
     def _refuse_storage(self, *_: Any, **__: Any) -> NoReturn:
-        raise InvalidInputError(f"cannot give out the memory of table {self._rows.name!r}",
+        raise InvalidInputError(f"cannot access the memory of table {self._rows.name!r}",
                                 "tensor", type(self).__name__,
-                                "a tensor with storage: rows lie where the plan has put them",
+                                "a tensor with storage of its own, unlike a sharded table",
                                 "take a copy: weight.detach().clone()")
 
     data_ptr = storage = share_memory_ = apply_ = _refuse_storage
@@ -265,7 +265,7 @@ def _refuse_gradient(parameter: TableParameter) -> NoReturn:
     raise InvalidInputError(
         f"cannot take a gradient of table {parameter._rows.name!r}", "gradient",
         "of its weight, read as a tensor", "gradients of lookups, which update the rows",
-        "use weight.detach() in what is not a lookup (a regulariser, a tied projection), or "
+        "use weight.detach() outside of lookups (a regulariser, a tied projection), or "
         "leave this module out of modules=")
 
 
@@ -330,7 +330,7 @@ class _Copy:
         self._window = window if both else (0, self._rows.shape[0])
 
     def view_of(self, view: TableTensor) -> torch.Tensor:
-        """What the operator gets instead of `view`."""
+        """The argument that the operator gets instead of `view`."""
         assert self._window is not None
         if self._values is None:
             self._values = self._rows.read(*self._window).to(self._rows.tables.device)

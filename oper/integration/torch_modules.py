@@ -86,7 +86,7 @@ def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:
                                 "pass a tensor")
     raise InvalidInputError("cannot look up", "shape of ids", tuple(ids.shape),
                             "[B, L], or [N] with offsets",
-                            "flatten the dimensions that are too many")
+                            "flatten the extra dimensions")
 
 
 class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):

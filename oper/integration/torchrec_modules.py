@@ -133,7 +133,7 @@ def _check_dtypes(collection: Collection) -> None:
 
 
 class _Context(Multistreamable):
-    """What TorchRec's pipelines carry between input_dist and compute."""
+    """The context that TorchRec's pipelines pass from input_dist to compute."""
 
     def __init__(self) -> None:
         self.sharding_contexts: list[Any] = []
@@ -142,7 +142,7 @@ class _Context(Multistreamable):
         self.shares = False  # `_ShardedCollection._shares` when the lookup was made
 
     def record_stream(self, stream: Any) -> None:
-        """Its features' memory is not used again while kernels on that stream read it."""
+        """Keep the features' memory from being reused while kernels on that stream read it."""
         if self.features is not None:
             self.features.record_stream(stream)
 
@@ -153,7 +153,7 @@ class _Entries(dict[str, torch.Tensor]):
 
 
 class _States(Mapping[torch.Tensor, _Entries]):
-    """The state of all tables, read again whenever it is looked at."""
+    """The state of all tables, read again at every access."""
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
         self._of = tables
@@ -202,7 +202,7 @@ class _FusedOptimizer(FusedOptimizer):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The optimizer state by parameter, copied when it is looked at.
+        """The optimizer state by parameter, copied at every access.
 
         `post_load_state_dict` writes the copies back that are still in use.
         """
@@ -255,7 +255,7 @@ def _forget_weights(groups: list[dict[str, Any]]) -> None:
 
 
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
-    """What pooled and unpooled collections have in common."""
+    """Base class of pooled and unpooled sharded collections."""
 
     _prefix: str  # of table parameters in the state_dict
     _unsharded: type
@@ -304,12 +304,12 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def features(self) -> list[str]:
-        """What it looks up, table by table."""
+        """The features that it looks up, table by table."""
         return self._features
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Of the embeddings that it returns."""
+        """Dtype of the embeddings that it returns."""
         return self._output_dtype
 
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
@@ -391,7 +391,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live."""
+        """Device of the tables."""
         return self.tables.device
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
@@ -407,7 +407,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             config.init_fn(self._table_modules[config.name].weight)
 
     def update_shards(self, *_: Any) -> NoReturn:
-        """What ``DistributedModelParallel.reshard`` asks for."""
+        """Called by ``DistributedModelParallel.reshard``."""
         raise InvalidInputError("cannot reshard tables that are placed by a plan", "tables",
                                 list(self._names)[:8], "another plan for the model",
                                 "call oper.migrate(model, plan)")

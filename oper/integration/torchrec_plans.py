@@ -78,7 +78,7 @@ class _Choice:
     Attributes:
         kind: TorchRec's sharding type.
         shards: rank and rectangle ``(row, num_rows, column, num_columns)`` of every shard.
-        lost: what the table's plan held beyond it.
+        lost: properties of the table's plan that the export cannot express.
     """
 
     kind: str
@@ -295,8 +295,8 @@ def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], worl
         shardings = found.get(spec.name, [])
         if len(shardings) != 1:
             raise PlanError("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
-                            len(shardings), "1", "name tables as the plan does, with the path "
-                            "of their module before it where two are called alike")
+                            len(shardings), "1", "give tables the names in the plan, preceded "
+                            "by the path of their module if two have the same name")
         pieces = _pieces(spec, shardings[0], world_size)
         if scattered:
             pieces = tuple(replace(p, tiers=_as_stripe(p.tiers)) for p in pieces)
@@ -363,7 +363,7 @@ class OperPlanner(ShardingPlanner):
 
     Attributes:
         oper_plan: the returned plan as an OPER plan, with its modelled step (after `plan`).
-        lost: what the export of the plan in OPER's full space lost.
+        lost: properties lost by exporting the plan made in OPER's full space.
     """
 
     stats: AccessStats | None = None
@@ -411,8 +411,8 @@ class OperPlanner(ShardingPlanner):
         if best is None:
             raise PlanError("no exported plan fits the topology", "memory_bytes",
                             [d.memory_bytes for d in topology.domains][:8],
-                            "room for whole tables or even row ranges",
-                            "run the plan by oper.shard, which places single rows")
+                            "enough for whole tables or equal row ranges",
+                            "run the plan with oper.shard, which places single rows")
         _, result, self.oper_plan, self.lost = best
         return result
 

@@ -17,7 +17,7 @@ _WHAT = "cannot pool a variable batch per feature"
 
 def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bool,
                    shares: bool) -> tuple[torch.Tensor, int, SharedBags | None]:
-    """What the lookup of a variable batch per feature takes.
+    """Arguments for the lookup of a variable batch per feature.
 
     Args:
         features: bags, and with ``inverse_indices`` the bag of each of the batch's B samples.

@@ -1,4 +1,5 @@
-"""What a move from one plan to another carries between memory domains, and how long that takes."""
+"""The bytes that a move from one plan to another sends between memory domains, and the time for
+it."""
 
 from __future__ import annotations
 

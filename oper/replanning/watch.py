@@ -124,7 +124,7 @@ class Replanner:
         self._tables = tables_of(model, "nothing to plan again")
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size)
-        require(_WHAT, "watch its parts", (
+        require(_WHAT, "watch the parts of the model separately", (
             "process groups of the tables", [t.group.world_size for t in self._tables],
             len({register_of(t.group) for t in self._tables}) == 1, "one for all tables"))
         self._model, self._stats = model, stats

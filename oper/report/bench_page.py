@@ -30,7 +30,7 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileFormatError(what, "content", str(error), "what oper bench --json writes",
                               "pass such a file") from None
     raise FileFormatError(what, "cases", value.get("cases"), "cases with names",
-                          "pass what oper bench --json writes")
+                          "pass a record written by oper bench --json")
 
 
 def bench_page(value: Mapping[str, Any]) -> str:

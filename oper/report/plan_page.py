@@ -80,7 +80,8 @@ def _binding(found: Evaluation) -> str:
 
 
 def _whole_tables(problem: Problem) -> Evaluation | None:
-    """What the same tables cost when placed whole, largest number of lookups first."""
+    """The modelled step if the same tables were placed whole, assigned in descending order of
+    lookups."""
     plan = peers()[_COMPARED](problem, 0)
     return None if plan is None else evaluate(plan, problem)
 

@@ -36,10 +36,12 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
         sub = kinds.add_parser(kind, help=f"a page about {about}")
         sub.add_argument("file", metavar="FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    sub = kinds.add_parser("drift", help="a page about how an old plan does on later statistics")
+    sub = kinds.add_parser(
+        "drift", help="a page about how an old plan performs on later statistics")
     sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
-    sub.add_argument("--plan", metavar="PLAN", help="the plan in use, to see when a new one pays")
+    sub.add_argument("--plan", metavar="PLAN",
+                     help="the plan in use, to see when a new one pays off")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="rate at which a rank copies rows when the plan changes (default 1)")

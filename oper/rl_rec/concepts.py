@@ -48,16 +48,17 @@ def standardised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def activity_weights(counts: torch.Tensor) -> torch.Tensor:
-    """Weights w, float32 [K], with which ``x - (x @ w)`` is free of what all concepts share.
+    """Weights w, float32 [K], such that ``x - (x @ w)`` no longer contains the users' activity,
+    which all concepts share.
 
-    Active users have more of everything, so activity correlates concepts that have nothing to do
-    with each other. One factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the
-    covariance v = Var(a) between every two concepts. Here v is the lower median of the covariances
-    of all pairs, but at least 0; it is unaffected if fewer than half of the pairs are related in
-    other ways as well. The factor is estimated by the mean with weights ``t / d_k``,
-    ``t = 1 / sum 1 / d_k``, and ``1 - sqrt(t / (v + t))`` times the estimate is subtracted: exactly
-    this multiple makes the covariances between concepts 0. Independent counts have v = 0 and do not
-    change. With K = 2 any positive covariance is taken for activity.
+    Active users have more items of every concept, so activity correlates unrelated concepts. One
+    factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the covariance v = Var(a)
+    between every two concepts. Here v is the lower median of the covariances of all pairs, but at
+    least 0; it is unaffected if fewer than half of the pairs are related in other ways as well. The
+    factor is estimated by the mean with weights ``t / d_k``, ``t = 1 / sum 1 / d_k``, and ``1 -
+    sqrt(t / (v + t))`` times the estimate is subtracted: exactly this multiple makes the
+    covariances between concepts 0. Independent counts have v = 0 and do not change. With K = 2 any
+    positive covariance is attributed to activity.
 
     Args:
         counts: log counts, float [N, K].
@@ -92,7 +93,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
         axes: cluster by the absolute cosine (diametrical clustering, Dhillon, Marcotte and Roshan
             2003), so that both ends of a taste dimension, whose items rarely have the same users,
             form one cluster instead of two.
-        seed: of the randomised SVD and of the initial centres; independent of torch's global
+        seed: seed of the randomised SVD and of the initial centres; independent of torch's global
             generator.
     """
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))

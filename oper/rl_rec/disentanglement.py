@@ -2,8 +2,8 @@
 
 DCI (Eastwood and Williams, ICLR 2018) and SAP (Kumar, Sattigeri and Balakrishnan, ICLR 2018), for
 codes that are vectors: z_c of C codes, factors v_k, K of them. Factors are regressed linearly on
-half of the rows and all figures are of the other half. It does not matter which code stands
-for which factor, nor how a code is rotated.
+half of the rows, and all figures are computed on the other half. It does not matter which code
+stands for which factor, nor how a code is rotated.
 
     importance       R_ck = std(z_c' w_ck), of code c's term in the ridge regression of v_k on all
                      codes
@@ -71,7 +71,7 @@ def scores_of(importance: np.ndarray) -> tuple[float, float]:
 
 
 def _certainty(importance: np.ndarray) -> np.ndarray:
-    """1 less the entropy of each row, to the base of its length; 0 for rows of zeros."""
+    """1 minus the entropy of each row, to the base of its length; 0 for rows of zeros."""
     shares = importance / np.maximum(importance.sum(axis=1, keepdims=True), 1e-300)
     logs = np.log(np.where(shares > 0, shares, 1.0))
     found = 1 + (shares * logs).sum(axis=1) / np.log(importance.shape[1])
@@ -79,7 +79,8 @@ def _certainty(importance: np.ndarray) -> np.ndarray:
 
 
 def _standardised(x: np.ndarray, learn: np.ndarray) -> np.ndarray:
-    """Mean 0 and standard deviation 1 on the rows `learn`; constant columns become 0."""
+    """Columns standardised to mean 0 and standard deviation 1 on the rows `learn`; constant columns
+    become 0."""
     std = x[learn].std(axis=0)
     return (x - x[learn].mean(axis=0)) / np.where(std > 0, std, 1.0)
 
@@ -90,8 +91,8 @@ def _explained(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Weights [p, K] of x [n, p] for centred y [n, K], each with the penalty of the least
-    generalised cross-validation error (Golub, Heath and Wahba 1979)."""
+    """Ridge regression weights [p, K] of centred y [n, K] on x [n, p], each column with the penalty
+    that minimises the generalised cross-validation error (Golub, Heath and Wahba 1979)."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     seen = u.T @ y
     errors, weights = [], []

@@ -37,9 +37,10 @@ class FitOptions:
         weight_decay: Adam's L2 penalty.
         max_norm: the gradient of all weights together is scaled to at most this norm.
         eval_every: epochs between validations.
-        patience: validations without a better value of `chosen_by` before training ends.
+        patience: number of validations without a better value of `chosen_by` after which training
+            ends.
         metrics: what is measured.
-        chosen_by: the metric of the validation users whose best weights are kept.
+        chosen_by: the validation metric by which the best weights are chosen.
     """
 
     epochs: Positive = 100
@@ -63,11 +64,11 @@ class Fitted:
     """A trained model: its weights are those of the best validation.
 
     Attributes:
-        model: in evaluation mode.
-        test: its ranking of the test users.
-        valid: value of `FitOptions.chosen_by` on the validation users, of the weights kept.
-        epochs: passes made over the training users when they were kept.
-        seconds: training and validation together, building included.
+        model: the model, in evaluation mode.
+        test: result of ranking for the test users.
+        valid: value of `FitOptions.chosen_by` on the validation users, with these weights.
+        epochs: epochs after which these weights were reached.
+        seconds: time of building, training and validation together.
         chosen_by: the name of `valid`.
     """
 
@@ -154,13 +155,13 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """One model over several seeds, always the same test users.
+    """Results of one model over several seeds, on the same test users.
 
     Attributes:
-        name: of the model.
-        seeds: of the runs.
+        name: name of the model.
+        seeds: seeds of the runs.
         per_user: float64 [S, U] by metric.
-        fitted: what else is known of each run, JSON-able.
+        fitted: further facts about each run, JSON-serializable.
     """
 
     name: str
@@ -173,14 +174,14 @@ class Runs:
         return {name: bootstrap(values) for name, values in self.per_user.items()}
 
     def against(self, other: Runs) -> dict[str, Interval]:
-        """Paired differences, this model less the other, by metric."""
+        """Paired differences, this model minus the other, by metric."""
         return {name: difference(values, other.per_user[name])
                 for name, values in self.per_user.items()}
 
 
 def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
               options: FitOptions | None = None) -> Runs:
-    """Train and test `name` from each seed; arguments as of `fit`."""
+    """Train and test `name` from each seed; the arguments are those of `fit`."""
     if not seeds:
         raise InvalidInputError("nothing to run", "seeds", [], "one or more", "name a seed")
     return join_runs([as_runs(name, seed, fit(name, config, data, seed, options or FitOptions()))

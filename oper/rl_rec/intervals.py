@@ -25,18 +25,18 @@ class Interval:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
     def to_json(self) -> dict[str, float]:
-        """Rounded to six decimals."""
+        """The interval for JSON, rounded to six decimals."""
         return {"mean": round(self.mean, 6), "low": round(self.low, 6), "high": round(self.high, 6)}
 
 
 def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
-    """The mean.
+    """The mean and its bootstrap interval.
 
     Args:
         values: float [N] users, or [S, N]: S training seeds by the same N users. Seeds and users
-            are both drawn with replacement, so that the interval holds both kinds of chance.
+            are both drawn with replacement, so that the interval covers both sources of randomness.
         samples: bootstrap samples.
-        seed: of the drawing; equal seeds draw the same users.
+        seed: seed of the draws; equal seeds draw the same users.
 
     Raises:
         InvalidInputError: no values, or not finite.

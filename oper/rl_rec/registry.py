@@ -43,7 +43,7 @@ class Workload:
         build: the model from the configuration, the data and the device of its tables (``"cpu"``
             or ``"meta"``); draws from torch's generator.
         batches: its training batches: all of a user's training interactions, or subsequences.
-        trains: whether there is anything to train.
+        trains: whether the model has weights to train.
     """
 
     config: type
@@ -83,7 +83,7 @@ def _steps(config: Any, data: Interactions) -> SequenceBatches:
 
 def _of_training(model: Callable[[Any, Histories, int], Recommender]
                  ) -> Callable[[Any, Interactions, str], Recommender]:
-    """For models that are computed from all training interactions at once."""
+    """Build a model that is computed from all training interactions at once."""
     return lambda c, d, device: model(
         c, training_histories(d, np.arange(1, d.num_users)), d.num_items)
 

@@ -131,7 +131,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
 
 
 def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
-    """`plan`, or the placement of `start` where that is allowed and faster."""
+    """`plan`, or a plan with the placement of `start` if that is allowed and faster."""
     if start is None:
         return plan
     found = evaluate(start, problem)
@@ -197,8 +197,8 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
 
 
 def _proof(parts: list[Subspace]) -> _Proof:
-    """What shows the bound of all parts together: no plan is faster than the lesser of `bound_us`
-    and of `cutoff_us`, a known step, which may be missing."""
+    """The proof of the bound over all parts: no plan is faster than the smaller of `bound_us` and
+    `cutoff_us`, a known step, which may be absent."""
     lower_us = min(x.lower_bound_us for x in parts)
     cutoff_us = min(x.cutoff_us for x in parts)
     return {"bound_us": min(x.uncapped_us for x in parts),

@@ -102,7 +102,7 @@ class _Table:
     energy: float
 
     def ranges(self, price: float) -> list[int]:
-        """The edges at which the types end, in order, when error has a price."""
+        """The edges at which the types end, in order, if each unit of error costs `price`."""
         cost = self.num_bytes + (price * self.error if price else 0.0)  # errors may be infinite
         every = np.arange(self.edges.size)
         least, begins = cost[0], []
@@ -117,8 +117,8 @@ class _Table:
         return stops[::-1]
 
     def narrowed(self, within: Sequence[int], beyond: Sequence[int], allowed: float) -> list[int]:
-        """The edges on the way from `within` to `beyond` that come furthest with an error of at
-        most `allowed`, which `within` has."""
+        """The edges furthest on the way from `within` to `beyond` whose error is still at most
+        `allowed`; that of `within` is."""
         most = max(1, *(abs(b - a) for a, b in zip(within, beyond, strict=True)))
 
         def after(steps: int) -> list[int]:
@@ -128,7 +128,7 @@ class _Table:
             range(most + 1), allowed, key=lambda k: self.total(self.error, after(k))) - 1))
 
     def total(self, sums: np.ndarray, stops: Sequence[int]) -> float:
-        """Of bytes or errors, of all ranges."""
+        """Sum over all ranges of bytes or of errors."""
         begins = [0, *stops[:-1]]
         return float(sum(mine[stop] - mine[begin]
                          for mine, begin, stop in zip(sums, begins, stops, strict=True)))

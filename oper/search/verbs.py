@@ -214,7 +214,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
-    """The plan and the problem that the arguments of ``oper explain`` name."""
+    """The plan and the problem given by the arguments of ``oper explain``."""
     from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
@@ -232,7 +232,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
-    """A plan file, and the problem by which it is judged: its tables on a machine, with a batch
+    """A plan file, and the problem for which it is evaluated: its tables on a machine, with a batch
     size."""
     plan = Plan.load(args.plan)
     if args.topology is None:
@@ -273,7 +273,7 @@ def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Arguments that name a machine."""
+    """Add the arguments that select a machine."""
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
     parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",

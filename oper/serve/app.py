@@ -1,4 +1,4 @@
-"""What a worker answers to requests: scores, health, metadata, metrics."""
+"""A worker's answers to requests: scores, health, metadata, metrics."""
 
 from __future__ import annotations
 

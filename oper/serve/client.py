@@ -32,7 +32,7 @@ class _Connection(http.client.HTTPConnection):
     """Sends head and body at once: the head alone would wake the server for nothing.
 
     Attributes:
-        worker: of the server, that has it; known from the first answer on.
+        worker: worker of the server that has the connection; known from the first answer on.
     """
 
     worker: str | None = None
@@ -169,7 +169,7 @@ class Client:
         return found
 
     def _told(self, path: str, *keys: str) -> Any:
-        """What the server tells of itself, or the part of it that the keys lead to."""
+        """The server's metadata, or the part of it selected by the keys."""
         data = self._call("GET", path)[1]
         try:
             found = dict(json.loads(data))

@@ -1,7 +1,7 @@
 """Prometheus metrics of all workers together, in memory that they share with the supervisor.
 
-Each worker counts in a place of its own. A worker that replaces one that has ended goes on counting
-in the same place, where only the gauges start again from zero.
+Each worker has its own counters. A worker that replaces one that has ended continues counting in
+the same place, where only the gauges start again from zero.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ SUPERVISOR = (
 
 
 def _places() -> tuple[dict[tuple[str, str], int], int]:
-    """Where each series of a worker begins, by name and label; and how many numbers there are."""
+    """The offset of each series of a worker, by name and label; and the total number of
+    counters."""
     found, at = {}, 0
     for metric in WORKERS:
         for value in metric.values:

@@ -48,7 +48,7 @@ class PublishedModel:
             of their own). Picklable: a function of a module, or `functools.partial` of one.
         weights: what the first publication holds: a module of that architecture, a ``state_dict``
             or a file or checkpoint folder that `oper.Publication.publish` reads.
-        signature: of the model.
+        signature: signature of the model.
         row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` rows, or types by hotness;
             by default as they are in the model.
         keep_spare: keep the memory of two sets of tables, so that a publication need not take the
@@ -140,7 +140,7 @@ class AttachedModel:
 
     Args:
         build, signature: as of `PublishedModel`.
-        name: of the publication.
+        name: name of the publication.
     """
 
     def __init__(self, build: Callable[[str], nn.Module], name: str, signature: Signature) -> None:
@@ -209,7 +209,7 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
 
     Args:
         folder: with ``config.json``, and ``state.pt`` or a checkpoint (see `find_weights`).
-        name: of the model on the server.
+        name: name of the model on the server.
         row_dtype, keep_spare: see `PublishedModel`.
 
     Raises:

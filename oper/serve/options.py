@@ -89,7 +89,7 @@ class TieredRows:
 
 
 def publish_options(row_dtype: str | TieredRows | None) -> dict[str, Any]:
-    """What `oper.publish` is told about the types of rows."""
+    """The arguments of `oper.publish` for the types of rows."""
     if isinstance(row_dtype, TieredRows):
         return {"stats": row_dtype.stats, "error_budget": row_dtype.error_budget}
     return {"row_dtype": row_dtype}

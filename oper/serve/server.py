@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class Counts(ctypes.Structure):
-    """What the supervisor counts, in memory that the workers see."""
+    """The supervisor's counters, in memory that the workers share."""
 
     _fields_ = [(name, ctypes.c_long) for name in _COUNTED]
 
@@ -77,7 +77,7 @@ class _Worker:
         return self.handed - int(self.closed.value)
 
     def watched(self) -> list[Any]:
-        """What tells that it is ready or has ended."""
+        """Descriptors that become readable when the worker is ready or has ended."""
         return [self.process.sentinel, *([] if self.ready else [self.control])]
 
 

@@ -1,4 +1,4 @@
-"""What the signals of a server ask for."""
+"""The signals of a server and their effects."""
 
 from __future__ import annotations
 

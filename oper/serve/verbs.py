@@ -100,7 +100,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> Any:
-    """What follows the training run of a folder."""
+    """The follower of a folder's training run."""
     from oper.integration.checkpoint.follow import Follower
     from oper.serve.model import find_weights
 

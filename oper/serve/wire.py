@@ -43,7 +43,7 @@ def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mappin
     Args:
         tensors: by name, of the dtypes float32, int32 or int64.
         direction: ``"inputs"`` or ``"outputs"``.
-        parameters: of the message.
+        parameters: parameters of the message.
         fields: other fields of the header.
     """
     listed, blobs = [], []
@@ -161,7 +161,7 @@ def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray
 
 
 def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
-    """What nested lists of JSON hold."""
+    """The values in nested lists of JSON."""
     if not isinstance(data, list):
         yield data
     elif depth == _MAX_DIMS:

@@ -37,11 +37,11 @@ _GRACE_S = 5.0  # beyond the drain time, before the process ends without more ad
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What a worker is told.
+    """A worker's arguments.
 
     Attributes:
         opener: makes the predictor.
-        options: of the server.
+        options: options of the server.
         numbers, place: what all workers count, shared memory, and where this one does; see
             `oper.serve.metrics`.
         counts: what the supervisor counts, shared memory; see `oper.serve.server.Counts`.
@@ -60,7 +60,7 @@ class WorkerJob:
 
 
 def run_worker(control: socket.socket, job: WorkerJob) -> None:
-    """What a worker process does, until the supervisor closes its end of `control`."""
+    """Run a worker process until the supervisor closes its end of `control`."""
     os.setsid()
     for number in OURS:
         signal.signal(number, signal.SIG_IGN)

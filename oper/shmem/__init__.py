@@ -1,1 +1,1 @@
-"""From a plan to lookups: heap, directory, lookup, update. Knows nothing of analysis or search."""
+"""From a plan to lookups: heap, directory, lookup, update. Uses neither analysis nor search."""

@@ -27,8 +27,8 @@ class CollectedPasses:
     All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
     gradient when the last lookup of the graph has been passed, and that is when the tables are
     updated: once per backward pass, with the sum of its lookups' gradients, as parameters are. A
-    backward pass that is not to reach leaves (``torch.autograd.grad``, ``backward(inputs=...)``)
-    updates nothing.
+    backward pass that does not accumulate into leaves (``torch.autograd.grad``,
+    ``backward(inputs=...)``) updates nothing.
 
     Args:
         tables: the tables, which are not kept alive.
@@ -124,7 +124,8 @@ trained_lookup: Callable[..., Any] = _Lookup.apply
 
 
 def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
-    """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
+    """Raise InvalidInputError if rows have changed since the lookup, at which the numbers of steps
+    and publications were `rows`."""
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:
         raise InvalidInputError("cannot take the gradient of per-sample weights",

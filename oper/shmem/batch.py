@@ -19,9 +19,10 @@ class SeenKeys:
     """Keys of dynamic tables that a lookup has found, or missed.
 
     Attributes:
-        ids: int64 or int32 [N], as they were given.
+        ids: int64 or int32 [N], as given by the caller.
         version: how often `ids` had been changed in place; -1 = not counted.
-        rows: int64 or int32 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
+        rows: int64 or int32 [N], the rows that the lookup read: for keys their rows, 0 = none; for
+            other tables the ids.
         counts: int64 [N], lookups of each key with a row, in the form that the directories take.
         missed: int64 [M], the keys without a row, part by part.
         parts: int64 [P, 6]: number of a dynamic table, its ids [begin, end), number of missed ids,
@@ -40,11 +41,11 @@ class SeenKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBags:
-    """Which bags the samples of a pooled batch have, where several may have the same.
+    """Which bags the samples of a pooled batch have, if several samples may share a bag.
 
     Attributes:
-        bags: int64 [num_keys], how many of a key's `Lookup.batch_size` bags there are; those behind
-            them are empty.
+        bags: int64 [num_keys], how many of a key's `Lookup.batch_size` bags are used; the rest are
+            empty.
         samples: int64 [F, B], the bag of each sample, by feature of the collection.
     """
 
@@ -67,8 +68,9 @@ class Lookup:
             feature.
         shared: the bags of samples that share them, in host memory: the lookup's result and its
             gradient have the samples' rows. None: sample b has bag b of each key.
-        resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
-        seen: what the lookups of dynamic tables have seen; `ids` are rows then.
+        resolved: the result of `ShardedTables.resolve`, made ahead of the lookup, or None.
+        seen: keys that the lookups of dynamic tables have found or missed; `ids` are then rows. Or
+            None.
         looked_up: the result of a lookup made ahead, or None.
         apart: whether an unpooled lookup returns a tuple of one tensor per feature, so that the
             gradients need not be concatenated.
@@ -96,7 +98,7 @@ class Lookup:
                 version_of(None if shared is None else shared.samples))
 
     def kept(self) -> Lookup:
-        """A copy of the batch, which the caller's next batch does not overwrite."""
+        """A copy of the batch that the caller's next batch does not overwrite."""
         shared = self.shared
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
@@ -115,7 +117,7 @@ class LookedUp:
 
     Attributes:
         by: the micro-batches for which it is valid, see `oper.shmem.micro_batches.Parts`.
-        num_published: that of the tables (see `LogicalRows`) before rows were read.
+        num_published: `num_published` of the tables (see `LogicalRows`) before rows were read.
         given: the caller's batch, in which invalid ids are not replaced.
         versions: `Lookup.versions` before they were read.
         out, offsets: what `ShardedTables.forward` returned.
@@ -179,7 +181,7 @@ class FailedBatch:
 
 
 def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
-    """`grad` with columns side by side and rows that do not overlap, as the kernels read it."""
+    """`grad` with contiguous columns and rows that do not overlap, as the kernels require."""
     wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
     return grad if wide else grad.contiguous()
 
@@ -215,9 +217,10 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
             "every rank must run the same number of training steps; look at that rank")
     if code == Status.PEER_REFUSED_BATCH:
-        peer = PeerLostError("a peer has refused its batch, which no rank has trained", "rank",
-                             detail, "a batch of every rank that its tables take",
-                             "look at that rank's error; all ranks may go on with the next batch")
+        peer = PeerLostError("a peer has refused its batch, so no rank has trained", "rank",
+                             detail, "a valid batch on every rank",
+                             "look at that rank's error; all ranks may continue with the next "
+                             "batch")
     if peer is not None:
         peer.rank = detail
         raise peer

@@ -19,7 +19,7 @@ BOUNDS_MODES = ("fatal", "warning", "ignore")
 
 
 def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
-    """Where the ids of each key begin, and where the last ones end; [num_keys + 1]."""
+    """Offsets of the ids of each key, ending with their number; [num_keys + 1]."""
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
     return offsets[::batch.batch_size].tolist()
@@ -101,7 +101,8 @@ class BoundsCheck:
         return False
 
     def _replace(self, batch: Lookup, bounds: list[int], keys: list[int]) -> Lookup:
-        """One key per feature, since tables of one key may differ in their rows."""
+        """Replace invalid ids in a batch with one key per feature, since the tables of a key may
+        have different numbers of rows."""
         ids, lengths, weights = [], [], []
         for key, num_rows, feature in zip(keys, self._num_rows, self._features, strict=True):
             mine = batch.ids[bounds[key]:bounds[key + 1]]

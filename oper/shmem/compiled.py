@@ -59,7 +59,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
     """Embeddings, and the offsets of the bags, int64 [num_keys * B + 1].
 
     Args:
-        anchor: float32 [0]; requires a gradient where the backward pass is to update the tables.
+        anchor: float32 [0]; requires a gradient if the backward pass is to update the tables.
         ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
         tables: number of the tables.
         columns: columns of the output.

@@ -23,7 +23,7 @@ def load() -> None:
 
 
 def check_kernels() -> None:
-    """Raise InvalidInputError where ``OPER_CPU_KERNELS`` names other kernels than those in use.
+    """Raise InvalidInputError if ``OPER_CPU_KERNELS`` names other kernels than those in use.
 
     The library must be registered. It reads the variable once, on first use.
     """
@@ -37,7 +37,7 @@ def check_kernels() -> None:
         raise InvalidInputError(
             "cannot run lookups", "environment variable OPER_CPU_KERNELS", wanted,
             f"kernels that this processor has, set before the first lookup of the process; {used} "
-            "are in use", "unset it for the best there are")
+            "are in use", "unset it to use the best available ones")
 
 
 @functools.cache

@@ -139,12 +139,13 @@ class Parts:
     # ---- called by the program's thread ----------------------------------------------------------
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Start a lookup on the worker; the result is the batch with what it has found, for
+        """Start a lookup on the worker thread; returns the batch with its pending result, for
         `ShardedTables.lookup`."""
         return self._worker.ask(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
-        """A batch with the result of its lookup, which is started now unless it was before."""
+        """A batch with the result of its lookup, which is started now if it was not started
+        before."""
         self._refuse_more()
         if batch.looked_up is None or batch.looked_up.by is not self:
             return self.start(batch).result()
@@ -171,7 +172,8 @@ class Parts:
     def check_drop(self) -> None:
         """Raise InvalidInputError if backward passes of this batch have been exchanged already.
 
-        The rows' owners have added up their gradients, which a rank alone cannot take back.
+        The rows' owners have already added these gradients to their sums, which one rank alone
+        cannot undo.
         """
         if self._num_left:
             raise InvalidInputError(
@@ -190,7 +192,7 @@ class Parts:
         self._worker.settle()
 
     def update(self) -> None:
-        """Update the rows with the gradients of all parts, unless that has been done."""
+        """Update the rows with the gradients of all parts, unless this has been done."""
         if self._last is None or self._num_left == self._num_passes:
             return
         batch, grad, last = self._last.batch, self._last.grads[0], self._last

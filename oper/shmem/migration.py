@@ -2,9 +2,9 @@
 
 The new plan's arenas are filled while the old ones serve. Each rank copies the rows, replicas and
 optimizer states that the new plan assigns to it from their present owners' memory, a limited number
-of bytes per step. Rows that a step has updated after they were copied are copied again right after
-that step, so that nothing is left over at the end: when every rank has everything, all switch.
-Until then the old plan is untouched.
+of bytes per step. Rows that a step updates after they were copied are copied again right after that
+step. When every rank has all its rows, all ranks switch to the new plan at once; until then the old
+plan is unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Region:
         piece: directory of the new plan.
         part: ``"rows"`` or a part of the optimizer state.
         replicas: whether these are copies of replicated rows.
-        view: [rows, columns], where they go.
+        view: [rows, columns], their new memory.
         done: rows that have been copied.
     """
 
@@ -74,7 +74,7 @@ class Migration:
 
     Raises:
         PlanError: the plan does not fit the tables, or cannot be executed here.
-        OperError: the new arenas do not fit the free memory beside the old ones.
+        OperError: the new arenas do not fit the free memory in addition to the old ones.
     """
 
     def __init__(self, tables: Tables, plan: Plan, bytes_per_step: int | None) -> None:
@@ -105,14 +105,14 @@ class Migration:
             raise PlanError("cannot move tables to another plan", "plan.message_bits",
                             plan.message_bits.to_json(),
                             f"{source.plan.message_bits.to_json()}, as the tables are trained",
-                            "plan with the same message_bits, or shard the model anew")
+                            "plan with the same message_bits, or shard the model again")
         entries = []
         for spec in source.specs.values():
             entry = plan.table(spec.name)
             entries.append(dataclasses.replace(entry, table=spec))
             if spec.dtype in CODE_BITS:
                 raise PlanError("cannot move tables to another plan", "rows of", spec.dtype,
-                                " or ".join(DTYPE_BYTES), "shard the model anew")
+                                " or ".join(DTYPE_BYTES), "shard the model again")
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(entry.table, name) != getattr(spec, name):
                     raise PlanError(f"the plan is for another table {spec.name!r}", name,
@@ -121,7 +121,7 @@ class Migration:
         return dataclasses.replace(plan, tables=tuple(entries))
 
     def _list_regions(self) -> list[_Region]:
-        """In the order in which they lie in the arena: rows, replicas, states."""
+        """List the regions in their order in the arena: rows, replicas, states."""
         target = self._target
         rows, replicas, states = [], [], []
         for k, d in enumerate(target.directories):
@@ -156,7 +156,7 @@ class Migration:
             return self._advance()
 
     def _advance(self) -> bool:
-        """Bring copied rows up to date, copy more, or switch when all is there. Collective.
+        """Update copied rows, copy more, and switch when all rows are copied. Collective.
 
         Returns:
             Whether the tables now follow the new plan.
@@ -191,7 +191,7 @@ class Migration:
         self._target.close()
 
     def _next_rows(self) -> Iterator[_Copy]:
-        """What a step's budget allows of the rows that are not here yet; they count as copied."""
+        """The next rows to copy within a step's budget; they then count as copied."""
         left = self._limit
         for region in self._regions:
             while region.done < region.view.shape[0]:
@@ -210,7 +210,8 @@ class Migration:
                     return
 
     def _want_huge_pages(self, region: _Region) -> None:
-        """Huge pages behind what has been written, so that the switch need not copy it again."""
+        """Request huge pages for the memory written so far, so that the switch need not copy it
+        again."""
         if not self._pages:
             return
         end = region.view.data_ptr() + region.done * region.row_bytes
@@ -219,7 +220,7 @@ class Migration:
             self._frontier = end // _HUGE * _HUGE
 
     def _changed_rows(self, everyone: list[Mapping[str, np.ndarray]]) -> Iterator[_Copy]:
-        """What the ranks' steps have changed of the rows that are here already."""
+        """Rows that were copied before and that the last step of any rank has changed."""
         changed = {name: np.unique(np.concatenate([ids[name] for ids in everyone if name in ids]))
                    for name in {n for ids in everyone for n in ids}}
         for region in self._regions:
@@ -349,7 +350,7 @@ def check_room(num_bytes: list[int], what: str = "the new plan beside the old on
 
 
 def _available_bytes() -> int:
-    """Memory that can still be had, under the control group's limit as well."""
+    """Bytes of memory that can still be allocated, also within the control group's limit."""
     free = kernel.memory_bytes("MemAvailable")
     # Of another kind of control group, or without one, there are no such files.
     most, used = (kernel.read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))

@@ -33,7 +33,8 @@ class Backward:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradient as one tensor; those of features are concatenated, and replaced by it."""
+        """The gradient as one tensor; gradients by feature are concatenated first, and replaced by
+        the result."""
         if len(self.grads) > 1:
             self.grads = (torch.cat(tuple(self.grads)),)
         return self.grads[0]
@@ -78,7 +79,7 @@ class HeldPasses:
                 self.holders -= 1
 
     def join(self, parts: list[Backward]) -> Backward | None:
-        """Combine these passes with all held back; None if they are held back themselves."""
+        """Combine these passes with all that are held back; None if these are held back, too."""
         if self.holders:  # longer than the caller's buffers stay as they are
             self.passes += [Backward((_own(p),), p.batch.kept(), p.offsets.clone(), p.frozen)
                             for p in parts]

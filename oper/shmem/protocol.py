@@ -1,4 +1,4 @@
-"""Protocols through which the parts of sharded tables use the whole."""
+"""Protocols (typing) through which the parts of `ShardedTables` use the whole object."""
 
 from __future__ import annotations
 

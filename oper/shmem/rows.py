@@ -109,7 +109,8 @@ class LogicalRows:
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
 
     def _begin_states(self, optimizers: Mapping[str, Optimizer]) -> bool:
-        """Set this rank's optimizer states that do not begin at 0; whether any rank has such."""
+        """Initialise this rank's optimizer states that do not begin at 0; returns whether any rank
+        has such states."""
         first = {table: x for table, o in optimizers.items() if (x := initial_state(o))}
         for k, d in enumerate(self.directories):
             if d.table.name in first:
@@ -243,8 +244,8 @@ class LogicalRows:
 
     def _copy_stored(self, piece: int, positions: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
-        """Copy rows as they are stored from whatever ranks own them: `columns` of the shards, bytes
-        where rows are quantised, to `out` [n, columns]. Collective between memory domains."""
+        """Copy rows in stored form from their owners: `columns` of the shards (bytes, if rows are
+        quantised), to `out` [n, columns]. Collective between memory domains."""
         far: dict[int, Wanted] = {}
         places = {}
         for rank, index, slot in self._parts(piece, positions):
@@ -286,7 +287,8 @@ class LogicalRows:
         return found
 
     def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
-        """Rows of ranks in other memory domains, by rank; collective where there are such."""
+        """Rows of ranks in other memory domains, by rank; collective if there are several
+        domains."""
         if self._exchange is None:
             return {}
         if self.turns.parts is not None:
@@ -302,12 +304,12 @@ class LogicalRows:
         Args:
             table: its name.
             values: [n, columns], or [n] for a state with one number per row, of any float dtype
-                (rounded to nearest where rows are narrower, quantised row by row where they are
-                codes); or uint8 [n, bytes of a row] for quantised rows as they are; equal on all
+                (rounded to nearest if rows are narrower, quantised row by row if they are codes),
+                or uint8 [n, bytes of a row] in the stored form of quantised rows; equal on all
                 ranks.
             begin: first id.
             part: as for `read`.
-            column: first column that `values` stands for.
+            column: column of the table to which the first column of `values` belongs.
 
         Call `publish` afterwards.
         """

@@ -1,4 +1,4 @@
-"""Numbers that the environment sets (see `oper doctor`)."""
+"""Numbers set by environment variables (see `oper doctor`)."""
 
 from __future__ import annotations
 

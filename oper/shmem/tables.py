@@ -152,7 +152,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self.barrier()
 
     def _keep(self) -> None:
-        """Unreferenced tables are released without close(), too."""
+        """Arrange that unreferenced tables are released without a call of `close`."""
         self._release = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
@@ -179,7 +179,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
     def _context_arguments(self) -> tuple[Any, ...]:
-        """What the kernels are told of the plan and of the features."""
+        """The kernels' arguments that describe the plan and the features."""
         features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
                                                      self.pieces)
         return context_arguments(self.directories, self._layout, self._addresses, self.group.rank,
@@ -282,11 +282,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
         Ids are located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
-        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed
-        meanwhile is resolved again where it is used. Between memory domains and with dynamic tables
-        nothing is done ahead, nor for a batch that the lookup refuses, which then tells the other
-        ranks, or whose invalid ids it replaces and counts (see `BoundsCheck`), with the ids and
-        weights of that time.
+        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed since
+        is resolved again by its lookup. Nothing is done ahead between memory domains, for dynamic
+        tables, and for a batch that the lookup will refuse, which then tells the other ranks, or
+        whose invalid ids it will replace and count (see `BoundsCheck`).
         """
         # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
         if (self.keys is not None or (self._exchange is not None and not self.resolves_far)

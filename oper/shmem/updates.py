@@ -90,8 +90,8 @@ class TableUpdates:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Where the block refuses the gradient of a pass, no rank makes this update: the others
-        learn of it where they make it, which is not here within `no_sync`."""
+        """If the block refuses the gradient of a pass, no rank makes this update. The other ranks
+        are told when they make it; within `no_sync` that is later, so the refusal is kept."""
         try:
             yield
         except InvalidInputError as error:
@@ -102,7 +102,7 @@ class TableUpdates:
             raise
 
     def _leave_out(self, error: Exception) -> None:
-        """Have all ranks leave out the update that they wait for this rank to make. Collective."""
+        """Make all ranks skip the update for which they wait for this rank. Collective."""
         self._held.drop()  # as on the other ranks
         if self.turns.parts is not None:
             self.turns.parts.refuse(error)
@@ -114,8 +114,8 @@ class TableUpdates:
         assert error is not None
         self._leave_out(error)
         raise InvalidInputError("no rank makes this update", "a backward pass under no_sync",
-                                str(error), "passes that are all taken",
-                                "go on with the next batch, or call zero_grad() of the fused "
+                                str(error), "backward passes that are all valid",
+                                "continue with the next batch, or call zero_grad() of the fused "
                                 "optimizer where that error is caught") from error
 
     def refuse(self) -> None:
@@ -169,7 +169,8 @@ class TableUpdates:
 
     def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, Lookup]:
-        """A gradient of samples that share bags as that of the bags, and their batch."""
+        """Convert the gradient of samples that share bags to that of the bags; returns it with the
+        batch of bags."""
         shared = batch.shared
         if shared is None:
             return grad, batch

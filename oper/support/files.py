@@ -210,8 +210,9 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
         if full is None:
             raise
         raise InvalidInputError(what, "output", os.fspath(output),
-                                "room for it and for temporary files",
-                                f"{full.strerror}: free some, or choose another disk") from error
+                                "enough space for it and for temporary files",
+                                f"{full.strerror}: free some space, or choose another disk"
+                                ) from error
 
 
 @contextlib.contextmanager
@@ -246,7 +247,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInputError("cannot write the result", "file", os.fspath(path),
-                                "a name for a file in a folder that may be written",
+                                "a file name in a folder that can be written",
                                 "choose another")
 
 

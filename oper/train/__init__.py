@@ -1,1 +1,1 @@
-"""train."""
+"""Training runs: configuration, model, training loop, validation, checkpoints."""

@@ -43,7 +43,7 @@ PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
 
 @dataclass(frozen=True, slots=True)
 class DLRMConfig:
-    """A DLRM, or a DLRM-DCNv2 where it has cross layers.
+    """A DLRM, or with cross layers a DLRM-DCNv2.
 
     Attributes:
         dim: columns of every table; also the last layer of the bottom MLP.
@@ -194,7 +194,7 @@ class TrainConfig:
         dynamic: rows and rules of dynamic tables, for data of raw ids (``oper preprocess
             --raw-ids``); a DLRM with ``sharding="oper"``.
         interactions: how the log becomes interactions (recommenders).
-        catalogue: synthetic interactions in place of `data` (recommenders).
+        catalogue: synthetic interactions to use instead of `data` (recommenders).
     """
 
     data: str = ""
@@ -274,7 +274,7 @@ class TrainConfig:
 
 
 class _KeyError(InvalidInputError):
-    """An error in some keys, from whatever source."""
+    """An error in some keys, which may come from a file or from flags."""
 
     def __init__(self, text: str, keys: set[str]) -> None:
         super().__init__(text)

@@ -86,8 +86,8 @@ def make_engine(model: nn.Module, config: TrainConfig,
     """The engine that `config.sharding` names, from an unsharded model. Collective.
 
     Args:
-        model: with its tables in collections.
-        config: how to run it.
+        model: the model, with its tables in collections.
+        config: the run's configuration.
         stats: function that returns access statistics, called if the configuration names none (only
             for ``"oper"``).
     """
@@ -114,7 +114,7 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     Args:
         model: unsharded.
         config: optimizers, batch size and, unless given otherwise, statistics, plan and topology.
-        shard_arguments: for `oper.shard`, in place of the configuration's.
+        shard_arguments: arguments for `oper.shard` that replace the configuration's.
     """
     import oper
 
@@ -182,7 +182,8 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
 
     Args:
         model: a model with its tables in TorchRec's collections; TorchRec initialises their rows.
-        rule, arguments: optimizer of the tables, in the backward pass where TorchRec fuses it.
+        rule, arguments: optimizer of the tables and its arguments; it runs in the backward pass if
+            TorchRec fuses it.
         batch_size: samples per rank, for its planner.
         constrain: ``ParameterConstraints`` of a table's configuration; none by default.
         machine: machine description for its planner (fields of its ``Topology``, bandwidths in
@@ -231,7 +232,7 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
 
 
 def unfused_tables(sharded: nn.Module) -> list[nn.Parameter]:
-    """Tables that TorchRec does not update in the backward pass: data-parallel ones."""
+    """Tables that TorchRec does not update in the backward pass, that is, data-parallel ones."""
     return [p for n, p in sharded.named_parameters()
             if is_table(n) and not hasattr(p, "_in_backward_optimizers")]
 

@@ -99,7 +99,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
 
 def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
          begin: _Start) -> tuple[int, bool]:
-    """All epochs but the steps done; the steps made and whether an interrupt ended them."""
+    """Run all epochs, without the steps that were made before; returns the number of steps and
+    whether an interrupt ended the run."""
     done, total, checkpoints = begin.done, begin.total, begin.checkpoints
     engine.num_steps = done
     meter = _Meter(engine)
@@ -149,7 +150,7 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
 
     first, last = config.traced
     if last <= done:
-        warnings.warn(fail("nothing is traced", "trace_steps", f"{first}-{last}",
+        warnings.warn(fail("no step is traced", "trace_steps", f"{first}-{last}",
                            f"steps of this run, which goes on after step {done}",
                            "choose later ones"), stacklevel=2)
         return None
@@ -157,7 +158,8 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
 
 
 def _write(tracing: Trace) -> None:
-    """Write a trace, unless it has been written. Collective; a full disk does not end the run."""
+    """Write a trace, unless it has been written already. Collective; a full disk does not end the
+    run."""
     try:
         tracing.write()
     except OperError:  # a DeadlineError is an OSError, too

@@ -70,7 +70,7 @@ def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig, as_shipped: b
         collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
         num_dense: dense features.
         config: layer sizes.
-        as_shipped: as TorchRec has it; otherwise with the parts of `copy_less`.
+        as_shipped: whether to use TorchRec's own parts; otherwise those of `copy_less`.
     """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 

@@ -1,4 +1,4 @@
-"""How long the phases of the tables took, for the lines of a metrics file."""
+"""Times of the tables' phases, for the lines of a metrics file."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class OnRawIds(nn.Module):
     Args:
         model: the DLRM, with ``forward(dense, kjt, ...)``.
         tables: its tables, the default row of each included.
-        device: of the keys.
+        device: device of the keys.
     """
 
     def __init__(self, model: nn.Module, tables: Sequence[TableSpec], device: str) -> None:
@@ -50,10 +50,10 @@ def static_state(source: Source, model: OnRawIds, tables: Sequence[TableSpec],
     """The weights of a training run on raw ids, as the state of `OnRawIds`.
 
     Args:
-        source: of the run's weights, with the state of its dynamic tables.
-        model: its names are wanted.
-        tables: as of `model`.
-        time_to_live: as of the dynamic tables: older keys have no row.
+        source: source of the run's weights, with the state of its dynamic tables.
+        model: the model whose names the state gets.
+        tables: tables of `model`.
+        time_to_live: that of the dynamic tables; expired keys get no row.
 
     Raises:
         InvalidInputError: weights of another model.

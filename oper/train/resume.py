@@ -144,7 +144,8 @@ class Checkpoints:
         if old and new and old != new:
             raise InvalidInputError(
                 what, "numbering of the rows", old,
-                f"{new} of {self._config.data!r}: values have other rows than when the run began",
+                f"{new} of {self._config.data!r}: values had other rows when the run "
+                "began",
                 "use the data that the run began with, or start over with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
@@ -153,7 +154,8 @@ class Checkpoints:
             raise InvalidInputError(
                 what, "global batch size, seed, shuffle", tuple(mine.values()),
                 f"{tuple(saved.values())}, those of the saved run: the same samples in every step",
-                "with other ranks set batch_size so that batch_size * ranks stays")
+                "with another number of ranks, set batch_size so that batch_size * ranks stays the "
+                "same")
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:

@@ -69,7 +69,7 @@ def run_train(args: argparse.Namespace) -> int:
 def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
     """Hold the folder of a run, so that no other run writes into it at the same time.
 
-    Rank 0 does so for all ranks; the others do not look, since it may have begun to write.
+    Rank 0 does this for all ranks; the others do not check, because rank 0 may have begun to write.
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
@@ -104,7 +104,8 @@ def _text(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """The world that torchrun has described in the environment, if it has."""
+    """A block with the process group that torchrun's environment variables describe, if they are
+    set."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 

@@ -173,7 +173,7 @@ class _Liar:
 
 
 @pytest.mark.parametrize("wrong, problem", [
-    (1, "what no rank of this job can send"), (2, "are not where they should be")])
+    (1, "has sent invalid data"), (2, "are not where they should be")])
 def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
                                           wrong: int, problem: str) -> None:
     """Counts before anything is taken by them, slots before a row is read."""

@@ -164,7 +164,7 @@ def test_hashed_columns_and_integers(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="hash has a row"):
         extend(tmp_path / "A1", [tmp_path / "B1"], tmp_path / "V")
     pq.write_table(pa.table({"n": pa.array([1, 2], pa.uint64())}), tmp_path / "c.parquet")
-    with pytest.raises(InvalidInputError, match="signed, unsigned or text alike"):
+    with pytest.raises(InvalidInputError, match="both signed, both unsigned or both strings"):
         preprocess(recipe, [str(tmp_path / "c.parquet")], tmp_path / "C",
                    PreprocessOptions(valid="0", vocabulary=tmp_path / "A0"))
 

@@ -187,5 +187,5 @@ def test_every_word_of_a_peer(value: int) -> None:
     refused = [data for data in changed_words if not one("exchange", data)]
     if value > 3:  # which may be a number of rows
         assert len(refused) >= 3
-        with pytest.raises(OperError, match="what no rank of this job can send: rank=1"):
+        with pytest.raises(OperError, match="has sent invalid data: rank=1"):
             TARGETS["exchange"](refused[-1])

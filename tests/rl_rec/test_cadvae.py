@@ -19,7 +19,7 @@ from oper.rl_rec.models.autoencoders.cadvae import (
 )
 from oper.rl_rec.models.autoencoders.causal_graph import descendants
 from oper.rl_rec.models.autoencoders.item_tables import (
-    Drawn,
+    Candidates,
     ItemBags,
     bag_weights,
     gaussian_kl,
@@ -174,9 +174,9 @@ def test_sampling_every_item_once_is_the_full_softmax() -> None:
     batch = histories()
     scores = torch.randn(9, NUM_ITEMS - 1, requires_grad=True)
     row = torch.repeat_interleave(torch.arange(9), batch.lengths)
-    full = Drawn(NUM_ITEMS, 0, CPU)
+    full = Candidates(NUM_ITEMS, 0, CPU)
     want = multinomial_nll(scores[:0], scores, batch.items, batch.lengths, full)
-    once = Drawn(NUM_ITEMS, 5, CPU)
+    once = Candidates(NUM_ITEMS, 5, CPU)
     once.items = torch.randperm(NUM_ITEMS - 1) + 1
     once.log_expected = torch.zeros(NUM_ITEMS - 1)
     got = multinomial_nll(scores[row, batch.items - 1], scores[:, once.items - 1], batch.items,
@@ -327,4 +327,4 @@ def test_bad_concepts_are_refused() -> None:
         with pytest.raises(ValueError, match=match):
             CaDVAE(NUM_ITEMS, config, concepts)
     with pytest.raises(ValueError, match="rows"):
-        Drawn(1, 0, CPU)
+        Candidates(1, 0, CPU)

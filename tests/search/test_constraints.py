@@ -110,10 +110,10 @@ def test_groups_respect_pins_and_say_when_they_cannot():
 
 
 @pytest.mark.parametrize(("held", "words"), [
-    (lambda need: {"reserve_bytes": int(80e9)}, "reserve_bytes left out"),
-    (lambda need: {"memory_bytes": int(need / 100)}, "memory_bytes left out"),
+    (lambda need: {"reserve_bytes": int(80e9)}, "removing reserve_bytes"),
+    (lambda need: {"memory_bytes": int(need / 100)}, "removing memory_bytes"),
     (lambda need: {"tables": {"t3": {"ranks": [0]}}, "memory_bytes": [2 * 10**5, 10**10]},
-     "memory_bytes or the constraint of table 't3' left out"),
+     "removing memory_bytes or the constraint of table 't3'"),
 ])
 def test_the_constraint_that_leaves_no_room_is_named(held, words):
     specs, stats = tables_and_stats(6, 1)

@@ -84,7 +84,7 @@ def test_a_pin_that_does_not_fit_is_named():
     spec = free.table(big).spec
     buffers = CostModel(free).base().rows[Row.HELD].max()
     pin = {"rows": [1, spec.num_rows], "place": "owned", "ranks": [1]}
-    with pytest.raises(PlanInfeasibleError, match="what some rows of tables"):
+    with pytest.raises(PlanInfeasibleError, match="constraints on some rows of tables"):
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
 
 

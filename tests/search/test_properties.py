@@ -57,7 +57,7 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
     try:
         plan = plan_problem(stated, time_budget_s=0.2)
     except PlanInfeasibleError as error:
-        assert "smallest relaxation" in str(error)
+        assert "smallest sufficient change" in str(error)
         return
     found = evaluate(plan, stated)
     assert (found.domain_bytes <= found.capacity_bytes * (1 + 1e-9)).all()

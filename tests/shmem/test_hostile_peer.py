@@ -1,4 +1,4 @@
-"""A rank of another memory domain that asks for rows that there are not: an error, never a crash.
+"""A rank of another memory domain that requests rows that do not exist: an error, never a crash.
 
 What it may send in a training step is fuzzed, see tests/fuzz/exchange.py.
 """
@@ -16,19 +16,19 @@ from tests.fuzz.exchange import peer
 
 @pytest.mark.parametrize("part, piece, slots", [
     (b"rows", 0, [0, 10]), (b"rows", 0, [-1]), (b"rows", 7, [0]), (b"\xff", 0, [0])])
-def test_requests_for_rows_that_there_are_not(part: bytes, piece: int, slots: list[int]) -> None:
+def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: list[int]) -> None:
     shards = [torch.zeros(10, 4)]
 
     def serve(name: str, number: int) -> torch.Tensor:
         assert name == "rows"
         return shards[number]
 
-    with pytest.raises(OperError, match="that there are not"):
+    with pytest.raises(OperError, match="that do not exist"):
         _served(serve, (part, piece), torch.tensor(slots), slice(0, 4))
     assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(0, 4)).numel() == 16
     assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(1, 3)).numel() == 8
     for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
-        with pytest.raises(OperError, match="that there are not"):
+        with pytest.raises(OperError, match="that do not exist"):
             _served(serve, (b"rows", 0), torch.tensor([9]), columns)
 
 
@@ -40,5 +40,5 @@ def test_packed_slots_that_there_are_not() -> None:
         data = bytearray(peer().recorded)
         word = int.from_bytes(data[heads:heads + 4], "little") >> bits << bits | slot
         data[heads:heads + 4] = word.to_bytes(4, "little")
-        with pytest.raises(OperError, match="what no rank of this job can send"):
+        with pytest.raises(OperError, match="has sent invalid data"):
             peer().step(bytes(data))

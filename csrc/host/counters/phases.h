@@ -1,4 +1,4 @@
-// What a rank's time goes into: its last batch by phase, histograms of all batches, and, while the
+// How a rank spends its time: its last batch by phase, histograms of all batches, and, while the
 // rank is traced, when each phase began and ended.
 #pragma once
 
@@ -38,17 +38,17 @@ class PhaseTimes {
   // `sent_bytes`: to other memory domains meanwhile. Threads may call it at once.
   void note(Phase what, int64_t begin_ns, int64_t end_ns, int64_t sent_bytes = 0);
 
-  // Nanoseconds of the last batch, [kNumPhases]; of lookups at once one is told.
+  // Nanoseconds of the last batch, [kNumPhases]; of concurrent lookups, those of one.
   std::vector<int64_t> last_ns() const;
   // Since the start or the last reset, by phase: nanoseconds, and batches by bucket;
   // [kNumPhases][1 + kNumBuckets].
   std::vector<int64_t> histograms(bool reset);
 
-  // Keeps what is noted from now on, up to `most` spans until they are taken; 0: keeps nothing.
+  // From now on keeps up to `most` spans until they are taken; 0: keeps none.
   void trace(int64_t most);
   bool is_traced() const { return most_.load(std::memory_order_relaxed) > 0; }
-  // How many spans there was no room for since the last call, then those that were kept: what, begin,
-  // end, bytes sent, thread (as the system numbers it); [1 + n * kSpanWidth].
+  // The number of spans lost since the last call because the buffer was full, then the spans kept:
+  // kind, begin, end, bytes sent, thread (the system's id); [1 + n * kSpanWidth].
   std::vector<int64_t> take_spans();
 
  private:

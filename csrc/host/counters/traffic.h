@@ -41,7 +41,7 @@ class TableCounters {
   int64_t stride_ = 0;
 };
 
-// Tells from an address whose arena it lies in. Every arena is one range that ends in the outbox.
+// Finds the rank in whose arena an address lies. Every arena is one range that ends in the outbox.
 struct Arenas {
   std::vector<int64_t> outbox;  // [W] ascending
   std::vector<int32_t> rank;    // [W] whose it is

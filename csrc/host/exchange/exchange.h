@@ -1,8 +1,8 @@
 // Exchange with ranks whose memory this rank cannot address, over a transport of bytes.
 //
-// What such a rank has left for this one is received into private buffers and laid out as a mirror
-// of its outbox, so that the kernels read it like that of a neighbour. What is sent in which phase:
-// common/exchange.h.
+// The data of such a rank for this one is received into private buffers and laid out as a mirror of
+// its outbox, so that the kernels read it like that of a neighbour. For the contents of each phase
+// see common/exchange.h.
 #pragma once
 
 #include <memory>
@@ -117,10 +117,10 @@ class Exchange {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether bags, and lists that say their own length, are such as a rank of this job sends.
+  // Whether bags, and lists that contain their own length, are possible for a rank of this job.
   bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
                  const char* const* arrays) const;
-  // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
+  // Calls the transport and returns its result. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);
   void exchange_payload(CollectivePhase phase, bool is_reply);

@@ -69,7 +69,8 @@ int64_t far_rows(const Table& table, const Batch& batch, Moved kind, bool skip_p
     }
     at += n;
   }
-  // Rows by owner, as if all were read in place; what is no address counts as the first arena's.
+  // Rows by owner, as if all were read in place; entries that are no address count as those of the
+  // first arena.
   int64_t* counts = scratch.rows_read(kind, table.index);
   count_rows(table, out.places, at, kind, scratch);
   int64_t num_far = 0;

@@ -1,4 +1,5 @@
-// What each phase sends to a rank of another memory domain, and where what it sends is put.
+// The data that each phase sends to a rank of another memory domain, and where received data is
+// stored.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -211,7 +212,7 @@ bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
     return bags_fit(before.bags, before.n);
   }
   if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
-  // The list says its own length, and is searched.
+  // The list contains its own length, and is searched.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
   if (slots[0] != counts[0]) return false;
   for (uint32_t i = 1; i <= counts[0]; ++i)

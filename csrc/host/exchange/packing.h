@@ -1,4 +1,4 @@
-// Arrays on their way between memory domains: gathered, and rounded where that is wanted.
+// Packing of arrays that are sent between memory domains: gathered, and rounded if requested.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace oper::host {
 
-// What rounding at random draws from: whose numbers they are, so that no thread and no order counts.
+// The source of random numbers for rounding. They depend on which row or bag is rounded, not on
+// threads or order.
 struct Draws {
   RoundingKey key;
   uint32_t purpose;       // other draws of the same key have another one

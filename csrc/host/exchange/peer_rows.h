@@ -1,9 +1,10 @@
-// De-duplicated pull within a memory domain: rows of neighbours are copied once per batch and pooled
-// from the copies. Bits stay the same. Between domains it is always so, see exchange.h.
+// De-duplicated pull within a memory domain: rows of neighbours are copied once per batch and
+// pooled from the copies. The results are bitwise the same. Between domains this is always done,
+// see exchange.h.
 //
-// Whether it pays is decided table by table from measured duplication, since numbering ids and copying
-// rows cost time that only dearer reads of neighbours' memory can give back: ranks on one memory read
-// each other's rows as fast as their own, and caches keep what repeats.
+// Whether it pays off is decided table by table from measured duplication. Numbering ids and
+// copying rows take time, which is saved only if reads of neighbours' memory are slower: ranks on
+// one memory read each other's rows as fast as their own, and caches keep repeated rows.
 #pragma once
 
 #include <deque>

@@ -46,7 +46,7 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   const int64_t n = batch.num_ids(table);
-  // This rank's arena ends in its outbox and begins behind the one before.
+  // This rank's arena ends with its outbox and begins after the previous arena.
   const Arenas& arenas = *table.arenas;
   const size_t mine = static_cast<size_t>(
       std::find(arenas.rank.begin(), arenas.rank.end(), rank) - arenas.rank.begin());

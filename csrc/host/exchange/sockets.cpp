@@ -88,7 +88,7 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
   return true;
 }
 
-// As much as the connection takes, at most a turn.
+// Sends as much as the connection accepts, at most one turn.
 Sockets::Result Sockets::push(Peer& peer) {
   while (peer.sends()) {
     const size_t head = sizeof(Head) - peer.head_sent;

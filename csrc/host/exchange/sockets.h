@@ -1,7 +1,7 @@
 // All-to-all exchanges of bytes over TCP connections, one for each pair of ranks.
 //
-// The calling thread moves the bytes itself: no other thread has to be woken. A receiver knows how
-// much comes, since both sides of an exchange do, so that no permission to send is asked for.
+// The calling thread moves the bytes itself: no other thread has to be woken. Both sides of an
+// exchange know the sizes, so a sender need not ask for permission.
 #pragma once
 
 #include <cstddef>

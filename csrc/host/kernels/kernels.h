@@ -25,9 +25,9 @@ struct BagRange {
   size_t feature;
 };
 
-// One batch of which nothing is done but what memory allows: rows at given addresses are prefetched and
-// summed. Benchmarks set real lookups beside it. Bag b sums the rows at addresses[offsets[b] ..
-// offsets[b + 1]) and writes `dim` floats at out + destinations[b].
+// A lookup reduced to its memory accesses: rows at given addresses are prefetched and summed.
+// Benchmarks compare real lookups with it. Bag b sums the rows at addresses[offsets[b] .. offsets[b
+// + 1]) and writes `dim` floats at out + destinations[b].
 struct GatherJob {
   const int64_t* addresses;     // [N + prefetch]; the surplus must be readable addresses
   const int64_t* offsets;       // [num_bags + 1]
@@ -105,8 +105,8 @@ struct Kernels {
                       Scratch& scratch);
   bool (*stage)(Context& context, int32_t table, const Batch& batch);
   void (*reduce_pushed)(Context& context, int32_t table, int32_t reader, Scratch& scratch);
-  // Which rows of other memory domains a batch needs. Returns the first bad id's index, or -1.
-  // They are counted as `kind`.
+  // Finds the rows of other memory domains that a batch needs. Returns the first bad id's index, or
+  // -1. They are counted as `kind`.
   int64_t (*far_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
                       FarRows& out, Scratch& scratch);
   // De-duplicated pull, see peer_rows.h: the distinct rows of neighbours among a table's ids (returns

@@ -121,8 +121,8 @@ OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int6
   return count;
 }
 
-// Bags of one id each, a few at a time and type by type: who takes them in order guesses each row's type,
-// often wrongly.
+// Bags of one id each, a few at a time and type by type: in order, the branch on each row's type
+// would often be mispredicted.
 template <int N, bool kWeighted, bool kStream>
 OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float* w,
                               int64_t num_bags, int64_t ahead, float* out, int64_t stride) {
@@ -130,7 +130,7 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   alignas(64) int64_t rows[kSome + 8], which[kSome + 8];
   const int dim = table.dim;
   const int64_t most = table.row_bytes(), *last = at + num_bags - 1;
-  // Behind the last id of all its place is repeated.
+  // After the last id, its place is repeated.
   const int64_t end = num_bags + (last[0] == last[1] && last[0] == last[ahead] ? 0 : ahead);
   for (int64_t b = 0; b < num_bags; b += kSome) {
     const int64_t n = std::min(kSome, num_bags - b);

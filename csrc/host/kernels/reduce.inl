@@ -23,7 +23,7 @@ struct TableBatch {
 
 class Outbox {
  public:
-  // Takes room for `count` rows of `table`; `ok()` tells whether there was any.
+  // Allocates space for `count` rows of `table`; `ok()` tells whether there was enough.
   Outbox(Context& context, const Table& table, int32_t index, int64_t count)
       : owner_begin_(table.owner_begin.data()),
         world_size_(context.world_size),

@@ -363,7 +363,7 @@ float squares_of_row(const Context& context, const Table& table, int64_t slot, i
   return sum;
 }
 
-// Makes of a merged gradient the one that the optimizer takes: clipped, then with decay.
+// Converts a merged gradient to the one that the optimizer uses: clipped, then with weight decay.
 template <class E, int N>
 OPER_INLINE void clip_and_decay(const Context& context, const Table& table, int64_t slot,
                                 Row<N>& g) {

@@ -121,8 +121,8 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
 
 // ---- updates -------------------------------------------------------------------------------------
 
-// Sorted by bins of the hash's high bits, then within bins: few are in one unless somebody wants them to
-// be, or a key is there often.
+// Sorted by bins of the hash's high bits, then within bins: a bin has few entries unless keys are
+// made to collide or a key is frequent.
 std::vector<KeyCount> KeyDirectory::distinct(std::span<const int64_t> keys) const {
   const int64_t n = static_cast<int64_t>(keys.size());
   if (n == 0) return {};
@@ -188,7 +188,7 @@ void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const
   }
 }
 
-// How often a key without a row has been seen where that gives it one, else 0.
+// The count of a key without a row if it is high enough for a row, else 0.
 uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
                                       uint32_t clock) const {
   if (rules_.admit_below != 0) {

@@ -252,7 +252,8 @@ void KeyTables::count_known(const std::vector<bool>& frozen) {
   }
 }
 
-// By table. Buckets have nothing to do with each other; changes are put together in their order.
+// By table. Buckets are independent of each other; their changes are joined in the order of
+// buckets.
 std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen) {
   std::vector<KeyChanges> result(tables_.size());
   std::vector<std::vector<KeyCount>> keys(tables_.size());

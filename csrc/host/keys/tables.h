@@ -1,4 +1,5 @@
-// The directories of a collection's dynamic tables, and what its ranks tell each other of their keys.
+// The directories of a collection's dynamic tables, and the data that its ranks exchange about
+// their keys.
 //
 // A rank's arena has, one behind the other: its buckets of every table; what it has seen in its batch, for
 // the owners of the buckets; and what its buckets have given to new keys, for everyone.

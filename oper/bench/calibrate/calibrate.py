@@ -62,11 +62,11 @@ class Sample:
     Attributes:
         work: the workload.
         kind: one of `worker.KINDS`.
-        stats: its access statistics, of other batches.
+        stats: access statistics of the workload, from batches that are not measured.
         wall_us: median of the slowest rank's undisturbed steps.
-        phases_us: float64 [3, W], medians of forward, backward and update in microseconds, waiting
-            left out.
-        bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
+        phases_us: float64 [3, W], medians of forward, backward and update in microseconds, without
+            waiting.
+        bytes_read: bytes read by all ranks per pass, by phase and link; see `planning.bytes_read`.
         quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see `Placements`.
     """
 
@@ -97,7 +97,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts-per-rack", type=whole(1), metavar="N", default=0,
                         help="under torchrun: number of hosts, in the order of their ranks, "
                              "that share an uplink to the others, which is then measured; by "
-                             "default all hosts are connected alike")
+                             "default all hosts are connected equally")
     parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")
@@ -185,7 +185,7 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
     """The workloads of the fit: bags of 1 to 20 ids, narrow and wide rows, widths with and without
-    kernels of their own, few and many tables, uniform and skewed."""
+    specialised kernels, few and many tables, uniform and skewed."""
     def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float,
              batch_size: int = 2048) -> Workload:
         return Workload(num_rows, dim, batch_size * world_size, pooling, exponent)
@@ -228,7 +228,7 @@ def last_level_cache_bytes() -> int:
 
 
 def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, Problem]]:
-    """Plan and problem of each sample; statistics are read once per workload."""
+    """The plan and problem of each sample; statistics are read once per workload."""
     world, problems, found = topology.world_size, dict[Workload, Problem](), []
     for s in samples:
         tables = s.work.tables()
@@ -240,7 +240,7 @@ def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, P
 
 
 def _modelled(stated: Sequence[tuple[Plan, Problem]], topology: Topology) -> list[Evaluation]:
-    """The modelled steps on a machine of equal size."""
+    """The modelled steps of samples on machine `topology`, which has the same number of ranks."""
     machine = make_machine(topology)
     return [evaluate(plan, replace(problem, machine=machine)) for plan, problem in stated]
 
@@ -298,11 +298,11 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
 
 
 def _solve(a: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """x >= 0 that brings x @ a close to 1, and the weighted loss left over.
+    """The x >= 0 for which x @ a is closest to 1, and the remaining weighted loss.
 
-    Squared errors, linear beyond `_LARGE` (Huber 1964) by reweighting. What a byte from memory
-    costs, x[0] + x[1], is held within `_SLOWER` times the bare gather: small workloads do not show
-    it.
+    Squared errors, linear beyond `_LARGE` (Huber 1964) by reweighting. The cost of a byte from
+    memory, x[0] + x[1], is limited to `_SLOWER` times that of the bare gather, because small
+    workloads do not determine it.
 
     Args:
         a: float64 [k, n], modelled / measured.
@@ -343,14 +343,14 @@ def _columns(stated: Sequence[tuple[Plan, Problem]], topology: Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Clock:
-    """What was measured.
+    """The measured times.
 
     Attributes:
-        busy: bool [S, 3, W], phases that have done something.
+        busy: bool [S, 3, W], phases in which a rank did any work.
         phases: float64 [n], microseconds of those.
         steps: float64 [S], microseconds of whole steps.
         num_fixed: float64 [S], calls and barriers of a step.
-        of_phases, of_steps: float64 [n] and [S], weights: what is known less well counts less.
+        of_phases, of_steps: float64 [n] and [S], weights, smaller for less precise measurements.
     """
 
     busy: np.ndarray
@@ -362,7 +362,7 @@ class _Clock:
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> _Clock:
-        """What `samples` say."""
+        """The measured times of `samples`."""
         phases = np.array([s.phases_us for s in samples])
         busy = phases > _IDLE_US
         pushes = np.array(["push" in s.kind for s in samples])

@@ -1,4 +1,4 @@
-"""What an exchange between hosts costs a rank, and ``oper calibrate`` on several hosts at once.
+"""The costs of an exchange between hosts, and ``oper calibrate`` on several hosts.
 
 Processes on one machine exchange over its loopback interface: real processors, copies and system
 calls, but no wire. The bandwidth of real links is measured by `oper.shmem.group.links`.

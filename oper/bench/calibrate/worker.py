@@ -1,4 +1,5 @@
-"""What every rank does for ``oper calibrate``: gathers, and steps under given placements."""
+"""The measurements that every rank makes for ``oper calibrate``: gathers, and steps under given
+placements."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ _PATIENCE = 4  # times the rounds asked for, at most
 
 
 def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
-    """The same placement for every table; owners take turns where a table has one."""
+    """A plan with the same placement for every table; if tables have a single owner, the ranks own
+    them in turn."""
     entries = []
     for k, spec in enumerate(tables):
         tiers = tuple(_tiers(kind, k, spec.num_rows, world_size))
@@ -104,7 +106,7 @@ class Placements:
         work: the workload.
         kinds: placements, each one of `KINDS`.
         rounds: see `_rounds`.
-        stats: the file that its statistics are written to.
+        stats: the file to which its statistics are written.
     """
 
     work: Workload
@@ -146,7 +148,7 @@ def _lookup(work: Workload, ids: np.ndarray, group: Group) -> Lookup:
 
 
 def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedTables:
-    """Tables whose pages are all there."""
+    """Open the tables under a plan, with all their pages in memory."""
     tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.01, eps=1e-8),
                            1.0 / group.world_size)
     for spec in tables.specs.values():
@@ -160,7 +162,7 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
 
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
             group: Group, rounds: int) -> dict[str, Any]:
-    """Steps under all plans in turn, so that what disturbs the machine disturbs all of them.
+    """Time steps under all plans in turn, so that disturbances of the machine affect all of them.
 
     After `rounds` turns, more are made until every plan's median is known within `INTERVAL`.
     """
@@ -192,8 +194,9 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
 
 def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
           ) -> tuple[float, list[int], float]:
-    """One step, which all ranks begin together: its seconds, nanoseconds by phase of the runtime's
-    clock, and seconds that this rank was ready to run while other programs had its core."""
+    """Run one step, which all ranks begin together; returns its seconds, nanoseconds by phase of
+    the runtime's clock, and the seconds in which this rank was ready to run but other programs had
+    its core."""
     tables.barrier()
     delayed = _run_delay()
     begin = time.perf_counter()
@@ -204,7 +207,7 @@ def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
 
 
 def _run_delay() -> float:
-    """Seconds that this thread has waited for a core so far; 0 where the kernel does not say."""
+    """Seconds that this thread has waited for a core so far; 0 if the kernel does not report it."""
     try:
         return int(_SCHEDSTAT.read_text(encoding="ascii").split()[1]) / 1e9
     except OSError:
@@ -239,7 +242,8 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
 
 
 def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
-    """GB/s of all ranks together: rows of 256 bytes from memory, and repeated ones from cache."""
+    """GB/s of all ranks together: gathers of rows of 256 bytes from memory, and repeated gathers
+    from cache."""
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
     near = max(1024, cache_bytes // group.world_size // 4 // 256)

@@ -37,7 +37,7 @@ from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
 from oper.train.model import ranks
 
-HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
+HEADER_BYTES = 66  # of a packet: Ethernet, IPv4 and TCP with time stamps
 _SCREENED_STEPS = 3
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
@@ -75,7 +75,7 @@ class Case(OnHosts):
 
 @dataclass(frozen=True, slots=True)
 class _Unsharded:
-    """Shared by the cases of one workload: its unsharded reference model, on rank 0, and the
+    """State shared by the cases of one workload: the unsharded reference model, on rank 0, and the
     results of comparing placements with it."""
 
     checks: Checks
@@ -146,7 +146,7 @@ class _Runner(Run):
 
     def _verify(self, contender: Contender, side: Side) -> bool:
         """Whether a side's numbers are those of the unsharded model; on all ranks. Links are not
-        limited meanwhile: what arrives does not depend on when."""
+        limited meanwhile, since results do not depend on the links' speed."""
         kept = self.unsharded
         if contender.key not in kept.verdicts:
             limit(self.links, False)
@@ -180,10 +180,12 @@ class _Runner(Run):
 
     def _screen(self, every: list[Contender], planned: Planned, problem: Problem | None
                 ) -> dict[str, float]:
-        """Milliseconds of everybody's fastest step of a few; who is far behind is closed.
+        """Milliseconds of each contender's fastest step of a few; contenders that are far behind
+        are closed.
 
-        The first steps on links that have just been limited may send in one direction after the
-        other. A contender that cannot be built is left out with the reason.
+        The fastest step counts because the first steps on links that have just been limited may
+        send first in one direction, then in the other. A contender that cannot be built is left out
+        with the reason.
         """
         found: dict[str, float] = {}
         for contender in list(every):
@@ -201,8 +203,8 @@ class _Runner(Run):
         return found
 
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
-        """Open sides that are not going to be timed. OPER's, in parts too, and TorchRec's best
-        always are."""
+        """Open sides that will not be timed. OPER's side (also with micro-batches) and TorchRec's
+        best are always timed."""
         limit = _TIMED_SHARE * min(screened.values())
         theirs = {n: ms for n, ms in screened.items() if n.startswith("torchrec-")}
         near = _NEAR_SHARE * min(theirs.values(), default=0.0)
@@ -210,7 +212,8 @@ class _Runner(Run):
                 and not theirs.get(n, math.inf) <= near]
 
     def _open(self, contender: Contender, problem: Problem | None) -> str:
-        """Build a side and compare it; why that is not possible, on all ranks alike."""
+        """Build and verify a side; returns the reason if that is not possible, the same on all
+        ranks."""
         reason, side, extra = "", None, None
         try:
             side, extra = contender.build(self.work, self.case.objective,
@@ -232,14 +235,14 @@ class _Runner(Run):
             return reason
         if not self.trains:
             side.gradient = torch.empty(0)
-        elif not self.case.whole_model:  # whose loss gives the gradient
+        elif not self.case.whole_model:  # the loss of a whole model gives the gradient
             self.set_gradient([side], self.given[0])
         self.sides[contender.name] = side
         contender.placed = side.plan.get("tables")
         self._verify(contender, side)
         if side.pipeline is not None:
             side.pipeline.num_parts, run, step = None, self._call(side), 0
-            while side.pipeline.num_parts is None:  # it measures how many
+            while side.pipeline.num_parts is None:  # it first measures which number is fastest
                 run(step)
                 step += 1
         return ""
@@ -263,7 +266,7 @@ class _Runner(Run):
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _wire(self, contender: Contender) -> dict[str, Any]:
-        """What OPER's step sends: as every host's interface counts it, and as simulated."""
+        """Bytes that OPER's step sends: as counted by every host's interface, and as simulated."""
         run = self._call(self.sides["oper"])
         is_first = self.rank % self.links.ranks_per_host == 0
         dist.barrier()

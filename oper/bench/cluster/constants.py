@@ -1,9 +1,9 @@
 """The constants of an emulated cluster, measured on it and given to the planners.
 
-What a rank costs by itself comes from ``oper calibrate`` (processes that share this machine). Here
-are measured, by all ranks at once: how much slower a rank computes because ranks outnumber cores;
-what a phase of an exchange and a byte cost a rank on links without limit; and what the links carry
-with their limits, all hosts sending and receiving at once, headers and congestion included.
+The costs of a single rank come from ``oper calibrate`` (processes that share this machine). This
+module measures, with all ranks at once: how much slower a rank computes because ranks outnumber
+cores; the costs of a phase of an exchange and of a byte on links without limit; and the bandwidth
+of the limited links while all hosts send and receive, headers and congestion included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
 
     Args:
         links: the cluster's hosts and link rates.
-        constants: of processes that share this machine, the text that ``oper calibrate`` writes.
+        constants: constants of processes that share this machine, as the text written by ``oper
+            calibrate``.
         memory_bytes: memory of each rank for rows and buffers.
 
     Returns:
@@ -85,8 +86,8 @@ def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | Non
 
 @functools.lru_cache(maxsize=8)
 def _unlimited(links: Links, base: int) -> dict[str, float]:
-    """Costs of a rank that do not depend on the limits; measured once per limit all the same, which
-    takes a second and shows what the machine does at the time."""
+    """Costs of a rank that do not depend on the limits. They are measured again for every limit,
+    which takes a second and records the state of the machine at that time."""
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)
@@ -97,7 +98,7 @@ def _unlimited(links: Links, base: int) -> dict[str, float]:
 
 
 def _gather_s(takes_part: bool) -> float:
-    """Seconds until all ranks that gather rows have done so. Collective."""
+    """Seconds until all ranks that gather rows have finished. Collective."""
     rows, at = torch.ones(1 << 17, 64), torch.randint(0, 1 << 17, (1 << 15,))
     gather(None)
     begin = time.perf_counter()

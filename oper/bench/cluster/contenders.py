@@ -181,10 +181,10 @@ def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: D
 
 @functools.lru_cache(maxsize=1)
 def _collection(work: Workload) -> Any:
-    """The tables that all sides of OPER's runtime copy their rows from. Collective.
+    """The tables from which all sides of OPER's runtime copy their rows. Collective.
 
-    All ranks are on one machine and map one piece of rank 0's memory: a copy each, of sixteen
-    ranks, would not fit. It has no name that could outlive them.
+    All ranks are on one machine and map the same memory of rank 0, because a copy for each of
+    sixteen ranks would not fit. The memory has no name that could outlive the processes.
     """
     collection = make_collection(work, "meta")
     bags = collection.embedding_bags.values()

@@ -1,4 +1,5 @@
-"""``oper bench cluster``: plans executed on emulated hosts, beside peers' plans and TorchRec."""
+"""``oper bench cluster``: plans executed on emulated hosts, compared with other planners' plans and
+with TorchRec."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 
 def _alone(args: argparse.Namespace) -> str:
-    """What processes that share this machine cost, as the text of a topology file."""
+    """The constants of processes that share this machine, as the text of a topology file."""
     if args.constants:
         return as_toml(Topology.from_toml(args.constants))
     if args.quick:

@@ -102,7 +102,7 @@ class LinkChange(OnHosts):
 
 
 class _Run(Run):
-    """The case as one rank runs it."""
+    """One rank's run of the case."""
 
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)
@@ -126,7 +126,7 @@ class _Run(Run):
 
     def train(self, side: Side, watch: Replanner, num_steps: int,
               until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
-        """Train and watch; what the watch has told. Collective."""
+        """Train under `oper.Replanner`; returns its events. Collective."""
         events = []
         for _ in range(num_steps):
             taken = record.elapsed(functools.partial(self.step, side, len(self.step_ms)))

@@ -104,8 +104,8 @@ class OnHosts:
 
     @property
     def shape(self) -> tuple[int, int, bool, float]:
-        """Equal for cases that can share processes and namespaces; the rates of links may change
-        between such cases."""
+        """A key that is equal for cases that can share processes and namespaces; the rates of links
+        may change between such cases."""
         links = self.links
         return links.num_hosts, links.ranks_per_host, links.uplink_mbits > 0, links.host_0_cpu
 
@@ -128,11 +128,11 @@ def check_possible() -> None:
     """Raise OperError, with the reason, if namespaces cannot be created."""
     if reason := why_not():
         raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
-                        f"{reason}; run it as root, e.g. by sudo, or in a virtual machine")
+                        f"{reason}; run it as root, e.g. with sudo, or in a virtual machine")
 
 
 def _run(*words: str) -> str:
-    """What a command prints; raises OperError with its message where it fails."""
+    """Run a command and return what it prints; raises OperError with its message if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OperError("cannot emulate a cluster", "command", " ".join(words), "exit code 0",

@@ -44,7 +44,8 @@ def to_parquet(logs: list[str], target: str, options: dict[str, Any]) -> dict[st
 
 
 def _parse_by_pyarrow(log: str) -> int:
-    """Rows of a log, each field read as an integer or a text and dropped."""
+    """Number of rows of a log, after every field was parsed into an integer or a string and
+    discarded."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -57,7 +58,7 @@ def _parse_by_pyarrow(log: str) -> int:
 
 
 def _parse_by_polars(log: str) -> int:
-    """As `_parse_by_pyarrow`; every value of every column is asked for."""
+    """As `_parse_by_pyarrow`; every value of every column is requested."""
     import polars as pl
 
     types = {n: pl.String if n[0] == "C" else pl.Int64 for n in _FIELDS}
@@ -102,10 +103,12 @@ def log_file(folder: Path, num_rows: int) -> Path:
 
 
 def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Text to Parquet, in one process with one thread, beside the fastest library's one-pass parse.
+    """Text to Parquet, in one process with one thread, compared with one parsing pass of the
+    fastest library.
 
-    ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parse reads the same
-    file into integers and texts and drops them; the fastest library is determined on a short log.
+    ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parsing pass reads the
+    same file into integers and strings and discards them; the fastest library is determined on a
+    short log.
     """
     log = str(log_file(folder, num_rows))
     megabytes = os.path.getsize(log) / 1e6
@@ -215,7 +218,8 @@ def _count(counter: TableCounter, ids: np.ndarray) -> None:
 
 
 def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
-    """A table of 10^9 rows, counted beyond its memory budget, in a process of its own."""
+    """Counting of a table of 10^9 rows with a memory budget smaller than the counts, in a separate
+    process."""
     path = folder / "sketch.npz"
     found = child.call(_count_sketched, num_ids, str(path))
     path.unlink()
@@ -228,8 +232,8 @@ def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
 
 
 def _count_sketched(num_ids: int, path: str) -> list[float]:
-    """Seconds of counting; how often the hottest id was met, truly and as counted; ids counted;
-    whether all were counted exactly; and rows touched."""
+    """Seconds of counting; the true and the counted frequency of the hottest id; number of ids
+    counted; whether all were counted exactly; and number of distinct rows."""
     counter, spent, top = TableCounter("t", 10**9, dense=False), 0.0, 0
     hot = int(power_law_ids(10**9, 1, 50.0, np.random.default_rng(0))[0])
     for k in range(0, num_ids, 1 << 20):

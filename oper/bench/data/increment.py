@@ -22,7 +22,8 @@ _DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
 
 
 def increment(num_rows: int, folder: Path) -> dict[str, Any]:
-    """A second day with the first one's vocabulary, against preprocessing both days from scratch.
+    """Preprocessing a second day with the first day's vocabulary, compared with preprocessing both
+    days from scratch.
 
     The days are the halves of one log whose hot values change. ``ratio_time`` is the median of some
     rounds in which both ways take turns, each in a process with one thread. ``verified``: every
@@ -92,7 +93,8 @@ def _rows_stay(old: Path, new: Path) -> bool:
 
 
 def _looked_up(old: Path, new: Path) -> bool:
-    """Whether one log has the same rows by two vocabularies except for those that only one knows.
+    """Whether a log preprocessed with two vocabularies has the same rows, except for values that
+    only one of them contains.
     """
     first, second = Folder.open(old), Folder.open(new)
     if [p.name for p in first.parts("train")] != [p.name for p in second.parts("train")]:

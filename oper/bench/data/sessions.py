@@ -74,7 +74,7 @@ class Steps:
     """Steps on the batches of a preprocessed log, in full and with equal bags once.
 
     Attributes:
-        folder: of the log.
+        folder: folder of the log.
         batch_size: samples of a rank's batch.
     """
 

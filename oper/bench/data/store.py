@@ -1,4 +1,4 @@
-"""The case ``store`` of ``oper bench data``: through an S3-compatible store and back."""
+"""The case ``store`` of ``oper bench data``: preprocessing from and into an S3-compatible store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUCKET = "oper-bench"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3-compatible server on this machine, and a bucket's URL in it, which names the server.
+    """An S3-compatible server on this machine; yields the URL pattern of a bucket on it.
 
     Raises:
         MissingDependencyError: moto is not installed.

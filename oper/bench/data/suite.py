@@ -59,7 +59,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 def configure(parser: argparse.ArgumentParser) -> None:
     """The benchmark's own arguments."""
     parser.add_argument("--folder", metavar="DIR",
-                        help="keep generated logs here and use those that are there (default: a "
+                        help="keep generated logs here, and reuse those already here (default: a "
                              "temporary folder)")
 
 

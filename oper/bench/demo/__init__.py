@@ -1,1 +1,1 @@
-"""One log through all stages, beside TorchRec and the unsharded model."""
+"""One log through all stages, compared with TorchRec and the unsharded model."""

@@ -49,7 +49,8 @@ def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; 1 when OPER's numbers differ from the unsharded model's."""
     if args.rows is not None and args.data:
         raise UsageError("cannot run the demo", "--rows", args.rows,
-                         "nothing with --data, whose log has its own", "leave one out")
+                         "no value with --data, whose log has a fixed number of rows",
+                         "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
     made = demo(args, folder)
@@ -125,7 +126,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stage(number: int, name: str) -> Iterator[None]:
-    """Tells on stderr what runs and how long it took."""
+    """Reports on stderr which stage runs and how long it took."""
     print(f"[{number}/6] {name}", file=sys.stderr, flush=True)
     began = time.monotonic()
     yield

@@ -43,7 +43,7 @@ class Training:
 
     Attributes:
         folder: the demo's folder, where results to compare are written.
-        seed: of the initial weights and the order of the log.
+        seed: seed of the initial weights and of the order of the log.
         world_size: ranks.
         checked_steps: number of steps after which logits and weights are compared.
         num_steps: number of steps in all.

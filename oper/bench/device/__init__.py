@@ -1,1 +1,1 @@
-"""Kernels on one GPU, beside those of torch and fbgemm."""
+"""Kernels on one GPU, compared with those of torch and fbgemm."""

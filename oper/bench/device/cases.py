@@ -1,7 +1,7 @@
 """Shared code of the benchmarks on a device: workloads, inputs, clocks, minimal bytes.
 
-One process and one device: `DeviceTables` beside torch's and fbgemm's kernels on the same tables
-and ids. On a CPU device the same code runs on small cases, for tests.
+One process and one device: `DeviceTables` is compared with torch's and fbgemm's kernels on the same
+tables and ids. On a CPU device the same code runs on small cases, for tests.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DeviceCase:
     Attributes:
         name: for the record.
         work: the workload; `Workload.batch_size` samples on the one device.
-        dtype: of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
+        dtype: type of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
         num_batches: distinct batches that are timed in turn.
         rounds, per_round: see `record.interleave`.
         copy_bytes: size of the copy by which the bandwidth is measured.
-        device: where it runs.
+        device: the device on which it runs.
     """
 
     name: str
@@ -65,7 +65,7 @@ def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
 
 def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
               memory: str = "device") -> Plan:
-    """Each table's head, as a list of ids, and its tail, in that memory."""
+    """A plan with each table's head, as a list of ids, and its tail in memory `memory`."""
     entries = []
     for t, head in zip(case.tables(), heads, strict=True):
         tiers = [Tier(0, head.size, placement, (0,))]
@@ -80,7 +80,7 @@ class Inputs:
     """A batch on the device.
 
     Attributes:
-        lookup: for `DeviceTables`.
+        lookup: the batch for `DeviceTables`.
         by_table: ids of each table, int64 [B * pooling].
         offsets: int64 [T * B + 1], bounds of all bags.
         distinct_rows: distinct (table, row) pairs.
@@ -134,7 +134,7 @@ class Clock:
         self._delay = getattr(torch.cuda, "_sleep", None) if device.type == "cuda" else None
 
     def wait(self) -> None:
-        """Wait until everything launched has finished."""
+        """Wait until all launched work has finished."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -49,9 +49,11 @@ class Side:
     """A contender.
 
     Attributes:
-        forward: pooled rows of a batch, in any layout; tables are updated in its backward pass.
-        rows: [n, D] of a table by ids, for comparison; None if it has no access to them.
-        tolerance: of its pooled rows, relative to the largest one.
+        forward: function that returns the pooled rows of a batch, in any layout; its backward pass
+            updates the tables.
+        rows: function that returns rows [n, D] of a table by ids, for comparison; None if they are
+            not accessible.
+        tolerance: allowed error of its pooled rows, relative to the largest number.
     """
 
     forward: Callable[[Inputs], torch.Tensor]
@@ -59,7 +61,7 @@ class Side:
     tolerance: float = 1e-5
 
     def lookup(self, inputs: Inputs) -> torch.Tensor:
-        """Without gradient."""
+        """Pooled rows of a batch, without gradient."""
         with torch.no_grad():
             return self.forward(inputs)
 
@@ -99,7 +101,7 @@ def torch_side(case: DeviceCase, device: torch.device) -> Side:
 
 @functools.cache
 def has_fbgemm() -> bool:
-    """Whether fbgemm_gpu can be imported, from `FBGEMM_ENV` too.
+    """Whether fbgemm_gpu can be imported, if necessary from the folder that `FBGEMM_ENV` names.
 
     Raises:
         InvalidInputError: the folder that `FBGEMM_ENV` names has no such package.
@@ -124,7 +126,7 @@ def fbgemm_side(case: DeviceCase, device: torch.device, location: str = "DEVICE"
     Args:
         case: the case.
         device: where it runs.
-        location: of its rows; see `fbgemm_bags`.
+        location: place of its rows; see `fbgemm_bags`.
     """
     fused = fbgemm_bags(case.work.num_rows, case.work.dim,
                         lambda k: initial_rows(case, k, device), device, location, case.dtype)

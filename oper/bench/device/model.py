@@ -2,9 +2,10 @@
 
 Modelled, not measured. A batch of each workload is replayed through OPER's plan and through
 TorchRec's; the bytes that every rank reads by kind and peer are the runtime's counters, exactly.
-Seconds follow from the published rates of the ``h200-8`` preset: a phase of a rank takes the
-longest of its own memory's, its ingress' and its egress' bytes over their rates, a phase ends with
-its slowest rank. No latency, no congestion, nothing measured on several GPUs goes in.
+Seconds follow from the published rates of the ``h200-8`` preset: for each rank, a phase takes the
+longest of three times: bytes over rate of its own memory, of its ingress and of its egress. A phase
+ends with its slowest rank. Latency and congestion are left out, and nothing was measured on several
+GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Case:
     Attributes:
         name: for the record.
         shape: batch per rank, tables, pooling, dim, dtype and rows per table.
-        exponent: of the ids.
+        exponent: exponent of the ids' power law.
         torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
     """
 

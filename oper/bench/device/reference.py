@@ -24,7 +24,7 @@ class Reference:
 
     Args:
         case: the case.
-        device: where it is computed.
+        device: the device on which it is computed.
         steps: batches that are trained, in order, with `gradient` as the output's gradient.
         gradient: float32 [B, T * D].
     """

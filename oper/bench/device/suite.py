@@ -1,7 +1,8 @@
-"""``oper bench lookup|train --device cuda``: one GPU, OPER beside torch's and fbgemm's kernels.
+"""``oper bench lookup|train --device cuda``: OPER compared with torch's and fbgemm's kernels on one
+GPU.
 
 Times are of the device (events); a floor is the fewest bytes of the phase over the bandwidth of a
-copy measured in the same run. One GPU shows kernels, never the exchange between GPUs.
+copy measured in the same run. One GPU can only show the kernels, not the exchange between GPUs.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def cases(quick: bool, prefix: str) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Case(DeviceCase):
-    """All rows in the device's memory."""
+    """A case with all rows in the device's memory."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Verify and measure; returns the record's entry."""
@@ -140,7 +141,8 @@ class Case(DeviceCase):
 
 @dataclass(frozen=True, slots=True)
 class HostCase(Case):
-    """Most rows in host memory, beside fbgemm's managed memory with and without its cache."""
+    """A case with most rows in host memory, compared with fbgemm's managed memory with and without
+    its cache."""
 
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Every phase of all contenders."""
@@ -253,11 +255,11 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
 
 def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
                plain: dict[str, float]) -> dict[str, float]:
-    """What it adds to a forward pass to find rows by a directory, to read them as peers' rows, and
-    to fetch those once (planning the batch, copying its distinct rows).
+    """Additional time of a forward pass for finding rows through a directory, for reading them as
+    peers' rows, and for fetching peers' rows once (planning the batch, copying its distinct rows).
 
-    Peers are seven more virtual ranks on the same device: this shows the path of the addresses, not
-    a link between devices.
+    Peers are seven more virtual ranks on the same device: this measures the lookup of addresses,
+    not a link between devices.
     """
     found = {}
     tables = open_tables(case, device, with_head_plan(case), trained=False)

@@ -1,1 +1,2 @@
-"""``oper bench train --tables dynamic``: raw keys beside row numbers and TorchRec's maps."""
+"""``oper bench train --tables dynamic``: raw keys compared with row numbers and with TorchRec's
+maps."""

@@ -29,15 +29,15 @@ from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
 
 NUM_TABLES, NUM_KEYS = 26, 50_000
-# Keys per row that is there for them. With eviction in every step: more keys than rows.
+# Keys per available row. Above 1 there are more keys than rows, and every step evicts some.
 LOADS = {"pool1": 0.5, "pool20": 0.5, "pool1-load95": 0.95, "pool1-full": 1.1}
 FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
             "ratio_planned", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
             "evicted_per_step"),)
-EVICTION_INTERVAL = 10  # steps after which a map of TorchRec learns what it has seen
+EVICTION_INTERVAL = 10  # steps between two updates of TorchRec's maps
 _CHECKED_STEPS = 2
-_DISTINCT_BATCHES = 96  # more than steps: a batch that comes again has its keys, and evicts none
-_FILL_BAGS = 4096  # keys of a table and step while the tables are filled
+_DISTINCT_BATCHES = 96  # more than steps: the keys of a repeated batch have rows, so it evicts none
+_FILL_BAGS = 4096  # keys per table and step while the tables are filled
 
 
 def cases(quick: bool) -> list[DynamicCase]:
@@ -51,7 +51,8 @@ def cases(quick: bool) -> list[DynamicCase]:
 
 @dataclass(frozen=True, slots=True)
 class DynamicCase(Case):
-    """One case. The workload's ids are row numbers of the static tables, and make the keys.
+    """One case. The workload's ids are row numbers of the static tables; the raw keys are made from
+    them.
 
     Attributes:
         load: keys per slot.
@@ -61,11 +62,11 @@ class DynamicCase(Case):
 
     @property
     def num_slots(self) -> int:
-        """Rows of a dynamic table that keys may have."""
+        """Number of rows of a dynamic table that are available to keys."""
         return round(max(self.work.num_rows) / self.load)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, fill, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, fill, verify and measure; rank 0 returns the record's entry. Collective."""
         from oper.sharding import shard
 
         run, work = Run(self, progress), self.work
@@ -112,7 +113,7 @@ class DynamicCase(Case):
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
-    """Raw keys of row numbers int64 [tables, n]: any 64 bits, other ones in every table."""
+    """Raw keys for row numbers int64 [tables, n]: 64-bit hashes, different in every table."""
     table = np.arange(ids.shape[0], dtype=np.uint64)[:, None] << np.uint64(40)
     return mix64(ids.astype(np.uint64) ^ table).view(np.int64)
 
@@ -124,7 +125,8 @@ def _step(model: Any, kjt: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run) -> None:
-    """Show all keys to both, a rank its share of them; rows do not change."""
+    """Make the dynamic tables and TorchRec's maps assign rows to all keys, by steps with a gradient
+    of 0, each rank with its share of the keys."""
     flat = replace(work, pooling=1)
     num_keys, columns = max(work.num_rows), len(work.num_rows) * work.dim
     per_rank = -(-num_keys // run.world_size)
@@ -140,7 +142,8 @@ def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run)
 
 
 def _verify(work: Workload, dynamic: Any, gradient: torch.Tensor, run: Run) -> dict[str, Any]:
-    """Outputs and updates of a few steps against records and formulas; a verdict on rank 0."""
+    """Compare outputs and updates of a few steps with the directories' records and the optimizer's
+    formulas; returns a verdict on rank 0."""
     verdict, tables, names = Verdict(), dynamic.tables, list(dynamic.tables.specs)
     gradients = gradient.chunk(run.world_size)
     for number in range(_CHECKED_STEPS):
@@ -186,12 +189,13 @@ def _totals(tables: Any) -> dict[str, int]:
 
 
 class ManagedCollisions:
-    """TorchRec's maps, which learn in every call, and fbgemm's tables behind them, in one process.
+    """TorchRec's managed-collision maps in front of fbgemm's tables, in one process. The maps learn
+    in every call.
 
     Args:
         work: the workload, in keys.
         num_slots: rows of each table.
-        gradient: of a whole batch's output, float32 [B, sum of dims].
+        gradient: gradient of a whole batch's output, float32 [B, sum of dims].
     """
 
     def __init__(self, work: Workload, num_slots: int, gradient: torch.Tensor) -> None:
@@ -214,12 +218,12 @@ class ManagedCollisions:
                                    lambda k: torch.zeros(num_slots, work.dim))
 
     def learn(self, kjt: Any) -> None:
-        """Show the maps keys until they have learnt them."""
+        """Look up keys until the maps have learnt them."""
         for _ in range(EVICTION_INTERVAL):
             self._maps(kjt)
 
     def step(self, kjt: Any) -> None:
-        """Map, look up, update."""
+        """One step: map keys to rows, look them up, update."""
         mapped = self._maps(kjt)
         out = self._tables(mapped.values(), mapped.offsets())
         out.backward(self._gradient)
@@ -228,10 +232,10 @@ class ManagedCollisions:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a table holds between two steps.
+    """The contents of a table between two steps.
 
     Attributes:
-        keys: int64 [n], ascending, those with a row; owners: int64 [n], their rows.
+        keys: int64 [n], keys with a row, ascending; owners: int64 [n], their rows.
         rows: float32 [R, D]; squares: float32 [R], row-wise Adagrad's.
     """
 
@@ -259,10 +263,10 @@ class State:
 
 def compare(verdict: Verdict, work: Workload, before: State, after: State,
             batches: Sequence[tuple[np.ndarray, torch.Tensor]], out: torch.Tensor) -> None:
-    """One table's step.
+    """Compare one table's step with the formulas.
 
     Args:
-        verdict: takes what was found.
+        verdict: records the results.
         work: the workload.
         before, after: the table's state.
         batches: by rank, its keys int64 [B * pooling] and the gradient of its output [B, D].

@@ -1,8 +1,8 @@
 """Quality on logs whose ids drift: dynamic tables, hashing, and the vocabulary of the first day.
 
 Every batch is scored before it is trained on (progressive validation), in the order of time; the
-AUC is that of each day after the first one, averaged over days. The contenders differ in how raw
-keys find rows, and in nothing else.
+AUC is that of each day after the first one, averaged over days. The contenders differ only in how
+raw keys find rows.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class DriftCase:
     """One log.
 
     Attributes:
-        name: of the log.
+        name: name of the log.
         share: rows of a dynamic table for each distinct key of the log.
-        num_seeds: runs of each contender, of initial weights and hashes of their own.
+        num_seeds: runs of each contender, with different initial weights and hashes.
         dim: columns.
         batch_size: samples.
-        num_rows: of the synthetic log.
+        num_rows: rows of the synthetic log.
     """
 
     name: str
@@ -75,7 +75,7 @@ class DriftCase:
     num_rows: int = 60_000
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Score and train on the log; what stands in the record."""
+        """Score and train on the log; returns the record's entry."""
         with tempfile.TemporaryDirectory(prefix="oper-drift-") as folder:
             log = _read(self, Path(folder))
         rows, maps = _contenders(self, log)
@@ -124,7 +124,7 @@ class _Log:
     stats: AccessStats
 
     def keys(self, upto: int) -> list[np.ndarray]:
-        """Keys of each column in the first rows, as many as there are."""
+        """Keys of each column in the first rows."""
         found: list[list[np.ndarray]] = [[] for _ in self.columns]
         for batch in self.batches:
             left = min(upto, batch.labels.numel())
@@ -138,13 +138,14 @@ class _Log:
 
 
 def cases(quick: bool) -> list[DriftCase]:
-    """The synthetic log, and real ones where their files are."""
+    """The synthetic log, and the real ones whose files exist."""
     found = [DriftCase("synthetic"), *(DriftCase(name) for name in _FILES if _files(name))]
     return [DriftCase("synthetic", num_seeds=2, num_rows=8_000)] if quick else found
 
 
 def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
-    """Rows of each column's table, and which row a key has in those that are not dynamic."""
+    """By contender, the number of rows of each column's table and, unless the tables are dynamic,
+    the map from keys to rows."""
     stats = log.stats.tables
     dynamic = [1 + max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
     size, most = _num_bytes(case, HASHED), _num_bytes(case, "lru")
@@ -158,7 +159,8 @@ def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[
 
 
 def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
-    """Bytes of a table of so many rows, its optimizer state and its directory."""
+    """A function of a number of rows: bytes of a table with that many rows, its optimizer state and
+    its directory."""
     rule = RULES.get(contender)
     return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (
         directory_bytes(rows, rule) if rule else 0)
@@ -209,19 +211,19 @@ def _read(case: DriftCase, work: Path) -> _Log:
 
 
 def _hottest(keys: np.ndarray, most: int) -> np.ndarray:
-    """Distinct keys, ascending: all of them, or those that come most often."""
+    """Distinct keys, ascending: all of them, or the most frequent ones."""
     found, counts = np.unique(keys, return_counts=True)
     return np.sort(found[np.argsort(-counts, kind="stable")[:most]])
 
 
 def _number(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Rows of keys: 1 + their place among `known`, 0 for others."""
+    """Rows of keys: 1 + their index in `known`, 0 for others."""
     at = np.minimum(np.searchsorted(known, keys), known.size - 1)
     return np.where(known[at] == keys, at + 1, 0)
 
 
 def _mapped(log: _Log, maps: Sequence[Map]) -> Iterator[Any]:
-    """The batches with row numbers in the place of keys."""
+    """The batches with keys replaced by row numbers."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     for batch in log.batches:

@@ -1,1 +1,1 @@
-"""The planner on modelled machines, beside the planners of other systems."""
+"""The planner on modelled machines, compared with the planners of other systems."""

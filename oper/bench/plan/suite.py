@@ -59,7 +59,7 @@ class Case:
         constants: ``"published"``, GPU machines with published constants; ``"measured"``, CPU
             clusters with those that ``oper calibrate`` measured.
         workload, num_ranks, objective: see `cases`.
-        seed: of tables, machine and search.
+        seed: seed of tables, machine and search.
         torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
         prove_s: seconds for raising the bound of a plan above the target gap; 0 = not at all.
     """

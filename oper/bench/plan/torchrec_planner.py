@@ -29,7 +29,7 @@ def configure_torchrec(parser: argparse.ArgumentParser) -> None:
 
 @functools.cache
 def torchrec_planner(time_limit_s: float) -> TorchRecPlanner | None:
-    """The planner that all cases share; None where its time is 0 or torchrec is not installed."""
+    """The planner that all cases share; None if its time is 0 or torchrec is not installed."""
     if time_limit_s > 0 and importlib.util.find_spec("torchrec"):
         return TorchRecPlanner(time_limit_s)
     return None
@@ -48,7 +48,8 @@ class TorchRecPlanner:
         self._child: Child | None = None
 
     def propose(self, problem: Problem) -> dict[str, Plan]:
-        """Best plan of each of TorchRec's proposers; empty where none came in time or fits."""
+        """The best plan of each of TorchRec's proposers; empty if none was found in time or none
+        fits."""
         found: dict[str, Plan] = {}
         # A child that dies, e.g. for want of memory, keeps what it has sent; the next problem gets
         # another one.
@@ -75,7 +76,8 @@ class TorchRecPlanner:
 
 
 def _serve(pipe: Connection) -> None:
-    """The child: proposals for every problem that comes, None after the last."""
+    """The child process: sends proposals for every problem that it receives, and None after the
+    last one."""
     import logging
     import warnings
 

@@ -114,7 +114,7 @@ def synthetic(num_tables: int, seed: int, exponent: float | None = None) -> Work
 
 
 def giant(seed: int) -> Workload:
-    """One table larger than a rank's memory beside twenty ordinary ones."""
+    """One table larger than a rank's memory, and twenty ordinary ones."""
     rng = np.random.default_rng([seed, 21])
     rows = [400_000_000, *(10 ** rng.uniform(2, 6.5, 20)).astype(np.int64).tolist()]
     return _workload(rows, [128, *rng.choice([32, 64, 128], 20).tolist()], [1.0] * 21,
@@ -128,7 +128,7 @@ def few_tables(seed: int) -> Workload:
 
 
 def drawn(seed: int) -> Workload:
-    """3 to 1,000 tables, few more often than many."""
+    """A random number of tables from 3 to 1,000, small numbers more often than large ones."""
     rng = np.random.default_rng([seed, 3])
     return synthetic(round(10 ** rng.uniform(np.log10(3), 3)), seed)
 

@@ -1,5 +1,5 @@
-"""``oper bench graphs``: graphs over concepts, and what representations of users tell of their
-tastes, from the histories of simulated users."""
+"""``oper bench graphs``: how well graphs over concepts, and representations of users' tastes, are
+recovered from the histories of simulated users."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ NOTE = ("shd: edges to add, to take away and to turn round; rates without direct
 class Case:
     """Simulated users who choose items by their taste for each concept and by their activity.
 
-    Tastes are linear in their causes: ``u = A'u + e``; of concept k a user chooses ``Poisson(mean
-    exp(u_k + a))`` items.
+    Tastes are linear in their causes: ``u = A'u + e``. A user chooses ``Poisson(mean exp(u_k +
+    a))`` items of concept k.
 
     Attributes:
-        name: of the case.
-        num_edges: of a graph on average; 0 = independent concepts.
-        num_concepts: K.
-        num_graphs: random graphs, users of their own each.
-        num_users: of a graph.
+        name: name of the case.
+        num_edges: mean number of edges of a graph; 0 = independent concepts.
+        num_concepts: number of concepts K.
+        num_graphs: number of random graphs, each with its own users.
+        num_users: users per graph.
         mean: items of a concept that a user with u = a = 0 takes on average.
         activity: standard deviation of a.
         noise: range of the standard deviations of e by concept.
@@ -97,16 +97,17 @@ class Case:
 class TastesCase:
     """Representations of simulated users with known tastes, of several models.
 
-    How many items of a concept a user takes is as of `Case`. Which ones is the taste v_k, normal
-    and independent of everything else: an item has a place p, and is taken with a probability
-    in proportion to ``exp(-(p - v_k)^2 / (2 width^2))``. The v are the factors that are looked for.
+    The number of items of a concept that a user takes is drawn as in `Case`. Which items these are
+    depends on the taste v_k, which is normal and independent of everything else: an item at
+    position p is taken with a probability proportional to ``exp(-(p - v_k)^2 / (2 width^2))``. The
+    v are the factors to be recovered.
 
     Attributes:
-        name: of the case.
+        name: name of the case.
         users: their graph, numbers and activity; `num_graphs` seeds, with users of their own each.
-        num_items: of a concept; their places are quantiles of the normal distribution.
-        width: of a taste.
-        epochs: of training.
+        num_items: items per concept; their positions are quantiles of the normal distribution.
+        width: width of a taste.
+        epochs: epochs of training.
     """
 
     name: str
@@ -144,8 +145,8 @@ class TastesCase:
 
 
 def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
-    """Workloads and sizes by name: as many codes as concepts but for MultVAE, whose numbers are
-    codes by themselves."""
+    """Workloads and sizes by name: as many codes as concepts, except for MultVAE, each of whose
+    latent numbers is a code."""
     sizes: Any = {"num_concepts": num_concepts, "hidden": 64, "dim": 16}
     return {"cadvae": ("cadvae", CaDVAEConfig(**sizes)),
             "cadvae, axes": ("cadvae", CaDVAEConfig(**sizes, concepts="axes")),
@@ -156,8 +157,8 @@ def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
 
 
 def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray, np.ndarray]:
-    """Users' interactions; the tastes of users 1, 2, ..., float64 [N, K]; and the mean places of
-    the items of each concept that they have, 0 where they have none, float64 [N, K]."""
+    """Users' interactions; the tastes of users 1, 2, ..., float64 [N, K]; and the mean positions of
+    their items of each concept, 0 if they have none, float64 [N, K]."""
     rng = np.random.default_rng((seed, 12))
     counts = np.minimum(simulate(case.users, seed)[1], case.num_items)
     tastes = rng.normal(size=counts.shape)
@@ -210,11 +211,11 @@ def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fitted(counts: np.ndarray, kind: str) -> torch.Tensor:
-    """The graph that CaD-VAE fits before training, float64 [K, K].
+    """The graph that CaD-VAE fits before training; float64 [K, K].
 
     Args:
-        counts: of a user's items by concept, int64 [N, K].
-        kind: of labels, of `LABELS`.
+        counts: number of a user's items by concept, int64 [N, K].
+        kind: kind of labels, one of `LABELS`.
     """
     held = torch.from_numpy(counts[counts.sum(1) > 0])
     if kind == "shares":
@@ -226,13 +227,14 @@ def fitted(counts: np.ndarray, kind: str) -> torch.Tensor:
 
 
 def compare(truth: np.ndarray, found: np.ndarray) -> dict[str, float]:
-    """How far a graph is from the true one; both bool [K, K], from causes to effects.
+    """Compare a graph with the true one; both bool [K, K], from causes to effects.
 
     Returns:
-        ``shd``: edges to add, to take away and to turn round; ``shd_undirected``: without those to
-        turn round; ``true_positive_rate`` of the true edges and ``false_discovery_rate`` of those
-        found, without directions (nan where there are none); ``false_positive_rate``: of the pairs
-        without a true edge, those with one found.
+        ``shd``: number of edges to add, remove and reverse; ``shd_undirected``: without those to
+        reverse; ``true_positive_rate``: share of the true edges that were found, and
+        ``false_discovery_rate``: share of the found edges that are not true, both without
+        directions (nan if there are none); ``false_positive_rate``: share of the pairs without a
+        true edge for which one was found.
     """
     true_pairs, pairs = (np.triu(a | a.T, 1) for a in (truth, found))
     wrong = int((true_pairs ^ pairs).sum())

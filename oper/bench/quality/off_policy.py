@@ -1,4 +1,5 @@
-"""``oper bench off-policy``: estimators of a policy's value, where the value is known."""
+"""``oper bench off-policy``: estimators of a policy's value, tested where the true value is
+known."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Case:
 
 
 def cases(quick: bool, samples: int = 1000) -> list[Case]:
-    """Simulated logs, and Open Bandit's where they are."""
+    """Simulated logs, and Open Bandit's if their files exist."""
     found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5),
              Case(_RECOMMENDER)]
     if quick:
@@ -77,7 +78,7 @@ def cases(quick: bool, samples: int = 1000) -> list[Case]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Arguments in addition to those of every benchmark."""
     parser.add_argument("--samples", type=whole(1), default=1000, metavar="N",
                         help="bootstrap samples of an interval (default 1000)")
     parser.epilog = ("Open Bandit's logs are looked for in the folder that OPER_DATA names; "
@@ -128,7 +129,8 @@ def _shop_of_tastes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def served_users(rows: int, seed: int) -> SimulatedLog:
-    """A log of popular products, by which EASE is judged; groups are the products' tastes."""
+    """A log of a policy by popularity, from which EASE is evaluated; groups are the products'
+    tastes."""
     suits, target, popular = _shop_of_tastes()
     users, products = suits.shape
     chances = 0.05 + 0.4 * suits

@@ -71,10 +71,10 @@ class DataSet:
     """A data set in the folder named by OPER_DATA.
 
     Attributes:
-        recipe: of ``oper preprocess``.
+        recipe: recipe for ``oper preprocess``.
         files: pattern below the data folder.
         protocols: what is held out and measured, by name.
-        columns: what the protocols need beside the recipe's columns, as ids of texts.
+        columns: columns that the protocols need in addition to the recipe's, as ids of strings.
     """
 
     recipe: str
@@ -217,7 +217,7 @@ class Case:
 
     @property
     def fit(self) -> FitOptions:
-        """How the model is trained, judged by the protocol's metrics."""
+        """How the model is trained, and validated by the protocol's metrics."""
         few = {"epochs": 4, "eval_every": 2} if self.quick else {}
         return dataclasses.replace(MODELS[self.model].fit, metrics=self.under.metrics,
                                    chosen_by=self.under.reported[0], **few)
@@ -264,7 +264,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
                                 "set it to the folder that the logs are in")
     if not seeds and not (found := [case for case in found if seeds_of(case)]):
         raise InvalidInputError("no kept runs to report", "--runs", runs,
-                                "a folder with runs of today's sources and logs",
+                                "a folder with runs of the present sources and logs",
                                 "name it, or train with --seeds 1 or more")
     return found
 
@@ -279,16 +279,16 @@ def seeds_of(case: Case) -> list[int]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Arguments in addition to those of every benchmark."""
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
-                             "report what --runs holds")
+                             "report the runs kept in --runs")
     parser.add_argument("--models", choices=("ablations",), default="",
                         help="ablations: of CDT4Rec alone, its returns x reward head x backbone x "
                              "loss, and its states")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep every training run there, and take those of the same data and "
-                             "sources that are there already")
+                        help="keep every training run in this folder, and reuse kept runs of the "
+                             "same data and source files")
     parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
 
 
@@ -320,7 +320,7 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
 
 
 def _place(case: Case, data: Interactions, seed: int) -> Path | None:
-    """Where the run is kept."""
+    """The file in which the run is kept."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
                       _contents(data), _code(case.model)], sort_keys=True)
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
@@ -342,7 +342,8 @@ def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
 
 @functools.cache
 def _contents(data: Interactions) -> str:
-    """A digest of all that models see of a log: equal counts do not make equal logs."""
+    """A digest of all the data of a log that models use, because logs with equal counts may
+    differ."""
     arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
@@ -351,7 +352,7 @@ def _contents(data: Interactions) -> str:
 
 @functools.cache
 def training_sources(model: str) -> list[Path]:
-    """The sources that train and rank a model: kept runs are of these."""
+    """The source files that train and rank a model; kept runs are valid for these sources only."""
     found = {f"oper.rl_rec.{name}" for name in _TRAINS}
     left = [type(MODELS[model].config).__module__,
             f"oper.rl_rec.{_BUILT_WITH.get(model, 'harness')}"]

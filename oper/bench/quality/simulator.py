@@ -64,9 +64,9 @@ class Case:
 
     Attributes:
         name: ``SHOP-GRADE``.
-        grade: of the log.
-        num_logged: visits in it.
-        num_served: visits of every policy, by the same customers.
+        grade: grade of the policy that made the log.
+        num_logged: visits in the log.
+        num_served: visits that every policy serves, by the same customers.
         steps: gradient steps of a training.
         num_seeds: trainings.
         weights: folder of VirtualTaobao's weights; None = a shop of random networks.
@@ -121,15 +121,15 @@ def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | N
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Arguments in addition to those of every benchmark."""
     parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train from seeds 1..N (default 3)")
     parser.add_argument("--weights", metavar="DIR",
                         help="VirtualTaobao's three weight files; without it a shop of random "
                              "networks")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep what is served in the case retention after every seed, and take "
-                             "what is there already of the same sources")
+                        help="keep the results of each seed of the case retention in this folder, "
+                             "and reuse kept ones of the same source files")
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class RetentionCase(Case):
     runs: str | None = None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Log, train and serve; a seed has a log of its own. What stands in the record."""
+        """Log, train and serve, with a separate log for each seed; returns the record's entry."""
         shop = shop_of(self.weights, Returning())
 
         def serve(policy: Policy) -> np.ndarray:
@@ -189,8 +189,9 @@ class RetentionCase(Case):
 
     def _learn(self, shop: Shop, serve: Callable[[Policy], np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes of the policies learned from a seed's log, by name. For CDT4Rec also the returns
-        ``asked`` for, the mean clicks ``answered``, and whether a second run ``repeated`` them."""
+        """Outcomes of the policies learned from a seed's log, by name. For CDT4Rec also ``asked``:
+        the requested returns, ``answered``: the mean clicks reached, and ``repeated``: whether a
+        second run gave the same."""
         config = SIMULATOR_CONFIG()
         plain = replace(config, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
@@ -214,7 +215,7 @@ class RetentionCase(Case):
             "repeated": np.array((again[CLICKS] == answers[chosen][CLICKS]).all())}
 
     def _place(self, seed: int) -> Path | None:
-        """Where a seed's outcomes are kept."""
+        """The file in which a seed's outcomes are kept."""
         about = {**asdict(self), "num_seeds": seed, "runs": None}
         sources = sorted(str(m.__file__) for n, m in sys.modules.items()
                          if n.startswith("oper.rl_rec.") or n == __name__)
@@ -235,7 +236,7 @@ def _outcome(episodes: Episodes) -> np.ndarray:
 def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict[str, Any]:
     """Clicks and visits per customer, with intervals over customers and seeds, by policy.
 
-    A policy that learns nothing has served once, and is the same for every seed.
+    A policy that learns nothing serves once; its results are used for every seed.
     """
     every = {name: np.stack(runs, axis=1) for name, runs in served.items()}  # [3, seeds, N]
     clicks = {name: np.tile(x[CLICKS], (num_seeds // x.shape[1], 1)) for name, x in every.items()}
@@ -249,7 +250,7 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
 
 def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]
              ) -> dict[str, Any]:
-    """How the served return follows the one that was asked for: by seed and quantile."""
+    """How the served return depends on the requested one, by seed and quantile."""
     orders = []
     for wanted, got in zip(asked, answered, strict=True):
         _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal

@@ -1,4 +1,4 @@
-"""The client of the serving benchmark: LoadGen in a process of its own, over HTTP.
+"""The client of the serving benchmark: LoadGen in a separate process, over HTTP.
 
 Queries are issued by LoadGen (C++), on its own schedule: a slow server does not slow arrivals down.
 The Python part sends bytes prepared before the run and notes when an answer is complete; answers
@@ -85,7 +85,8 @@ class LoadClient(Child):
         self.wait(_ANSWER_S)
 
     def learn(self) -> np.ndarray:
-        """Send all queries one by one and keep the scores as those of the present weights.
+        """Send all queries one by one and keep the scores as the expected ones of the current
+        weights.
 
         Sets alternate: odd and even epochs have their own.
 
@@ -96,7 +97,7 @@ class LoadClient(Child):
         return scores
 
     def start(self, settings: loadgen.Settings) -> None:
-        """Begin a run; returns when its first request is on its way."""
+        """Begin a run; returns when its first request has been sent."""
         self.ask("run", settings)
 
     def finish(self, seconds: float) -> Seen:
@@ -112,7 +113,7 @@ class LoadClient(Child):
 
 @dataclass(slots=True)
 class _Query:
-    """One of LoadGen's queries on its way."""
+    """One of LoadGen's queries in flight."""
 
     number: int
     index: int
@@ -121,7 +122,7 @@ class _Query:
 
 
 class _Line:
-    """A connection with at most one query on it."""
+    """A connection with at most one query in flight."""
 
     def __init__(self, place: tuple[str, int]) -> None:
         self.socket = socket.create_connection(place, _PATIENCE_S)
@@ -134,12 +135,13 @@ class _Line:
         self._whole = 0
 
     def send(self, query: _Query, data: bytes) -> None:
-        """Put a query on the line; raises OSError."""
+        """Send a query over the connection; raises OSError."""
         self.query, self._got, self._whole = query, b"", 0
         self.socket.sendall(data)
 
     def read(self) -> bytes | None:
-        """The answer, head and all, once it is whole; raises OSError when the line is cut."""
+        """The answer with its headers, once it is complete; raises OSError if the connection is
+        closed."""
         part = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
         if not part:
             raise ConnectionError("closed by the server")
@@ -153,7 +155,7 @@ class _Line:
 
 
 def _field(head: bytes, name: bytes) -> bytes:
-    """A header's value as `oper.serve.connection` writes it; nothing when there is none."""
+    """A header's value as `oper.serve.connection` writes it; empty if there is none."""
     return head.partition(b"\r\n" + name + b": ")[2].partition(b"\r\n")[0]
 
 
@@ -201,7 +203,7 @@ class _Sender:
         epochs = {epoch for _, epoch in found}
         if len(epochs) != 1:
             raise OperError("cannot learn the scores", "epochs", sorted(epochs), "one",
-                            "publish nothing meanwhile")
+                            "do not publish during this call")
         scores = np.stack([s for s, _ in found])
         self._expected[epochs.pop() % 2] = scores
         return scores
@@ -239,7 +241,7 @@ class _Sender:
             self._send()
 
     def _send(self) -> None:
-        """Send what waits, as far as there are connections."""
+        """Send waiting queries, as long as there are connections."""
         while self._waiting and (line := self._line()) is not None:
             query = self._waiting.popleft()
             self._asked[line.worker] += 1
@@ -250,8 +252,8 @@ class _Sender:
                 self._cut(line, error)
 
     def _line(self) -> _Line | None:
-        """An idle connection to the worker with the fewest queries; a new one where that worker has
-        a query in hand, as long as there may be more."""
+        """An idle connection to the worker with the fewest queries; a new one if that worker has a
+        query in flight and more connections are allowed."""
         line = min(reversed(self._idle), key=lambda x: self._asked[x.worker], default=None)
         if line is not None and (not self._asked[line.worker] or len(self._lines) >= self._most):
             self._idle.remove(line)
@@ -268,7 +270,7 @@ class _Sender:
         return line
 
     def _cut(self, line: _Line, error: Exception | None = None) -> None:
-        """A connection has ended; its query goes another way."""
+        """Drop a connection that has ended, and send its query again over another one."""
         self._poll.unregister(line.socket)
         del self._lines[line.socket.fileno()]
         line.socket.close()
@@ -279,7 +281,7 @@ class _Sender:
             self._later(line.query, error)
 
     def _later(self, query: _Query, error: Exception | str) -> None:
-        """Send a query again in a moment, unless it has been long enough on its way."""
+        """Send a query again after a moment, unless its time is over."""
         query.lost += 1
         now = time.monotonic()
         if now - query.begin > _PATIENCE_S:
@@ -336,13 +338,13 @@ def same(scores: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def _scores(answer: bytes) -> tuple[np.ndarray, int]:
-    """Scores and epoch of an answer, head and all; raises OperError."""
+    """Scores and epoch of an answer, given with its headers; raises OperError."""
     from oper.serve.wire import HEADER_LENGTH, decode_scores
 
     head, _, body = answer.partition(b"\r\n\r\n")
     length = _field(head + b"\r\n", HEADER_LENGTH.encode())
     if not head.startswith(b"HTTP/1.1 200 ") or not length:
-        raise OperError("the server does not score", "answer", answer[:200], "scores",
+        raise OperError("the server returned no scores", "answer", answer[:200], "scores",
                         "see its log above")
     return decode_scores(body, int(length))
 

@@ -33,10 +33,10 @@ from oper.errors import InvalidInputError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
 
-_LATE_S = 30.0  # that the last changes may take to be served
-_RATE = 0.02  # of learning: about a tenth of a row
+_LATE_S = 30.0  # time limit for the last changes to be in service
+_RATE = 0.02  # learning rate; a step changes a row by about a tenth
 _PERCENTILES = (50, 90, 99)
-_NICE = 10  # of the training process, which shares the cores
+_NICE = 10  # niceness of the training process, which shares the cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class DeltaCase:
     Attributes:
         name: for the record.
         served: the model that is trained and served.
-        workers: of the server.
+        workers: workers of the server.
         rate: requests per second.
         deltas: number of deltas to serve.
         every_s: seconds between two steps.
         changed: share of each table's rows that a step changes.
-        rounds: rounds under load, each with equally many steps of the model that is not served and
-            of the one that is. A percentile is the median of the rounds' own, which a single stall
-            of the machine does not affect. At most `deltas`.
+        rounds: rounds under load, each with the same number of steps of the model that is not
+            served and of the one that is; at most `deltas`. A percentile is the median over the
+            rounds' percentiles, which a single stall of the machine does not affect.
         wholes: publications of all weights, for comparison.
         apart: give the server the last core for itself, and training and client the others.
     """
@@ -76,7 +76,7 @@ class DeltaCase:
                                     "ask for fewer rounds or more deltas")
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, serve and compare; what stands in the record."""
+        """Train, serve and compare; returns the record's entry."""
         with tempfile.TemporaryDirectory(prefix="oper-bench-deltas-") as name:
             progress("starting a training process and the server")
             run = str(Path(name) / "run")
@@ -100,10 +100,10 @@ class DeltaCase:
 
 @dataclass(slots=True)
 class _Phase:
-    """Requests of one phase, and the memory that the server took meanwhile."""
+    """Requests of one phase, and the growth of the server's memory during it."""
 
     seen: Seen
-    growth_bytes: float  # of the supervisor at its peak
+    growth_bytes: float  # of the supervisor's peak memory
 
 
 @dataclass(slots=True)
@@ -117,13 +117,13 @@ class _Live:
     client: LoadClient
 
     def train(self, steps: int, is_served: bool) -> tuple[_Phase, int]:
-        """Train that many steps under load; also the bytes of the deltas."""
+        """Train that many steps under load; returns the phase and the bytes of the deltas."""
         self.trainer.send("run", steps, is_served)
         phase = self.load(steps * self.case.every_s)
         return phase, int(self.trainer.wait())
 
     def load(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> _Phase:
-        """Requests for so long."""
+        """Send requests for that many seconds while `meanwhile` runs."""
         reset_peak(self.host.pid)
         before = peak_rss_mb(self.host.pid)
         self.client.start(loadgen.Settings(
@@ -135,7 +135,7 @@ class _Live:
 
 @contextlib.contextmanager
 def _on(cores: list[int]) -> Iterator[None]:
-    """Processes that are started inside the block run on these cores."""
+    """A block in which started processes run on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -235,10 +235,11 @@ def _wait(is_done: Callable[[], bool]) -> None:
 
 
 class _Check:
-    """Applies the deltas of a run again, to a publication that nobody else reads.
+    """Applies the deltas of a run again, to a publication without other readers.
 
     Attributes:
-        moved: least that a delta has changed the scores of a query, the most of its candidates.
+        moved: the smallest change that a delta made to a query's scores, where the change of a
+            query is the largest over its candidates.
     """
 
     def __init__(self, case: DeltaCase, folder: Path) -> None:
@@ -287,7 +288,7 @@ class _Check:
         return self._model.predict(self._case.served.query(index))[0]
 
     def sums(self) -> dict[str, int]:
-        """Checksums of what the deltas have made."""
+        """Checksums of the weights after all deltas."""
         return _sums(self._publication.name)
 
     def whole(self, checkpoint: str) -> dict[str, int]:
@@ -302,7 +303,7 @@ class _Check:
 
 
 def _sums(name: str) -> dict[str, int]:
-    """Checksums of all that the readers of a publication see."""
+    """Checksums of all segments that the readers of a publication see."""
     from oper.shmem.publication.reader import Reader
 
     reader = Reader(name)
@@ -352,7 +353,7 @@ class _Run:
 
 
 def _train(control: Any, case: DeltaCase, place: str) -> None:
-    """Train, and save what is asked for, until the other end of `control` closes."""
+    """Execute commands to train and save, until the other end of `control` closes."""
     import torch
 
     import oper
@@ -372,7 +373,7 @@ def _train(control: Any, case: DeltaCase, place: str) -> None:
 
 
 def _step(model: Any, case: DeltaCase, step: int) -> None:
-    """Change a share of the rows by the runtime's own update, and a parameter beside them."""
+    """Change a share of the rows by the runtime's own update, and one dense parameter."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

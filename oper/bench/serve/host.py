@@ -1,4 +1,4 @@
-"""The running server of the serving benchmark, in a process of its own, and the commands to it."""
+"""The running server of the serving benchmark, in a separate process, and the commands to it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Publication:
     """One change of a training run in service.
 
     Attributes:
-        step: of the run.
-        seconds: that reading, checking and publishing it have taken.
-        lag_s: from the step to its weights in service.
+        step: step of the run.
+        seconds: time for reading, checking and publishing it.
+        lag_s: time from the step until its weights are in service.
     """
 
     step: int
@@ -60,20 +60,21 @@ class Publication:
 class Host(Child):
     """``oper.serve.Server`` with a published model whose weights alternate between two sets.
 
-    Odd epochs are set A, the float32 model; even ones set B: all rows negated and the last bias
-    moved, so that a mixture of both sets gives the scores of neither.
+    Odd epochs are set A, the float32 model. Even ones are set B: all rows negated and the last bias
+    changed, so that a mixture of both sets gives the scores of neither.
 
     Args:
         served: the model.
-        workers: of the server.
+        workers: workers of the server.
         run: folder of a training run's checkpoints, whose weights are served instead.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
-            each worker, which nothing can be published to.
+            each worker, to which nothing can be published.
 
-    Commands, see `Child.ask`: ``publish`` of the other set of weights, or of a checkpoint, gives a
-    `Swap`; ``follow`` begins to publish what the training run saves, ``stop_following`` ends it,
-    ``followed`` gives a `Publication` each; ``pids`` of the workers; ``counts`` of the server;
-    ``memory`` and ``publication``, the bytes and the name of its weights.
+    Commands, see `Child.ask`: ``publish`` publishes the other set of weights, or a checkpoint, and
+    returns a `Swap`; ``follow`` starts publishing everything that the training run saves,
+    ``stop_following`` ends this, and ``followed`` returns one `Publication` for each; ``pids``
+    returns the workers' process ids, ``counts`` the server's counters, ``memory`` the bytes of its
+    weights and ``publication`` their name.
     """
 
     def __init__(self, served: ServeWork, workers: int, run: str = "", kind: str = "oper") -> None:
@@ -102,7 +103,8 @@ def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
 
 
 class _Following(Follower):
-    """Follows a training run as ``oper serve --watch`` does, and notes what it costs."""
+    """Follows a training run as ``oper serve --watch`` does, and records the time that this
+    takes."""
 
     def __init__(self, server: Server, run: str) -> None:
         super().__init__(lambda: Path(run), in_service=False)  # published whole first
@@ -117,7 +119,7 @@ class _Following(Follower):
             self._server.follow(self)
 
     def changes(self) -> Iterator[Change]:
-        """Notes when the reading of each begins."""
+        """The changes; records when the reading of each begins."""
         self._began = time.time()
         for change in super().changes():
             yield change
@@ -125,7 +127,7 @@ class _Following(Follower):
             self._began = time.time()
 
     def applied(self, change: Change) -> None:
-        """It is in service now."""
+        """Record that a change is in service."""
         now = time.time()
         self.made.append(Publication(change.step, now - self._began, now - change.time_s))
         super().applied(change)
@@ -156,7 +158,7 @@ class _Quantised:
 
 
 def _quantised(served: ServeWork) -> Any:
-    """In a worker: the model, as TorchRec deploys it."""
+    """In a worker: builds the model as TorchRec deploys it."""
     predictor = make_predictor("torchrec", served, "")
     warm_up(predictor, [served.query(k) for k in range(8)])
     predictor.variant = VARIANTS[1]
@@ -164,7 +166,7 @@ def _quantised(served: ServeWork) -> Any:
 
 
 def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind: str) -> None:
-    """What the process does until the other end of `control` closes."""
+    """The server process: executes commands until the other end of `control` closes."""
     if kind == "torchrec":
         with Server(_Quantised(served), options) as server:
             control.send(server.address)
@@ -199,7 +201,7 @@ def _two_sets(served: ServeWork) -> dict[str, Any]:
 
 
 def _swap(server: Server, weights: Any) -> Swap:
-    """Publish weights, or of two sets the one that is not being served."""
+    """Publish the given weights, or otherwise the set that is not in service."""
     if isinstance(weights, dict):
         even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
         weights = weights["b" if even else "a"]

@@ -23,7 +23,7 @@ from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
 from oper.errors import OperError
 
-_GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
+_GROWTH_BYTES = 16 << 20  # of all processes together: allocators keep varying amounts of memory
 _SOAK_SWAPS = 20
 _ROUNDS = 3  # over HTTP and in process, in turn, at one rate
 _KEPT = 0.97  # of the rate asked for, at least; arrivals are random
@@ -46,7 +46,7 @@ class LiveCase:
         load: their rate as a share of the capacity.
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
-        votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
+        votes: number of VALID runs required for a rate: 2 (of 3) or 3 (of 5).
         search_s: longest time of the search.
         bound_ms: latency bound of 99 % of the queries.
     """
@@ -126,8 +126,8 @@ Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]] 
 
 def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
               only_searched: str = "") -> dict[str, Any]:
-    """Compare ways of having the same queries scored: their highest rates at the bound, the time of
-    a single query, and runs at one rate, which depends on the result of the first way. The ways
+    """Compare ways to score the same queries: their highest rates at the latency bound, the time of
+    a single query, and runs at a common rate, a share of the first way's highest rate. The ways
     take turns, with equal queries, arrivals, lengths of runs and verdicts.
 
     Args:
@@ -181,7 +181,8 @@ def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient]
 
 
 def _http(live: _Live) -> dict[str, Any]:
-    """Over HTTP, the same in process, and TorchRec's quantised model behind the same front."""
+    """Compare scoring over HTTP with scoring in process and with TorchRec's quantised model behind
+    the same HTTP front end."""
     case = live.case
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
@@ -203,7 +204,8 @@ def _http(live: _Live) -> dict[str, Any]:
 
 
 def _candidates(live: _Live) -> dict[str, Any]:
-    """Requests that name their user's features once, beside the same with all rows in full."""
+    """Compare requests that name their user's features once with requests that repeat them for
+    every candidate."""
     once = LoadClient(live.host.address, live.case.served, once=True)
     try:
         # Only the newest set of weights is in service from here on.
@@ -238,7 +240,7 @@ def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
 
 
 def _publish(live: _Live) -> dict[str, Any]:
-    """Quiet runs before and after one with publications all the time."""
+    """Compare a run with publications throughout with quiet runs before and after it."""
     case = live.case
     settings, share = _share(live)
     target = settings.expected_qps
@@ -283,7 +285,8 @@ def _overlaps(seen: Seen, swaps: list[Swap]) -> np.ndarray:
 
 
 def _soak(live: _Live) -> dict[str, Any]:
-    """One long run with publications now and then; a worker is killed after a quarter of it."""
+    """One long run with occasional publications, in which a worker is killed after a quarter of the
+    time."""
     case = live.case
     settings, share = _share(live)
     target = settings.expected_qps
@@ -299,7 +302,7 @@ def _soak(live: _Live) -> dict[str, Any]:
         if done > (swaps + 0.5) / _SOAK_SWAPS:
             live.host.ask("publish")
             swaps += 1
-        with contextlib.suppress(OperError):  # a worker that ends while it is looked at
+        with contextlib.suppress(OperError):  # a worker may end while it is inspected
             if live.host.ask("counts")["workers"] == case.workers:
                 pids = live.host.ask("pids")
                 samples.append((done, *(sum(map(of, [*pids, live.host.pid]))

@@ -34,10 +34,10 @@ class Settings:
         scenario: ``"Offline"``, ``"Server"`` (Poisson arrivals) or ``"SingleStream"``.
         expected_qps: the target rate in Server; otherwise about the expected rate, since LoadGen
             generates its queries ahead.
-        min_duration_s, min_queries: of the run.
+        min_duration_s, min_queries: least length of the run.
         bound_ms: Server's latency bound, which 99 % of the queries must meet.
-        num_samples: of the library that sample indices are drawn from.
-        seed: of sample indices and arrivals.
+        num_samples: size of the library from which sample indices are drawn.
+        seed: seed of sample indices and arrivals.
     """
 
     scenario: str
@@ -61,7 +61,7 @@ class Result:
         valid: its verdict, for the duration that the settings ask for.
         rate: queries (samples, in its words) completed per second.
         latency_ms: by percentile, e.g. ``"p99"``; with ``"mean"``.
-        notes: its lines about constraints that were not satisfied.
+        notes: LoadGen's lines about constraints that were not satisfied.
     """
 
     valid: bool
@@ -182,7 +182,7 @@ def parse(text: str) -> Result:
     except (KeyError, ValueError, StopIteration) as error:
         print(text, file=sys.stderr)
         raise OperError("cannot read LoadGen's summary", "field", str(error),
-                        "a summary of version 5 or later", "look at it above") from None
+                        "a summary of version 5 or later", "see the summary above") from None
     notes = [re.sub(r"\s+", " ", f"{k}: {v}") for k, v in fields.items()
              if k.endswith("satisfied") and v.upper() == "NO"]
     return Result(valid, rate, {k: round(v / 1e6, 4) for k, v in found.items()}, notes)

@@ -43,9 +43,9 @@ class ServeWork:
         user_features: number of leading features that are the visitor's, with the same ids for all
             candidates of a query.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
-        row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
+        row_dtype: type of OPER's rows; TorchRec's are quantised to the same width.
         error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
-        in_order: ids are in hotness order, as `oper preprocess` writes them; else scattered.
+        in_order: whether ids are in hotness order, as `oper preprocess` writes them, or scattered.
     """
 
     work: Workload = field(default_factory=Workload)
@@ -123,7 +123,7 @@ class TorchPredictor:
     """A model in this process's own memory.
 
     Attributes:
-        variants: the possible ones of `VARIANTS`; TorchRec's float models cannot be traced.
+        variants: the supported ones of `VARIANTS`; TorchRec's float models cannot be traced.
         variant: the one in which the model runs.
     """
 
@@ -146,14 +146,14 @@ class TorchPredictor:
             return torch.sigmoid(logits.reshape(-1)).numpy(), 1
 
     def rows_read(self) -> dict[str, int]:
-        """None are counted."""
+        """Empty: no rows are counted."""
         return {}
 
 
 class FloorPredictor:
-    """A null model: the same amount of computing for every sample, within a core's caches.
+    """A null model: a fixed amount of computation per sample, within a core's caches.
 
-    It shows what the machine and the transport allow a server whose model takes this long.
+    It shows the limits of the machine and the transport for a model that takes this long.
     """
 
     epoch = 1
@@ -175,7 +175,7 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
     Args:
         kind: one of `KINDS`, or `FLOOR`.
         served: what is scored.
-        publication: the name that OPER's tables are published under.
+        publication: the name under which OPER's tables are published.
     """
     if kind == FLOOR:
         return FloorPredictor(served.signature)

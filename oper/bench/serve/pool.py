@@ -54,9 +54,9 @@ class Pool:
     """Processes of one kind of contender.
 
     Args:
-        kind: of `oper.bench.serve.models`.
-        served: what they score.
-        batching: of each worker.
+        kind: a kind of predictor, see `oper.bench.serve.models.make_predictor`.
+        served: the model and its queries.
+        batching: batching options of each worker.
         count: workers, which are ready to score.
         publication: weights to score with, instead of a publication made by the pool. Queries and
             scores then have the form of the HTTP messages: a worker reads each query from such a
@@ -76,7 +76,7 @@ class Pool:
         self.grow(count)
 
     def grow(self, count: int) -> None:
-        """Have at least `count` workers, ready to score."""
+        """Start workers until at least `count` are ready to score."""
         new = range(len(self._workers), count)
         for _ in new:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,8 +94,8 @@ class Pool:
                      options)
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
-        """Give the models of the first `count` workers that many threads, batches of at most that
-        many samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
+        """Set the number of threads, the largest batch and the variant
+        (`oper.bench.serve.models.VARIANTS`) of the first `count` workers' models."""
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
 
@@ -108,14 +108,14 @@ class Pool:
         return np.concatenate(found)[np.argsort(np.concatenate(shares), kind="stable")]
 
     def published(self) -> dict[str, Any]:
-        """Of tables that this pool has published: ``tables``, bytes of one epoch; ``row_error`` and
-        ``share_of_rows`` by type, where they have types by hotness."""
+        """Figures of the tables that this pool has published: ``tables``, bytes of one epoch; and,
+        if they have types by hotness, ``row_error`` and ``share_of_rows`` by type."""
         assert self._publisher is not None
         return dict(self._publisher.ask("published"))
 
     def memory(self, count: int) -> dict[str, Any]:
-        """PSS in bytes of the first `count` workers: what loading the model has added to each; of
-        OPER also the tables' part in each process, the publisher included."""
+        """PSS in bytes of the first `count` workers: the memory added to each by loading the model;
+        for OPER also each process's part of the tables, including the publisher's."""
         own = [w.process.ask("memory") for w in self._workers[:count]]
         found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
         if self._publisher is not None:
@@ -172,7 +172,7 @@ class Pool:
 
 
 def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> None:
-    """Tell LoadGen what is done, until `stop`."""
+    """Report completed queries to LoadGen, until `stop`."""
     poll = select.poll()
     by_number = {w.queries.fileno(): w for w in workers}
     for number in by_number:
@@ -218,7 +218,7 @@ def _published(publication: Any) -> dict[str, Any]:
 
 def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
           batching: BatchOptions, as_messages: bool) -> None:
-    """A worker, and the socket that its queries come by."""
+    """A worker process; its queries arrive over a socket."""
     import torch
 
     queries = socket.socket(fileno=number)
@@ -270,8 +270,8 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
 def _serve(queries: socket.socket, control: Any, batcher: Batcher,
            submit: Callable[[bytes, int], None]) -> None:
-    """Score queries until there is a command: as the server's workers do, on the thread that reads
-    them, in batches of what has come meanwhile."""
+    """Score queries until a command arrives: like the server's workers, on the thread that reads
+    them, in batches of the queries that have arrived meanwhile."""
     poll = select.poll()
     for end in (queries, control):
         poll.register(end, select.POLLIN)

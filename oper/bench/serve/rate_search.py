@@ -91,9 +91,10 @@ def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Resu
     """Run all searches, turn by turn.
 
     Args:
-        searches: by contender.
-        run: of a contender at a rate; told how often it has run at it before.
-        seconds: no run begins after this time, but for the first turn.
+        searches: the searches by contender.
+        run: function that runs a contender (its name, the rate, and the number of its earlier runs
+            at that rate).
+        seconds: no run begins after this time, except in the first turn.
     """
     names, until = list(searches), time.monotonic() + seconds
     for turn in itertools.count():

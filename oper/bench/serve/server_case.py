@@ -29,7 +29,7 @@ _TUNED = ("torchrec-1p", "torch-1p")
 _EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
 _NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
 _CHECKED = 16
-_MOST_QUERIES = (1, 4)  # of a batch, as tried for each contender
+_MOST_QUERIES = (1, 4)  # queries per batch, as tried for each contender
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class ServerCase:
 
 
 class _Runner:
-    """Runs LoadGen against contenders; knows what each was found to be fastest with."""
+    """Runs LoadGen against contenders, with the threads, batches and variant that were fastest for
+    each."""
 
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
@@ -100,8 +101,9 @@ class _Runner:
 
     def tune(self, offline: loadgen.Settings, server: loadgen.Settings
              ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Choose each contender's way by the p99 (mean of two runs) at 0.6 of its Offline rate;
-        returns the Offline rates (queries/s) by contender, and the p99 (ms) of every way."""
+        """Choose each contender's threads, batches and variant by the p99 (mean of two runs) at 0.6
+        of its Offline rate; returns the Offline rates (queries/s) by contender, and the p99 (ms) of
+        every choice."""
         rates = {name: self(name, offline).rate for name in CONTENDERS}
         tried = {}
         for name, (kind, _) in CONTENDERS.items():

@@ -1,4 +1,4 @@
-"""``oper bench serve``: inference under MLPerf LoadGen, beside TorchRec and plain torch."""
+"""``oper bench serve``: inference under MLPerf LoadGen, compared with TorchRec and plain torch."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def _small(work: Workload) -> Workload:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Arguments in addition to those of every benchmark."""
     parser.add_argument("--soak-seconds", type=number(above=True), metavar="S",
-                        help="length of the soak (600; MLPerf asks for as much)")
+                        help="length of the soak test (default 600, as MLPerf requires)")

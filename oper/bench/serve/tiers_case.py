@@ -1,8 +1,8 @@
-"""Types of rows by hotness beside int8 rows everywhere: bytes, queries per second, AUC.
+"""Types of rows by hotness, compared with int8 rows throughout: bytes, queries per second, AUC.
 
-Workers score LoadGen's queries in process, with one set of tables or the other, in turn. The AUC is
-that of labels drawn from the scores of the same model with float32 rows, which therefore has the
-highest possible AUC; the difference to it is the cost of rounding the rows.
+Workers score LoadGen's queries in process, with the sets of tables in turn. The AUC uses labels
+drawn from the scores of the same model with float32 rows, which therefore has the highest possible
+AUC; the difference from it is the cost of rounding the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oper.bench.serve.pool import Pool
 from oper.serve.options import BatchOptions
 from oper.train.metrics import auc
 
-_BLOCKS = 32  # of the samples: their differences give the interval
+_BLOCKS = 32  # of the samples; the differences between blocks give the interval
 _STUDENT = 2.04  # 97.5 % of Student's t with 31 degrees of freedom
 _SPREAD, _BIAS = 1.3, -1.3  # of the labels' logits: an AUC about 0.77 and 27 % clicks
 _NAMES = ("tiers", "int8", "int4", "float32")
@@ -32,11 +32,11 @@ class TiersCase:
 
     Attributes:
         name: for the record.
-        served: what is scored.
-        error_budget: of the rows with types by hotness (`oper.publish`).
+        served: the model and its queries.
+        error_budget: error budget of the rows with types by hotness (`oper.publish`).
         workers: processes that score.
-        samples: that the AUC is of.
-        rounds, round_s: of the queries per second.
+        samples: number of samples for the AUC.
+        rounds, round_s: number and length of the rounds that measure queries per second.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TiersCase:
         pools: dict[str, Pool] = {}
         told: dict[str, dict[str, Any]] = {}
         try:
-            # First those that are timed: huge pages are taken as long as there are any.
+            # The timed ones come first, because huge pages may run out.
             for name in _NAMES:
                 progress(f"{self.samples} samples with {name} rows")
                 served = replace(self.served, **{"error_budget": self.error_budget}
@@ -91,7 +91,7 @@ class TiersCase:
 
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
-    """Logits of queries that are timed nowhere, float64 [samples]."""
+    """Logits of queries that are never timed, float64 [samples]."""
     first = case.served.num_queries
     found = pool.scores(range(first, first - (-case.samples // case.served.candidates)))
     wide = found.astype(np.float64).reshape(-1)
@@ -107,7 +107,7 @@ def _labels(case: TiersCase, teacher: np.ndarray) -> np.ndarray:
 
 
 def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """AUC less the other's: mean over blocks of samples, and its 95 % interval."""
+    """Difference of two AUCs: mean over blocks of samples, and its 95 % interval."""
     parts = [np.array_split(x, _BLOCKS) for x in (labels, scores, other)]
     each = np.array([auc(s, y) - auc(o, y) for y, s, o in zip(*parts, strict=True)])
     half = _STUDENT * float(each.std(ddof=1)) / math.sqrt(_BLOCKS)
@@ -117,7 +117,8 @@ def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> di
 
 def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
            ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Queries per second of each round, by set of tables; median latency of one query alone."""
+    """Queries per second of each round, by set of tables, and the median latency of a single
+    query."""
     base = loadgen.Settings("Offline", 300, case.round_s, num_samples=case.served.num_queries)
 
     def run(name: str, settings: loadgen.Settings) -> loadgen.Result:

@@ -1,1 +1,2 @@
-"""Lookups and training steps in processes that share a host, beside TorchRec, torch and fbgemm."""
+"""Lookups and training steps in processes that share a host, compared with TorchRec, torch and
+fbgemm."""

@@ -48,14 +48,14 @@ def gather_batch(addresses: np.ndarray, pooling: int, dim: int, order: str
     """One batch of bare gathers, from the addresses of its rows, int64 [F, B * pooling], key-major.
 
     Args:
-        addresses: by feature, sample and place in the bag; 0 = no lookup.
-        pooling: places of a bag.
+        addresses: by feature, sample and position in the bag; 0 = no lookup.
+        pooling: positions per bag.
         dim: columns of all tables.
-        order: of the bags: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
+        order: order of the bags: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
 
     Returns:
         Addresses int64 [N + surplus] in the order of the bags, offsets int64 [num_bags + 1], and
-        where in the output each bag goes, in floats, int64 [num_bags].
+        the position of each bag in the output, in floats, int64 [num_bags].
     """
     num_features = addresses.shape[0]
     bags = addresses.reshape(num_features, -1, pooling)
@@ -79,7 +79,7 @@ class Ceiling:
     Args:
         tables: the sharded tables.
         batches: ids of each batch, int64 [F, B * pooling], key-major, features in output order.
-        pooling: places of a bag; those that hold `NO_ID` are not looked up.
+        pooling: positions per bag; those with `NO_ID` are not looked up.
     """
 
     def __init__(self, tables: ShardedTables, batches: Sequence[np.ndarray], pooling: int) -> None:
@@ -137,7 +137,7 @@ class Ceiling:
 
 
 class UpdateCeiling:
-    """Bare rewrites of what a step updates at one rank.
+    """Bare rewrites of the rows and states that a step updates at one rank.
 
     These are its rows that any rank looks up, and their state, each read and written once
     unchanged, in the order of their slots.
@@ -176,7 +176,8 @@ class UpdateCeiling:
                 torch.from_numpy(np.concatenate([states, surplus[1]])))
 
     def run(self, number: int) -> None:
-        """Rewrite what batch `number` (modulo the number of batches) updates."""
+        """Rewrite the rows and states that batch `number` (modulo the number of batches)
+        updates."""
         rows, states = self.batches[number % len(self.batches)]
         torch.ops.oper.rewrite_ceiling(rows, self._row_bytes, self.PREFETCH)
         torch.ops.oper.rewrite_ceiling(states, 4, self.PREFETCH)

@@ -1,4 +1,4 @@
-"""``oper bench lookup``: lookups and updates beside torch, fbgemm and bare gathers; scaling.
+"""``oper bench lookup``: lookups and updates compared with torch, fbgemm and bare gathers; scaling.
 
 Lookups are forward passes without gradient on OPER's read-only tables; updates are backward passes
 with the optimizer, compared with fbgemm's. Unsharded tables are in one process, which has as many
@@ -43,7 +43,7 @@ from oper.train.model import ranks
 WORLD_SIZES = (1, 2)
 _CHECKED_BATCHES = 2
 _OVERHEAD_CALLS = 65
-_LINE = 64  # bytes that memory moves at least
+_LINE = 64  # smallest number of bytes that a memory access moves
 FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
@@ -159,7 +159,7 @@ def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]
 
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
-    """The headline numbers; `moved` bytes by all ranks and batch."""
+    """The headline figures; `moved`: bytes that all ranks move per batch."""
     ms = {name: t["median_ms"] for name, t in timings.items()}
     unsharded = min(PEERS, key=ms.__getitem__)
     ratio = round(ms[unsharded] / ms["oper"], 3)
@@ -179,8 +179,8 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
     """Compare pooled rows of all contenders with the unsharded collection's; verdicts on rank 0.
 
     Args:
-        lookups: by name, functions that return this rank's rows of the batch of a number, features
-            in the order of the configuration.
+        lookups: functions by name that return this rank's pooled rows of a batch, given by its
+            number, with features in the order of the configuration.
         peers: the result of `make_peers` on rank 0, empty elsewhere.
         num_batches: number of batches.
     """
@@ -252,12 +252,13 @@ class UpdateCase(Case):
 
 
 def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
-    """Whole tables after the same steps of both; a verdict on rank 0."""
+    """Compare whole tables after both sides have made the same steps; returns a verdict on rank
+    0."""
     for number in range(NUM_STEPS):
         for side in sides.values():
             side.forward(number)
             side.backward(number)
-    gather(None)  # nobody reads while others update
+    gather(None)  # no rank may read while others update
     verdict = Verdict()
     if fused is not None:
         names = list(model.tables.specs)
@@ -349,5 +350,6 @@ def line_bytes(work: Workload, distinct_rows: int) -> int:
 
 
 def _per_byte(ms: float, lines: int) -> float:
-    """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
+    """Nanoseconds per byte of a rank, whose bytes are its share of `lines`, the bytes of all
+    ranks."""
     return round(ms * 1e6 / lines * ranks()[1], 5)

@@ -1,4 +1,5 @@
-"""``oper bench train --model NAME``: a recommender's training steps, beside TorchRec's plans."""
+"""``oper bench train --model NAME``: a recommender's training steps, compared with TorchRec's
+plans."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def plan_kinds(model: nn.Module) -> tuple[str, ...]:
     """TorchRec's plans: ``planner``, its own choice, and those that it supports for all tables on
     CPU.
 
-    It shards pooled tables row-wise on GPUs only, so a model with any has no such contender.
+    It shards pooled tables row-wise only on GPUs, so a model with pooled tables has no row-wise
+    contender.
     """
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -248,7 +250,7 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 
 def _describe(engine: Engine) -> list[dict[str, Any]]:
-    """Tables and where their rows are."""
+    """The tables, and the ranks that hold their rows."""
     modules: list[Any] = [module for _, module in collections_of(engine.bare)]
     return [{"name": entry.table.name, "num_rows": entry.table.num_rows, "dim": entry.table.dim,
              "rows": rows_by_placement([entry])}

@@ -35,7 +35,7 @@ class Dense:
 
     Attributes:
         layers: layer sizes; the width is that of the workload's tables.
-        dtype: of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
+        dtype: type of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
             autocast); weights, their updates and lookups are float32.
         bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
             own wrapper.

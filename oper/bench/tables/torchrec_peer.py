@@ -79,7 +79,7 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
 
 
 def _sharding_types(kind: str, num_rows: int) -> list[str] | None:
-    """What a table may be sharded by; None = anything that the sharder supports."""
+    """The sharding types allowed for a table; None = all that the sharder supports."""
     if kind == "any":
         return None
     if kind == "mixed":

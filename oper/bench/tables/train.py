@@ -85,15 +85,16 @@ def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Arguments in addition to those of every benchmark."""
     suite.configure(parser)
     parser.add_argument("--model", choices=(*MLPERF, *model_case.MODELS), default="",
-                        help="instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a recommender "
-                             "over a synthetic catalogue, see docs/how-to/recommenders.md")
+                        help="train this instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a "
+                             "recommender over a synthetic catalogue, see "
+                             "docs/how-to/recommenders.md")
     parser.add_argument("--tables", choices=("dynamic", "drift"), default="",
-                        help="dynamic: of raw keys, beside OPER's static ones and TorchRec's "
-                             "managed-collision modules; drift: their quality on logs whose ids "
-                             "come and go, beside hashing and a fixed vocabulary")
+                        help="dynamic: tables of raw keys, compared with static tables and "
+                             "TorchRec's managed-collision modules; drift: their quality on logs "
+                             "whose ids change, compared with hashing and a fixed vocabulary")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts")
 
@@ -103,7 +104,7 @@ class TrainCase(Case):
     """One case.
 
     Attributes:
-        dense: what is around the tables of a whole model; None = the collection alone.
+        dense: the dense layers of a whole model; None = the collection alone.
         exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
             its own and exchanges messages, as TorchRec's ranks do over gloo.
     """
@@ -113,7 +114,7 @@ class TrainCase(Case):
     rounds: int = 20
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         if self.exchange == "collective":
             os.environ[DOMAIN_ENV] = str(dist.get_rank())
         else:
@@ -217,7 +218,7 @@ class _TrainRun(Run):
             "simulated_equals_sent": simulated == round(sum(joint))}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
-        """Where OPER's step goes: median milliseconds by phase, mean over ranks."""
+        """Times within OPER's step: median milliseconds by phase, mean over ranks."""
         tables = self._tables
         taken = []
         self.sides[0].model.train()
@@ -229,7 +230,7 @@ class _TrainRun(Run):
         return median_phases(tables, taken)
 
     def _throughput(self, seconds: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Of a whole model: samples that a core trains in a second, by contender."""
+        """Samples that a core trains per second with a whole model, by contender."""
         dense = self.case.dense
         if dense is None:
             return {}

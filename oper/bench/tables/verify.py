@@ -62,11 +62,12 @@ class Verdict:
 
     def compare_changes(self, kind: str, ours: torch.Tensor, reference: torch.Tensor,
                         start: torch.Tensor) -> None:
-        """Compare what training has made of a parameter.
+        """Compare the change of a parameter by training.
 
-        The norm of the difference over that of the reference's change, or over a thousandth of the
-        parameter's own norm where it hardly changed. One hidden unit of one sample on the other
-        side of its kink moves single elements far, and the whole parameter by little.
+        The measure is the norm of the difference over that of the reference's change, or over a
+        thousandth of the parameter's own norm if that is larger. Norms are used because one hidden
+        unit of one sample on the other side of its kink changes single elements much, but the whole
+        parameter little.
         """
         if ours.shape != reference.shape:
             self.worst[kind] = float("inf")

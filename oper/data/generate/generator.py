@@ -39,10 +39,10 @@ class TableModel:
         popularity: popularity of its rows by rank.
         lengths: bag lengths int64 [P] and their weights float64 [P].
         drift: probability that a hot rank is taken over by another row from one day to the next.
-        head: ids of the hottest ranks, int64 [H]; the other ranks belong to the other rows in
+        head: ids of the hottest ranks, int64 [H]; the other ranks are assigned to the other rows in
             order. None = ranks are scattered by a fixed permutation.
-        fixed_bags: each first id always comes with the same other ids, drawn evenly, as in MLPerf's
-            multi-hot data; otherwise the ids of a bag are independent.
+        fixed_bags: whether a first id always comes with the same other ids, drawn uniformly, as in
+            MLPerf's multi-hot data; otherwise the ids of a bag are independent.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Workload:
     """Synthetic lookups of several tables.
 
     Attributes:
-        name: its description, which always says that it is synthetic.
+        name: description of the workload, which always says that it is synthetic.
         tables: their models.
         num_days: number of days over which the samples are spread evenly, in order.
         seed: seed of everything random.
@@ -240,7 +240,8 @@ def criteo_1tb() -> list[TableModel]:
 
 
 def mlperf_dlrm_v2() -> list[TableModel]:
-    """The same columns capped and multi-hot: first ids as above, the others drawn evenly."""
+    """The columns of `criteo_1tb`, capped and multi-hot: first ids as there, the others drawn
+    uniformly."""
     return [replace(t, popularity=_capped(t.popularity, min(published.MLPERF_CAP, distinct)),
                     lengths=_always(length), fixed_bags=True)
             for t, distinct, length in zip(criteo_1tb(), published.CRITEO_1TB_DISTINCT,
@@ -259,8 +260,8 @@ def _capped(popularity: Popularity, num_rows: int) -> Popularity:
 
 
 def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
-    """One table with `scale` times the rows of Meta's 856 tables together, whose batches repeat
-    rows as in their trace.
+    """One table with `scale` times the rows of Meta's 856 tables together; batches repeat rows as
+    often as in Meta's trace.
 
     A batch of 65,536 samples touches its rows as often as the published histogram says.
     """

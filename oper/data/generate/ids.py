@@ -16,8 +16,8 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def uniform64(values: np.ndarray) -> np.ndarray:
-    """A pseudo-random number in [0, 1) for each integer, float64, always the same for the same
-    integer."""
+    """A pseudo-random number in [0, 1) for each integer, float64; equal integers give equal
+    numbers."""
     shifted = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
 
@@ -89,7 +89,7 @@ def power_law_ids(
     Args:
         num_rows: rows of the table.
         size: ids to draw.
-        exponent: 0 = uniform; the larger, the more skewed.
+        exponent: exponent of the power law; 0 = uniform, larger = more skewed.
         rng: source of randomness.
         scatter: place rank k on a row by a permutation that depends on `num_rows` only, so that hot
             rows are scattered, the same way in every call; otherwise rank k is row k - 1.

@@ -73,7 +73,7 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
     require(
         "invalid popularity", "choose a value in this range",
         ("num_rows", num_rows, 1 <= num_rows <= 1 << 53 and num_tail >= 0,
-         "at least the heavy rows, and whole in a float"),
+         "at least the number of heavy rows, at most 2^53"),
         ("exponent", exponent, 0 <= exponent <= 10, "0..10"),
         ("shift", shift, 0 <= shift < 1e12, ">= 0"),
         ("heavy", list(heavy), all(h > 0 for h in heavy) and sum(heavy) <= 1 + 1e-9,
@@ -153,7 +153,7 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
 
 def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
                     ) -> Popularity | None:
-    """Frequent rows by a power law, and rows that are accessed half a time each on average."""
+    """Frequent rows by a power law, and rare rows that are accessed 0.5 times each on average."""
     rate = np.array([_RARE_RATE])
     rare = Popularity(np.array([1]), rate / num_accesses)
     seen, often = (rare.expected(num_accesses, k) for k in (1, at_least))
@@ -196,8 +196,8 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Levels with whole numbers of rows, hottest first: the fraction of a row that a level has over
-    goes to the next one, with its accesses."""
+    """Levels with whole numbers of rows, hottest first: the remaining fraction of a row in a level
+    is moved to the next level, with its accesses."""
     whole, found = [], []
     left_rows = left_mass = 0.0
     for count, rate in zip(rows.tolist(), rates.tolist(), strict=True):

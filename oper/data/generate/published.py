@@ -1,4 +1,4 @@
-"""Published figures of real workloads, which synthetic tables are calibrated to.
+"""Published figures of real workloads, to which synthetic tables are calibrated.
 
 Criteo Kaggle (Display Advertising Challenge): distinct values of C1..C26. Criteo 1TB: the same over
 the 24 days, of all values and of those seen at least three times (dlrm, torchrec_dlrm). MLPerf

@@ -1,9 +1,9 @@
-"""A synthetic click log in the genuine Criteo-Kaggle format.
+"""A synthetic click log in the format of Criteo Kaggle.
 
-Nothing in it comes from a real row. Shaped after published facts: the number of distinct values of
-each column, skewed popularity (a bounded power law), missing fields, seven days in order. Each day
-other values take over some of the hot ranks. Labels come from a logistic model with an effect per
-value, so that a model which learns embeddings can predict them.
+No row is real. The log is modelled on published facts: the number of distinct values of each
+column, skewed popularity (a bounded power law), missing fields, seven days in order. Each day other
+values take over some of the hot ranks. Labels come from a logistic model with an effect per value,
+so that a model with embeddings can learn to predict them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Model:
                  days: np.ndarray) -> np.ndarray:
         """The value that holds each rank on its day.
 
-        Every night a hot rank passes, with probability `drift`, to a value picked at random.
+        Every night, each hot rank is given to a random value with probability `drift`.
         """
         if num_rows < _MIN_DRIFT_ROWS:
             return ranks

@@ -21,7 +21,8 @@ _OPEN_FILES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """A column of n rows: values [L], and where each row's bag ends, int64 [n + 1] (the first 0).
+    """A column of n rows: values [L], and the offsets of the rows' bags, int64 [n + 1], beginning
+    with 0.
 
     `ends` is None if every row has one value. Ids are int32 or int64, as the file has them.
     """
@@ -108,7 +109,8 @@ class RowGroups:
 
 
 def _told(folder: Folder, name: str, size: int) -> list[int] | None:
-    """Rows of the row groups of a file of `size` bytes; None if the manifest is of another file."""
+    """Rows of the row groups of a file of `size` bytes, by the manifest; None if the manifest
+    describes another file."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
     full, rest = divmod(rows, folder.row_group_rows)
     if known != size or full > size:  # no group takes less than a byte

@@ -48,7 +48,7 @@ class Assembly:
         columns: Parquet columns that it needs.
         bags: those of them that hold lists.
         weights: Parquet column with the per-sample weights of each sparse column.
-        deduplicate: sparse columns whose equal bags of a batch are kept once.
+        deduplicate: sparse columns of which equal bags in a batch are stored once.
     """
 
     def __init__(self, folder: Folder, weights: Mapping[str, str], deduplicate: Sequence[str]
@@ -161,18 +161,19 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tenso
 
 def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tensor,
                   lengths: torch.Tensor, per_key: Sequence[int]) -> dict[str, Any]:
-    """Arguments of a KeyedJaggedTensor that has equal bags of some keys once.
+    """Arguments of a KeyedJaggedTensor in which equal bags of some keys are stored once.
 
     Args:
         keys: the features, C of them.
-        chosen: those whose bags are compared; distinct ones keep the order in which they come.
+        chosen: the features whose bags are compared; distinct bags keep the order of their first
+            occurrence.
         values: int64 [L], key by key.
         lengths: int32 [C, B].
         per_key: values of each key.
 
     Returns:
-        Values and lengths of the distinct bags, how many each key has, and ``inverse_indices``:
-        the keys, and for each sample the place of its bag, int64 [C, B].
+        Values and lengths of the distinct bags, their number by key, and ``inverse_indices``: the
+        keys, and the index of each sample's bag, int64 [C, B].
     """
     size = lengths.shape[1]
     own = torch.arange(size)

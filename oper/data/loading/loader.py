@@ -33,13 +33,13 @@ class LoaderOptions:
             groups come in random order too. 0 = no shuffle: the folder's order.
         seed: seed of the shuffle, combined with the epoch.
         drop_last: leave out incomplete last batches (see `Loader`).
-        share: how data is divided among ranks: ``"rows"``: each rank reads row groups of its own;
+        share: how data is divided among ranks: ``"rows"``: each rank reads different row groups;
             ``"batches"``: every rank reads all rows and takes its part of each global batch, so
             global batches do not depend on the number of ranks.
         rank, world_size: which share to read; None = those of `torch.distributed` where it is
             initialized when the loader is made, else 0 of 1.
-        prefetch: windows to read ahead (in groups of `interleave` windows), each on a thread of its
-            own; 0 = none.
+        prefetch: windows to read ahead (in groups of `interleave` windows), each on a separate
+            thread; 0 = none.
         pin_memory: make batches in page-locked memory; None = if there is a CUDA device. Worker
             processes of a DataLoader never do: give it ``pin_memory=True`` instead.
         weights: name of the Parquet column that holds the per-sample weights of a sparse column,
@@ -48,8 +48,8 @@ class LoaderOptions:
             separate windows instead of all reading every window, if their number divides this one.
         group_by: a sparse column of one id each, a session or a user: within a window its rows stay
             together, in the folder's order. "" = none.
-        deduplicate: sparse columns whose equal bags of a batch are kept once, as a variable batch
-            per feature with ``inverse_indices`` in the KJT.
+        deduplicate: sparse columns of which equal bags in a batch are stored once, as a variable
+            batch per feature with ``inverse_indices`` in the KJT.
     """
 
     batch_size: int
@@ -104,9 +104,10 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     batches of ``batch_size * world_size`` rows instead, of which each rank takes its part: runs on
     different numbers of ranks see the same samples in the same steps.
 
-    **Number of batches.** All ranks give ``len(loader)`` batches. The last one is incomplete, and
-    empty on a rank that has no rows left for it. With `drop_last` it is left out, on all ranks:
-    ``num_dropped`` rows of each epoch, with a window they are different rows in each epoch.
+    **Number of batches.** All ranks give ``len(loader)`` batches. The last one may be incomplete,
+    or empty on a rank that has no rows left. With `drop_last` an incomplete last batch is left out
+    on all ranks: ``num_dropped`` rows per epoch, which with a window are different rows in each
+    epoch.
 
     **Order.** Which rows a batch has, and in what order, depends only on the folder, seed,
     epoch, rank, world size, batch size, window, `interleave` and `group_by`.
@@ -189,7 +190,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch from its beginning, or once from the place of a loaded state."""
+        """The batches of the epoch from its beginning, or, after a state was loaded, once from its
+        position."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         epoch, first, of = self._resume
@@ -267,8 +269,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         """Continue after the batch at which a state was taken: the next iteration begins there.
 
         Raises:
-            InvalidInputError: it is not such a state, or it is of another folder, split, world
-                size, seed, or option on which batches depend; nothing is changed then.
+            InvalidInputError: it is not such a state, or it has another folder, split, world size,
+                seed, or option on which batches depend; nothing is then changed.
         """
         what = "cannot load the loader's state"
         expected = self._identity()
@@ -296,7 +298,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)
 
     def _identity(self) -> dict[str, Any]:
-        """What the batches depend on, except for rank, epoch and place."""
+        """Everything that determines the batches, except for rank, epoch and position."""
         options, world_size = self.options, self.world_size
         whole = options.share == "batches"  # the number of ranks is then free
         return {"kind": _STATE_KIND, "version": _STATE_VERSION, "split": self.split,

@@ -23,7 +23,7 @@ class EpochOrder:
         """Arrange the row groups for a rank and an epoch.
 
         Args:
-            rows: of each row group, int64 [G].
+            rows: rows of each row group, int64 [G].
             batch_size, window: samples of a batch; rows of a window, 0 = no shuffle.
             seed: seed and epoch.
             share: rank and world size.
@@ -44,8 +44,8 @@ class EpochOrder:
     def place(self, batch: int) -> tuple[int, int]:
         """The window of a batch, and the batch's number there.
 
-        In each group of interleaved windows the first batches of all come first, then the second
-        ones, and so on; the remaining windows at the end come one after the other.
+        In each group of interleaved windows, the first batches of all windows come first, then the
+        second ones, and so on; windows left over at the end come one after the other.
         """
         each, together = self.batches_per_window, self._together
         if batch >= self._in_turns * each:
@@ -119,7 +119,7 @@ class WindowReader:
 
     def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str, num_near: int
                  ) -> None:
-        """No two windows that are read at the same time are more than `num_near` apart."""
+        """Prepare to read windows; those read at the same time must be at most `num_near` apart."""
         self._groups, self._order, self._group_by = groups, order, group_by
         self._own, self._lock = threading.local(), threading.Lock()
         self._kept: dict[int, Future[dict[str, Column]]] = {}

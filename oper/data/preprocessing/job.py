@@ -132,7 +132,7 @@ class Job(JobSpec):
         need = estimate.needs(self.recipe, self.units, self.options.id_bytes)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        require("cannot preprocess", "free some, or pass --no-disk-check",
+        require("cannot preprocess", "free some space, or pass --no-disk-check",
                 ("free bytes of the disk", free,
                  need.disk_bytes <= free or not self.options.check_disk,
                  f"about {need.disk_bytes} at the peak"))
@@ -184,7 +184,7 @@ class Job(JobSpec):
             share(tasks, self.work / "tasks", tell)
 
     def _bytes(self) -> list[int]:
-        """Bytes of every unit in its file, about."""
+        """Approximate bytes of every unit in its file."""
         sizes = {p: store.size(p) for p in self.paths}
         return [max(1, (u.stop or sizes[u.path]) - u.start)
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")

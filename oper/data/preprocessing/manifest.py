@@ -108,7 +108,8 @@ def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
               tables: dict[str, dict[str, Any]], split: Split) -> list[str]:
-    """Why a result is useless, or nearly so, although nothing has failed; one sentence each."""
+    """Reasons why a result is useless, or nearly so, although nothing has failed; one sentence
+    each."""
     found = [f"the {part} part is empty although {share} of the rows was asked for: the log is too "
              "short" + (", or its last minute alone holds more" if split.by == "time" else "")
              for part, share in shares.items() if share and not rows[part]]

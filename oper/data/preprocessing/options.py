@@ -27,7 +27,7 @@ class PreprocessOptions:
             earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
             0; ``unseen/COLUMN.parquet`` lists those of the training part.
         raw_ids: keep ids as 64-bit keys for dynamic tables, without a vocabulary: integers as they
-            are, texts as hashes of 64 bits (see `oper.data.vocabulary.raw_keys`).
+            are, strings as 64-bit hashes (see `oper.data.vocabulary.raw_keys`).
         layout: name of the files' layout; None = detect.
         force: replace an earlier output, drop work that was begun with other settings.
         num_workers: number of processes on this machine.
@@ -35,8 +35,8 @@ class PreprocessOptions:
             system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows of a Parquet file.
-        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about a
-            third as large).
+        compression: compression of the Parquet files, ``"none"`` (fastest to read) or ``"zstd"``
+            (about a third as large).
         unit_bytes: approximate bytes of text of the units into which large files, plain or
             compressed by gzip, are cut.
         check_disk: refuse to begin when the disk is estimated to be too small.

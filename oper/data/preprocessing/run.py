@@ -49,14 +49,15 @@ def preprocess(
 ) -> dict[str, Any]:
     """Preprocess a log into the folder `output`; returns its manifest.
 
-    The manifest's `problems` list what makes the output useless although nothing failed (an empty
-    part, a table of row 0 only, no label or one among the features); they are logged as warnings.
+    The manifest's `problems` list reasons why the output is useless although nothing failed (an
+    empty part, a table with row 0 only, no label, or a label that is also a feature); they are
+    logged as warnings.
 
-    The first part of the log trains, the last shares validate and test. Vocabularies and their
-    order come from the training part only. `output` appears complete or not at all; work in
-    progress is kept in ``.NAME.work`` next to it, which is locked while a process works in it.
-    Processes that run the same call at the same time (under torchrun, as an array job, ...) share
-    the work; each returns when all of it is done.
+    The first part of the log is for training, the last parts are for validation and test.
+    Vocabularies and their order come from the training part only. `output` appears complete or not
+    at all; work in progress is kept in ``.NAME.work`` next to it, which is locked while a process
+    works in it. Processes that run the same call at the same time (under torchrun, as an array job,
+    ...) share the work; each returns when all of it is done.
 
     Args:
         recipe: how the log is read.
@@ -92,12 +93,12 @@ def _local_folder(url: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in a store an output goes.
+    """The place of an output in a store.
 
     Attributes:
-        url: the folder's.
-        local: the temporary folder of all outputs that go there.
-        manifest: that of the output already there; empty if there is none.
+        url: URL of the folder.
+        local: the temporary folder in which outputs for it are made.
+        manifest: manifest of an output that is already there; empty if there is none.
     """
 
     url: str
@@ -106,8 +107,8 @@ class _Place:
 
 
 def _manifest_in(url: str) -> dict[str, Any]:
-    """The manifest of the output that a folder in a store holds, or an empty one; raises
-    InvalidInputError where it holds something else."""
+    """The manifest of the output in a folder of a store, or an empty one; raises InvalidInputError
+    if the folder contains something else."""
     plain, mark, query = url.partition("?")
     there, found = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", None
     held = store.files_below(url)
@@ -123,7 +124,7 @@ def _manifest_in(url: str) -> dict[str, Any]:
 
 def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: PreprocessOptions
                 ) -> dict[str, Any]:
-    """Preprocess into a local folder and put that into a store, the manifest at the end."""
+    """Preprocess into a local folder and upload it to a store, the manifest last."""
     url, local = place.url, place.local
     _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
               local)
@@ -185,9 +186,9 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         if full is None:
             raise
         raise InvalidInputError("cannot preprocess", "file", os.fspath(full.filename or job.work),
-                                "room to write it",
-                                f"{full.strerror}: free some, then the same command goes on "
-                                f"where it stopped (work so far: {job.work})") from error
+                                "enough space to write it",
+                                f"{full.strerror}: free some space; the same command then "
+                                f"continues where it stopped (work so far: {job.work})") from error
     except KeyboardInterrupt:
         _log.warning("interrupted; the same command continues where it stopped (work so far: %s)",
                      job.work)

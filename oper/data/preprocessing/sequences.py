@@ -44,13 +44,13 @@ class _Sequences:
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
     def single(self, users: np.ndarray) -> np.ndarray:
-        """Which ids belong to a single user, bool [n]: rare and unseen users share row 0, missing
-        ones another row."""
+        """Whether each id belongs to a single user, bool [n]: rare and unseen users share row 0,
+        missing users another row."""
         found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
         return found
 
     def make(self, split: str, table: pa.Table) -> pa.Table:
-        """The sequences, one row per user, of a table that has all events of its users."""
+        """The sequences, one row per user, from a table that has all events of its users."""
         own = self.folder
         users = table.column(self.by).to_numpy()
         rows = np.flatnonzero(self.single(users))
@@ -103,11 +103,11 @@ def write_sequences(
         columns: sparse columns of one id per row to keep as well; None = all.
         max_length: keep only this many of a user's latest events; None = all.
         min_length: users with fewer events in a part are left out there.
-        compression: of the Parquet files, ``"none"`` or ``"zstd"``.
+        compression: compression of the Parquet files, ``"none"`` or ``"zstd"``.
 
     Returns:
-        The manifest of the new folder; its ``sequences`` gives the number of events of each part,
-        kept and in all.
+        The manifest of the new folder; ``sequences`` in it gives the number of events of each part,
+        kept and in total.
 
     Raises:
         InvalidInputError: a column or length is unsuitable, users share hashed rows, `output`
@@ -132,7 +132,7 @@ def write_sequences(
     num_sharing = folder.manifest["tables"][by].get("num_collisions", 0)
     require(what, "preprocess without --hash",
             (f"users of {by!r} that share a row", num_sharing, not num_sharing,
-             "none: their events would run into one sequence"))
+             "none, since their events would be mixed in one sequence"))
     options = PreprocessOptions(compression=compression)
     with new_folder(what, output) as out:
         (out / "vocabulary").mkdir()

@@ -1,4 +1,4 @@
-"""First pass: a unit's rows as codes of the distinct values of each chunk, on disk.
+"""First pass: stores a unit's rows on disk as codes for the distinct values of each chunk.
 
 Text is parsed once. Of every chunk two files are kept: the distinct raw values of each column with
 their counts, and the rows with codes (0 = missing, k + 1 = the k-th distinct value) in the
@@ -57,7 +57,8 @@ class Coded:
 
 
 def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
-    """Codes and distinct values of a column; `expected` is about their number (0 = unknown)."""
+    """Codes and distinct values of a column; `expected` is their approximate number (0 =
+    unknown)."""
     if pa.types.is_integer(ids.values.type):
         codes, distinct, counts = native.encode(*_integers(ids.values), expected)
         return Coded(codes, ids.lengths), Distinct(distinct, counts[1:], int(counts[0]))
@@ -76,7 +77,7 @@ def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
 
 
 def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """The integers [L] of an array, its validity bitmap, and where in it the array begins."""
+    """The integers [L] of an array, its validity bitmap, and the array's offset in the bitmap."""
     valid, values = array.buffers()
     dtype = array.type.to_pandas_dtype()
     numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
@@ -103,7 +104,7 @@ class Stage:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise FileFormatError("cannot continue an interrupted run", "file", str(path),
-                                  f"a whole one ({error})",
+                                  f"a complete file ({error})",
                                   "run the command again, which starts from scratch") from None
         return found
 
@@ -148,8 +149,8 @@ class Stage:
     def note(self, name: str, value: Any) -> None:
         """Write a file of JSON, whole or not at all.
 
-        Like the rows it need not survive a crash of the machine: waiting for the disk would cost
-        more than everything else that a unit costs.
+        Like the rows it need not survive a crash of the machine, so it is not synced: waiting for
+        the disk would take longer than all other work on a unit.
         """
         path = self._folder / name
         draft = path.with_suffix(f".{os.getpid()}")
@@ -225,9 +226,9 @@ class Stage:
 
 
 class _Arrays:
-    """The arrays of a file, one ``.npy`` after the other, from place `at` on.
+    """The arrays of a file, one ``.npy`` after the other, from position `at` on.
 
-    They are mapped: those that are not looked at cost nothing, and none is copied.
+    They are memory-mapped: none is copied, and those that are not used cost nothing.
     """
 
     def __init__(self, path: Path, at: int = 0) -> None:
@@ -248,9 +249,9 @@ _KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "texts"}
 
 def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: Sequence[str]
              ) -> list[str]:
-    """What the values of each sparse column are: NumPy kind ``"i"``, ``"u"`` or ``"S"``.
+    """The kind of the values of each sparse column: NumPy kind ``"i"``, ``"u"`` or ``"S"``.
 
-    Or ``""`` if all fields are missing.
+    It is ``""`` if all fields are missing.
 
     Args:
         records: records of the units.
@@ -290,7 +291,7 @@ def too_many_bad(count: int, max_bad: int, listed: list[str],
 
 
 def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """Pieces put together to chunks of about `size` rows.
+    """Pieces combined into chunks of about `size` rows.
 
     A piece of that many rows is passed on before the next one is read.
     """

@@ -72,7 +72,7 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
 
 
 def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
-    """Facts about each column from the first rows of a file: ``type`` as pyarrow infers it,
+    """Facts about each column, from the first rows of a file: ``type`` as inferred by pyarrow,
     ``missing`` (share), ``distinct``, and an ``example``. Empty for a format without columns."""
     table = _table(path, layout)
     found = {}
@@ -106,7 +106,7 @@ def _table(path: str, layout: Layout) -> pa.Table:
 
 
 def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
-    """Blocks of whole records until there are that many, the header with them."""
+    """Blocks of whole records, including the header, until there are that many."""
     blocks: list[bytes] = []
     found = 0
     for block in read_blocks(Unit(path), replace(layout, header=False), block_bytes=_BLOCK_BYTES):
@@ -118,7 +118,8 @@ def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
 
 
 def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple[str, int]:
-    """A copy of the first rows of a file, as plain text or Parquet, and how many it has, about."""
+    """A copy of the first rows of a file, as plain text or Parquet, and their approximate
+    number."""
     if layout.format == "npy":
         raise InvalidInputError("cannot make a dry run", "format", "npy", "text or Parquet",
                                 "leave --dry-run out: the format of such files is fixed")

@@ -1,7 +1,7 @@
 """The folder of work in progress next to an output, and the processes that use it.
 
 Any number of processes of one job (the same inputs and settings) work in it together; a process of
-another job is kept out while one of them runs. Each holds a shared lock on a file inside, which the
+another job is refused while one of them runs. Each holds a shared lock on a file inside, which the
 kernel releases when the process ends, however it ends.
 """
 
@@ -40,13 +40,13 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
-        """Work in the folder inside the block: in a new one, or in that of this same job.
+        """Use the folder inside the block: a new one, or an existing one of this same job.
 
         If an `OperError` leaves the block, the folder is removed; after any other end, such as by a
         signal, the same job can continue in it.
 
         Args:
-            force: drop what another job, which has ended, has left there.
+            force: drop unfinished work that another job, which has ended, left there.
             begin: fills a new folder.
 
         Raises:
@@ -72,7 +72,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Work in the folder inside the block, which a process of this job has opened.
+        """Use the folder, which another process of this job has opened, inside the block.
 
         Raises:
             FileNotFoundError: none has done so, or the work is finished.
@@ -123,13 +123,13 @@ class WorkFolder:
         return False
 
     def _check_unused(self, about: dict[str, Any], force: bool) -> None:
-        """Raise InvalidInputError where another job needs what is in the folder."""
+        """Raise InvalidInputError if another job needs the contents of the folder."""
         if about and self._is_used():
             who = f"process {about.get('process')} on {about.get('host')}"
             raise InvalidInputError(
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
-                f"one with other inputs or settings, started by {who}, is at work in "
+                f"a run with other inputs or settings, started by {who}, uses "
                 f"{str(self.path)!r}: wait until it ends, or choose another folder")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),

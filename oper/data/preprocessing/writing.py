@@ -33,8 +33,8 @@ class Split:
     Attributes:
         by: ``"rows"`` or ``"time"``.
         first_valid, first_test: first row number (by rows) or second (by time) of the parts.
-        start: where the first bucket begins: 0 (by rows), or a second (by time).
-        span: rows or seconds that the buckets cover.
+        start: start of the first bucket: 0 (by rows), or a second (by time).
+        span: number of rows or seconds that the buckets cover.
         buckets: number of buckets.
     """
 
@@ -50,7 +50,7 @@ class Split:
         return ((place >= self.first_valid).astype(np.int8) + (place >= self.first_test))
 
     def bucket(self, place: np.ndarray) -> np.ndarray:
-        """Time bucket, int8 [n], or int16 where there are more than 127."""
+        """Time buckets of rows, int8 [n], or int16 if there are more than 127 buckets."""
         found = (place - self.start) * self.buckets // self.span
         return found.astype(np.int8 if self.buckets <= 127 else np.int16)
 
@@ -141,7 +141,7 @@ class Writer:
     Attributes:
         stage: the rows; a chunk of a log that is split by time is in order of time.
         recipe: names of the columns.
-        split: where the parts begin.
+        split: boundaries of the parts.
         vocabulary: opens a column's vocabulary, or its `RawKeys` if ids stay raw.
         output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
         options: row groups, parts and compression.
@@ -214,7 +214,7 @@ class Writer:
             yield table
 
     def _table(self, x: RowRange, first_row: int) -> pa.Table:
-        """The rows of a range with ids, and the part that each goes to."""
+        """The rows of a range with ids, and the part to which each belongs."""
         rows = slice(x.start, x.stop)
         numbers, times = self.stage.place(x.unit, x.chunk, x.about)
         place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
@@ -251,7 +251,7 @@ class Writer:
 
 
 def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
-    """The rows that are to be kept; neighbours without a copy."""
+    """The rows of a part; contiguous ones without a copy."""
     at = np.flatnonzero(keep)
     if at[-1] - at[0] + 1 == at.size:
         return table.slice(int(at[0]), at.size)
@@ -337,7 +337,7 @@ class PartWriter:
 
 
 def _values(of: pa.DataType) -> pa.DataType:
-    """A column's type, or that of its lists' elements."""
+    """The type of a column, or of its elements if it contains lists."""
     return of.value_type if pa.types.is_list(of) else of
 
 
@@ -348,8 +348,8 @@ def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: 
 
     Args:
         stage: the rows.
-        split: where the training part ends.
-        where: unit, chunk, and number of the unit's first row.
+        split: boundaries of the parts.
+        where: the unit, the chunk, and the number of the unit's first row.
         about: the chunk's entry in the unit's record.
         column: index of the sparse column.
     """

@@ -1,7 +1,7 @@
 """From text or Arrow columns to labels, numbers, ids and times; malformed fields are identified.
 
-A column is converted whole by pyarrow and NumPy. If that meets a value that the column may not
-hold, it raises `MalformedError`, and `is_valid` then judges the fields one by one.
+A column is converted whole by pyarrow and NumPy. If the column contains a value that is not
+allowed, this raises `MalformedError`, and `is_valid` then checks the fields one by one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 
 class MalformedError(Exception):
-    """A column holds a value that it may not hold."""
+    """A column contains a value that is not allowed in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ def arrow_type(column: Column) -> pa.DataType:
 
 
 def _prepared(column: Column, array: pa.Array) -> pa.Array:
-    """The column with its missing texts null, in the type of its parse; raises MalformedError."""
+    """The column in the type of its `parse`, with missing fields as null; raises MalformedError."""
     wanted = _ARROW_TYPES[column.parse]
     if column.missing and pa.types.is_binary(array.type):
         array = _null_where(pc.is_in(array, _bytes(column.missing)), array)
@@ -95,7 +95,7 @@ def _bytes(texts: Sequence[str]) -> pa.Array:
 
 
 def _null_where(chosen: pa.Array, array: pa.Array) -> pa.Array:
-    """Texts without the chosen ones."""
+    """The column with the chosen strings replaced by null."""
     return pc.if_else(chosen, pa.scalar(None, pa.binary()), array)
 
 
@@ -105,7 +105,7 @@ def _require(ok: bool, column: Column) -> None:
 
 
 def _numbers(column: Column, array: pa.Array) -> np.ndarray:
-    """Numbers [n], 0 where null; raises MalformedError for what is not finite."""
+    """Numbers [n], 0 for null; raises MalformedError for numbers that are not finite."""
     values = array.fill_null(0).to_numpy(zero_copy_only=False)
     _require(bool(np.isfinite(values).all()), column)
     return values
@@ -162,8 +162,8 @@ def ids(column: Column, array: pa.Array) -> Ids:
 
 
 def _typed(array: pa.Array) -> pa.Array:
-    """The same array in a type that is read: texts where its writer has met no value and given it
-    no type, or as views; lists of any length where all have the same."""
+    """The same array in a type that can be read: an array without a type (all null) or with string
+    views becomes strings, and lists of fixed length become ordinary lists."""
     kind = array.type
     if pa.types.is_null(kind):
         return array.cast(pa.binary())
@@ -188,7 +188,7 @@ def _split(column: Column, array: pa.Array) -> Ids:
 
 
 def _whole(column: Column, array: pa.Array) -> pa.Array:
-    """Integers or binary, checked."""
+    """The values as integers or binary, checked."""
     kind = array.type
     if pa.types.is_fixed_size_binary(kind):
         return _hexadecimal(column, array)
@@ -223,7 +223,7 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
 
 
 def _text(array: pa.Array) -> np.ndarray:
-    """The bytes of a binary array; its buffer may hold more, of other rows or of nothing."""
+    """The bytes of a binary array's own values; its buffer may contain other bytes as well."""
     _, offsets, text = array.buffers()
     if not len(array) or text is None:
         return np.zeros(0, np.uint8)
@@ -335,7 +335,8 @@ _COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equ
 
 
 def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
-    """Which fields fulfil a condition; raises InvalidInputError for a value of another type."""
+    """Whether each field fulfils a condition; raises InvalidInputError for a value of another
+    type."""
     try:
         return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

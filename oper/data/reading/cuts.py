@@ -30,7 +30,8 @@ _POINT = np.dtype([("packed", "<u8"), ("text", "<u8"), ("bit", "u1"), ("has_wind
 
 
 def _index(path: str) -> Path:
-    """The file of cut points: of this version of the file, which its size and time tell."""
+    """The file of cut points for this version of the file, identified by size and modification
+    time."""
     size, changed = store.stamp(path)
     return Path(path).with_name(f".{Path(path).name}.{size:x}-{changed:x}.gzidx")
 
@@ -66,7 +67,8 @@ def make(path: str, num_threads: int = 1) -> bool:
 
 
 def _write(path: str, target: Path, num_threads: int) -> bool:
-    """Unpack a file once and write its cut points; whether it is one whole member."""
+    """Unpack a file once and write its cut points; returns whether it consists of one complete
+    member."""
     import rapidgzip  # type: ignore[import-not-found]
 
     _log.info("%s is unpacked once to note where it can be cut", path)
@@ -89,7 +91,7 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
 
 
 def _thin(path: Path) -> None:
-    """Leave one point in every `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
+    """Keep one point in every `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
     data = np.fromfile(path, np.uint8)
     header = data[:_HEADER.itemsize].view(_HEADER)[0].copy()
     start = _HEADER.itemsize + int(header["points"]) * _POINT.itemsize

@@ -55,7 +55,7 @@ class Derived:
 
 
 class _SideTable:
-    """The rows of a side table, and one of missing fields behind them."""
+    """The rows of a side table, followed by a row of missing fields."""
 
     def __init__(self, join: Join) -> None:
         recipe = Recipe(join.file, join.file, (join.layout,))
@@ -83,7 +83,7 @@ class _SideTable:
         self._rows = concat([kept, _missing_row(kept)])
 
     def of(self, keys: pa.Array) -> tuple[Rows, int]:
-        """Rows of these keys, and how many of them the table lacks."""
+        """The rows of these keys, and the number of keys that the table lacks."""
         known = self._keys if keys.type == self._keys.type else self._keys.cast(keys.type)
         at = pc.index_in(keys, value_set=known, skip_nulls=True)
         last = self._rows.labels.size - 1
@@ -91,7 +91,7 @@ class _SideTable:
 
 
 def _missing_row(like: Rows) -> Rows:
-    """One row of missing fields, with the columns of others."""
+    """One row of missing fields, with the same columns as the given rows."""
     none = [Ids(pa.nulls(1, x.values.type)) if x.lengths is None else Ids(
         x.values[:0], np.zeros(1, np.int32)) for x in like.sparse]
     return Rows(1, np.zeros(1, np.int64), np.zeros(1, np.int8),

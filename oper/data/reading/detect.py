@@ -31,7 +31,7 @@ def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_byt
     Args:
         recipe: the recipe.
         paths: the files, in order.
-        asked: name of the layout; None = look at each file.
+        asked: name of the layout; None = detect it for each file.
         unit_bytes: approximate bytes of text of a unit; files with quotes, and compressed files
             other than gzip, stay whole.
         num_threads: threads that look for cut points of a gzip file.
@@ -101,7 +101,8 @@ def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
 
 
 def _fit(layout: Layout, line: str) -> int:
-    """How well a file's first line fits a layout: 0 not at all, 1 by its columns, 2 in all."""
+    """How well a file's first line fits a layout: 0 = not at all, 1 = its columns fit, 2 =
+    everything fits."""
     if not line:
         return 1
     wanted = [c.sources for c in layout.columns if c.kind != "skip"]

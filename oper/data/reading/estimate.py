@@ -47,7 +47,7 @@ class Needs:
         return self.work_bytes + self.output_bytes
 
     def text(self, free: int | None = None) -> str:
-        """The estimate in words; `free` are the bytes left on the disk."""
+        """The estimate as text; `free`: free bytes on the disk."""
         return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work_bytes)} while "
                 f"working, {format_bytes(self.output_bytes)} to keep"
                 + ("" if free is None else f"; {format_bytes(free)} free")
@@ -83,8 +83,8 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """About a file: rows, bytes of a row, ids of a row over all columns, columns of bags,
-    whether it is to be unpacked."""
+    """Estimates for a file: rows, bytes per row, ids per row over all columns, number of bag
+    columns, and whether it is compressed."""
 
     rows: int
     row_bytes: float

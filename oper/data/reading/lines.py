@@ -38,8 +38,8 @@ class Unit:
         layout: name of its layout in the recipe.
         start: first row group of a Parquet file, first byte of text: a line that begins earlier
             belongs to the unit before.
-        stop: the end of that range; None = the file's. For a gzip file these are bytes of its text,
-            see `oper.data.reading.cuts`; files compressed otherwise are not cut.
+        stop: the end of that range; None = the end of the file. For a gzip file both are positions
+            in its text, see `oper.data.reading.cuts`; files compressed in other ways are not cut.
     """
 
     path: str
@@ -75,7 +75,7 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files that `inputs` name, in order.
+    """The files named by `inputs`, in order.
 
     A pattern stands for its matches and a folder for its files, in natural order, including
     subfolders but not names that begin with ``.`` or ``_``. Names may be URLs of a store.
@@ -104,7 +104,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def _local_files(name: str) -> list[str]:
-    """The local files that a name stands for."""
+    """The local files that a name denotes."""
     path = Path(name)
     if path.is_dir():
         found = [str(p) for p in path.rglob("*") if p.is_file()
@@ -155,7 +155,8 @@ def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _kind(raw: BinaryIO) -> str:
-    """How a file is packed, by its first bytes; it stands at its beginning afterwards."""
+    """The compression of a file, detected from its first bytes; leaves the file at its
+    beginning."""
     start = raw.read(8)
     raw.seek(0)
     return next((k for magic, k in _MAGIC.items() if start.startswith(magic)), "plain")
@@ -211,8 +212,8 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
 
     Args:
         unit: file and range; a unit that is not the file's first begins after a line feed.
-        layout: whether the file's first line is a header, which is left out, and how its fields are
-            quoted: records that contain line feeds stay whole.
+        layout: says whether the file's first line is a header, which is skipped, and how fields are
+            quoted: records that contain line feeds are kept whole.
         progress: called with the numbers of file bytes read.
         block_bytes: approximate size of a block.
 
@@ -230,8 +231,8 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
                ) -> Iterator[memoryview]:
     """The text of the blocks of `read_blocks`, without counting lines.
 
-    All blocks use the same memory, which so stays in the processor's cache: each is valid until the
-    next one is requested.
+    All blocks use the same memory, so that it stays in the processor's cache: a block is valid
+    until the next one is requested.
     """
     # A line that the block before left over, the block, and the end of the unit's last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)
@@ -268,12 +269,14 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
 
 
 def _fill(text: BinaryIO, view: memoryview, size: int, count: int) -> int:
-    """Read at most `count` bytes to place `size` on; 0 at the end of the file only."""
+    """Read at most `count` bytes into the buffer at position `size`; returns their number, 0 only
+    at the end of the file."""
     return cast(io.BufferedIOBase, text).readinto(view[size:size + count]) if count else 0
 
 
 def _seek(text: BinaryIO, raw: BinaryIO, unit: Unit) -> int | None:
-    """Go to the first line that begins in the unit; bytes left in it, None = all of the file."""
+    """Go to the first line that begins in the unit; returns the bytes left in the unit, None = the
+    rest of the file."""
     if unit.start:
         raw.seek(unit.start - 1)
         text.readline()  # to the end of the line that holds the byte before
@@ -295,7 +298,7 @@ def line_of(unit: Unit, layout: Layout, row: int) -> int:
 
 
 def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: Layout) -> int:
-    """Where the whole lines (records) of a part of the memory end."""
+    """The end of the last whole line (record) in a part of the memory."""
     begin, end = part
     cut = max(begin, memory.rfind(b"\n", begin, end) + 1)
     if layout.quote:
@@ -306,7 +309,7 @@ def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: La
     if end - cut > MAX_LINE_BYTES:
         raise FileFormatError(f"cannot read {path!r}", "line_bytes", end - cut,
                               f"<= {MAX_LINE_BYTES}",
-                              "close the quote that stays open, or pass a text log")
+                              "close the quote that was left open, or pass a text file")
     return cut
 
 

@@ -1,8 +1,8 @@
-"""Keeping files that are read or written once from filling the page cache.
+"""Prevents files that are read or written once from filling the page cache.
 
-A log as large as a good part of the memory pushes everything else out, and gigabytes of pages that
-wait for the disk finally make every writer wait. Pages that are released at once are also reused,
-which costs a fraction of fresh ones, especially on virtual machines.
+A log that is large compared with the memory evicts everything else, and gigabytes of dirty pages
+finally make every writer wait for the disk. Pages that are released at once are also reused, which
+costs a fraction of fresh ones, especially on virtual machines.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class _Piece:
         self._others: list[Rows] = []
 
     def take(self, data: memoryview, at: int) -> int:
-        """Parse lines of `data` from place `at` on until the piece is full; bytes taken."""
+        """Parse lines of `data` from position `at` on until the piece is full; returns the bytes
+        parsed."""
         rows, lines, num = (ctypes.c_int64(x) for x in (self.num_rows, self.num_lines, 0))
         text = np.frombuffer(data, np.uint8)[at:]
         taken: int = native.library().oper_data_parse(
@@ -154,7 +155,7 @@ class _Piece:
             bad=tuple(replace(b, row=int(numbers[b.row])) for b in found.bad)))
 
     def _convert_times(self, stop: int) -> bool:
-        """Convert the times of new rows; False when one is none."""
+        """Convert the times of new rows; returns False if one is not a valid time."""
         for column in self.text.layout.of("time"):
             part = slice(self.num_rows, stop)
             raw = self._outs[column.name][part]

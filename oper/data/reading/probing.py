@@ -1,5 +1,5 @@
-"""A check of the first records before any work, so that an error in all of them is reported at
-once."""
+"""A check of the first records before any work, so that an error that affects all records is
+reported at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES = 4  # that are looked into
 def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> None:
     """Refuse a log whose first records contain more than `max_bad` malformed ones.
 
-    Anything in these records that a full pass would refuse is refused here, with a remedy.
+    Everything in these records that a full pass would refuse is refused here, with a remedy.
 
     Raises:
         FileFormatError: there are too many malformed rows, or a file has other columns.
@@ -62,7 +62,7 @@ _TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
 
 
 def _time_parse(column: Column, value: str) -> str:
-    """The parse that fits a time which is malformed for its column; empty if none does."""
+    """The `parse` under which a malformed time would be valid; empty if there is none."""
     number = _number(value)
     if number is not None:
         found = ("unix" if abs(number) < TOP_SECONDS else
@@ -76,8 +76,8 @@ def _time_parse(column: Column, value: str) -> str:
 
 
 def _other_parse(column: Column, value: str) -> tuple[str, str]:
-    """What a column should have for a value that is malformed in it, as a flag of the command line
-    and in a recipe; empty where nothing fits."""
+    """The `parse` under which a malformed value would be valid, as a command-line flag and as a
+    recipe entry; empty if there is none."""
     number = _number(value)
     if column.kind == "label" and number is not None:
         return ("--threshold with the least number that is a 1",

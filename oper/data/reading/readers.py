@@ -93,12 +93,12 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
         if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
             raise InvalidInputError(f"cannot read {path!r}",
                                     f"type of the id column {column.name!r}", str(kind),
-                                    "integers, texts or lists of these", "convert the column")
+                                    "integers, strings or lists of these", "convert the column")
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
                 f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
-                "integers, texts or lists of these", "for ids written as 17850.0 pass "
+                "integers, strings or lists of these", "for ids written as 17850.0 pass "
                 f'--sparse {column.name}:integral, or set parse = "integral" in the recipe')
 
 
@@ -112,7 +112,7 @@ def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
 
 
 def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
-    """How the lines of a unit are split; None where they are no delimited text."""
+    """How the lines of a unit are split; None if they are not delimited text."""
     layout = recipe.layout(unit.layout)
     if layout.format != "text":
         return None
@@ -163,7 +163,7 @@ def _object_type(column: Column) -> pa.DataType:
 
 
 def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
-    """Lines with a JSON object each."""
+    """Rows from lines with one JSON object each."""
     wanted = [c for c in layout.columns if c.kind != "skip"]
     schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
@@ -203,7 +203,8 @@ def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: _Parse) -> Ro
 
 
 def _bags(recipe: Recipe, layout: Layout) -> _Parse:
-    """Lines of one user's items; the layout says what the first number means."""
+    """Rows from lines with one user's items each; the layout defines the meaning of the first
+    number."""
     first = layout.first
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:
@@ -245,8 +246,8 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
             ) -> Iterator[tuple[pa.Table, np.ndarray]]:
     """Tables of the layout's columns with the numbers of their rows, filtered ones left out.
 
-    Columns that the file lacks may be folders of its path, ``NAME=VALUE`` (as Hive and Spark lay
-    partitions out); they are texts.
+    Columns that the file lacks may be folders ``NAME=VALUE`` in its path (partitions as in Hive and
+    Spark); their values are strings.
 
     Args:
         file: the file.
@@ -341,7 +342,7 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
 
 
 def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> BadRow:
-    """What is wrong with a row of arrays: its label [], or the first of its numbers [D]."""
+    """The error in a row of arrays: in its label [], or in the first bad one of its numbers [D]."""
     if label not in (0, 1):
         return BadRow(row, recipe.label, str(label), convert.EXPECTED["binary"])
     k = int(np.isfinite(dense).argmin())
@@ -414,6 +415,6 @@ def is_arrays(path: str) -> bool:
 
 
 def is_parquet(path: str) -> bool:
-    """Whether a file begins as Parquet does."""
+    """Whether a file begins like a Parquet file."""
     with store.open_input(path) as file:
         return file.read(4) == b"PAR1"

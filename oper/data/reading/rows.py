@@ -59,7 +59,7 @@ class Rows:
 
 
 def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
-    """How many rows of a log with these columns are in memory at once."""
+    """Number of rows of a log with these columns to hold in memory at a time."""
     return max(1, min(PIECE_ROWS, PIECE_BYTES // (8 * (len(dense) + len(sparse) + 4))))
 
 
@@ -94,7 +94,7 @@ def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[in
     """Parse rows as a whole, or in halves until every malformed row is isolated.
 
     `parse` returns the rows of a range, or raises one of `caught`; `blame` describes the error of a
-    row from that exception; `none` makes zero rows with the columns' types.
+    single row from that exception; `none` makes an empty result with the columns' types.
     """
     bad: list[BadRow] = []
 

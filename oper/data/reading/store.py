@@ -1,7 +1,8 @@
 """Files on this machine, or in a store that pyarrow or fsspec can open.
 
-A name such as ``s3://bucket/log.gz`` goes to ``pyarrow.fs`` (S3, GCS, HDFS: part of pyarrow), any
-other scheme to the fsspec library that is installed for it. Everything else is a local path.
+A name such as ``s3://bucket/log.gz`` is opened by ``pyarrow.fs`` (S3, GCS and HDFS, which are part
+of pyarrow), one with another scheme by the fsspec library installed for it. All other names are
+local paths.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def open_input(path: str) -> BinaryIO:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Bytes of a file, and when it was changed, in nanoseconds (0 = the store does not tell)."""
+    """Size of a file in bytes, and its modification time in nanoseconds (0 = unknown to the
+    store)."""
     if not is_url(path):
         about = os.stat(path)
         return about.st_size, about.st_mtime_ns
@@ -177,14 +179,14 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
 
 
 def _pieces(name: str) -> Iterator[bytes]:
-    """The data that comes through a pipe, piece by piece."""
+    """The data read from a pipe, piece by piece."""
     with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
         while piece := pipe.read(1 << 22):
             yield piece
 
 
 def is_pipe(name: str) -> bool:
-    """Whether a name is that of a pipe or the like, which can be read only once."""
+    """Whether a name denotes a pipe or a similar file that can be read only once."""
     if name == "-" or is_url(name):
         return name == "-"
     try:
@@ -195,8 +197,8 @@ def is_pipe(name: str) -> bool:
 
 
 def upload(folder: Path, url: str, last: Sequence[str]) -> None:
-    """Put the files of a local folder below a URL, the files named `last` at the end, in this
-    order.
+    """Upload the files of a local folder below a URL; the files named in `last` come at the end, in
+    this order.
 
     Raises:
         InvalidInputError: the store refuses a file.
@@ -213,7 +215,7 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
 
 
 def remove_below(url: str) -> None:
-    """Remove everything below a URL, if there is anything."""
+    """Remove all files below a URL, if there are any."""
     found, name, _ = filesystem(url)
     with _asking(url):
         found.delete_dir_contents(name, missing_dir_ok=True)

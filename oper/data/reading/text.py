@@ -56,7 +56,7 @@ def _separator(layout: Layout) -> str:
 
 
 def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
-    """How pyarrow splits lines of a layout that `unified` has gone through."""
+    """pyarrow's options for splitting lines of a layout after `unified`."""
     return pacsv.ParseOptions(
         delimiter=_separator(layout), quote_char=layout.quote or False,
         double_quote=not layout.escape, escape_char=layout.escape or False,
@@ -167,7 +167,8 @@ def unified(data: bytes, layout: Layout) -> bytes:
 
 
 def _is_odd(data: bytes, text: TextLayout) -> bool:
-    """Whether a block holds what pyarrow would take and the recipe's types do not allow."""
+    """Whether a block contains text that pyarrow would accept but the recipe's types do not
+    allow."""
     # pyarrow ends a line at a carriage return of its own, too.
     if b"\0" in data or (b"\r" in data and not text.layout.quote
                          and data.count(b"\r") != data.count(b"\r\n")):
@@ -267,8 +268,8 @@ _COMPARES = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": opera
 
 
 def _is_kept(fields: list[bytes], text: TextLayout) -> bool:
-    """Whether a record fulfils the layout's filter, as `holds` says of columns; one that cannot be
-    compared is kept, to be judged."""
+    """Whether a record fulfils the layout's filter, as `holds` does for columns; a record that
+    cannot be compared is kept, so that it is reported as malformed."""
     if len(fields) != len(text.columns):
         return True
     for name, how, value in conditions(text.layout):
@@ -309,6 +310,6 @@ def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
 
 
 def no_rows(columns: Sequence[Column], dense: Sequence[str], sparse: Sequence[str]) -> Rows:
-    """Zero rows, with the types of the columns."""
+    """An empty result with the types of the columns."""
     empty = {c.name: (c, pa.array([], convert.arrow_type(c))) for c in columns if c.kind != "skip"}
     return rows_of(empty, dense, sparse, np.zeros(0, np.int64))

@@ -34,16 +34,18 @@ Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 class VocabularyFacts:
     """Facts about a column's values.
 
-    Id 0 stands for every value without an id of its own: seen fewer than `min_count` times in the
-    training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... go to the other values
-    by count, descending, ties by value, ascending; a missing field is a value of its own, before
-    all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0 where missing.
+    Id 0 stands for every value without its own id: seen fewer than `min_count` times in the
+    training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... are given to the other
+    values by descending count, ties by ascending value; a missing field counts as a value that
+    sorts before all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0
+    for missing fields.
 
     Attributes:
         num_rows: rows of the table, row 0 included.
         num_distinct: distinct values seen in the training part, a missing field counted as one.
-        num_once: values seen once there; divided by all accesses this is the Good-Turing estimate
-            of the probability that the next one is new, which the statistics of ids cannot show.
+        num_once: values seen once in the training part. Divided by all accesses, this is the
+            Good-Turing estimate of the probability that the next value is new, which cannot be
+            computed from the statistics of ids.
         num_rare_accesses: accesses in the training part of values that share row 0.
         missing_id: id of a missing field; 0 if it shares row 0.
         hashed: whether ids are hashes.
@@ -62,8 +64,8 @@ class VocabularyFacts:
 def hash64(values: np.ndarray) -> np.ndarray:
     """A hash of each raw value, uint64 [K], which never changes.
 
-    Integers go through the finalizer of splitmix64; texts fold their bytes through it, eight at a
-    time.
+    Integers are hashed by the finalizer of splitmix64, strings by folding their bytes through it,
+    eight at a time.
     """
     if values.dtype.kind == "S":
         width = -(-values.dtype.itemsize // 8) * 8
@@ -106,7 +108,7 @@ class Vocabulary:
         return self._find(values) > 0
 
     def _find(self, values: np.ndarray) -> np.ndarray:
-        """Listed ids of distinct ascending raw values, 0 = none."""
+        """Ids of distinct ascending raw values in the vocabulary, 0 = none."""
         known, ids = self._known()
         kind = common_kind(known, values)
         if kind.kind != "S":  # texts are compared whatever their widths
@@ -132,9 +134,9 @@ class Vocabulary:
             yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and ids: small ones in memory, large ones mapped again.
+        """Values and ids: in memory if they are small, otherwise mapped again for each use.
 
-        Pages of a map that stays count as memory of the process.
+        Pages of a permanent mapping would count as memory of the process.
         """
         if self._small is not None:
             return self._small
@@ -159,7 +161,8 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
     if (one.dtype.kind == "S") != (other.dtype.kind == "S") or kind.kind not in "iuS":
         raise InvalidInputError(
             "cannot look values up in a vocabulary", "types", (other.dtype.name, one.dtype.name),
-            "signed, unsigned or text alike", "read the column as the vocabulary's run did")
+            "both signed, both unsigned or both strings",
+            "read the column as the vocabulary's run did")
     return kind
 
 
@@ -201,7 +204,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
     """Write the vocabulary of merged counts into `folder`.
 
     Args:
-        folder: gets the files.
+        folder: folder for the files.
         merger: counts of all values of the training part.
         num_missing: missing fields there.
         min_count: values seen less often get id 0.
@@ -275,7 +278,7 @@ def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
-    """Deal ids to ascending values, count by count; returns the accesses of values with an id.
+    """Assign ids to ascending values, count by count; returns the accesses of values with an id.
 
     Of each count the first ids go to the smallest values, so that walking once through ascending
     values with a counter per count gives the order by count, then value.

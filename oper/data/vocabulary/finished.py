@@ -124,7 +124,7 @@ class FinishedVocabulary:
 
 
 def _parts(file: pq.ParquetFile, width: int) -> Parts:
-    """Values, ids and counts, texts as bytes of `width`, nulls left out."""
+    """Values, ids and counts, with strings as bytes of `width` and without nulls."""
     for batch in file.iter_batches(_BATCH_ROWS):
         if batch.column(0).null_count:
             batch = batch.filter(batch.column(0).is_valid())
@@ -137,7 +137,7 @@ def _parts(file: pq.ParquetFile, width: int) -> Parts:
 
 
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
-    """Parts of which the values ascend and the ids are rows, each of one value."""
+    """The parts, checked: values ascend, and each id is a row and belongs to one value."""
     last: Any = None
     taken, count = np.zeros(facts.num_rows, bool), 0
     for values, ids, counts in parts:
@@ -177,7 +177,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
 
     Args:
         path: the vocabulary.
-        folders: preprocessed with it; the unseen values of their training parts are added.
+        folders: folders preprocessed with it; the unseen values of their training parts are added.
         output: the folder to write.
         min_count: values seen less often stay unseen; None = the vocabulary's.
         max_rows: most rows per table, old ones included; None = no limit.
@@ -193,12 +193,12 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     hashed = [n for n, f in old.facts.items() if f.hashed]
     real = [os.path.realpath(f) for f in folders]
     twice = sorted({f for f in real if real.count(f) > 1})
-    require(what, "a hash has a row for every value already",
+    require(what, "hashed columns need no extension: a hash has a row for every value",
             ("hashed columns", hashed[:8], not hashed, "none"))
     require(what, "name the folders of different days",
             ("folders", twice, not twice, "each of them once, since counts are added up"))
     sources = [_source(what, old, Path(f)) for f in folders]
-    require(what, "name what was preprocessed with --vocabulary",
+    require(what, "name folders preprocessed with --vocabulary",
             ("folders", sources, bool(sources), "at least one"))
     least = old.min_count if min_count is None else min_count
     with new_folder(what, output) as out:
@@ -302,7 +302,7 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
 
 
 def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
-    """Old values and new ones, with ids behind the old ones, in the order of values."""
+    """Old and new values in the order of values; new ids come after the old ones."""
     values, ids, counts = new.arrays()
     kind, at = common_kind(old.arrays()[0], values), 0
     for part, after in itertools.pairwise(itertools.chain(old.parts(), [None])):

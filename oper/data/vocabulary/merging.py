@@ -17,7 +17,7 @@ _SLICE = 1 << 21           # entries that are merged at once, about
 
 
 class RunMerger:
-    """Adds up sorted (value, count) pairs of one column, however many.
+    """Adds up any number of sorted (value, count) pairs of one column.
 
     Runs of similar size are merged in memory, so that an entry takes part in a logarithmic number
     of merges; when they exceed the memory limit they are written to disk as one run. `slices` then
@@ -41,7 +41,7 @@ class RunMerger:
         is_mixed = (before.kind == "S") != (values.dtype.kind == "S")
         if is_mixed or self._dtype.kind not in "iuS":
             raise InvalidInputError("cannot merge values of one column", "types", values.dtype.name,
-                                    "signed, unsigned or text alike in all files",
+                                    "signed, unsigned or strings, the same in all files",
                                     "convert the files")
         self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
@@ -61,7 +61,7 @@ class RunMerger:
     def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All distinct values in ascending order with their counts, piece by piece; repeatable.
 
-        Every piece has the same type; texts have the width of the longest.
+        Every piece has the same type; strings have the width of the longest one.
         """
         for values, counts in self._slices():
             yield values.astype(self._dtype, copy=False), counts

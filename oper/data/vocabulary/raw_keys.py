@@ -13,10 +13,11 @@ MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # of a missing field: what `hash64
 
 
 class RawKeys:
-    """The keys of a column's raw values, in the place of a vocabulary.
+    """The keys of a column's raw values, used instead of a vocabulary.
 
-    An integer is its own key (for an unsigned one the same 64 bits), a text the 64-bit hash of its
-    bytes, which never changes. Nothing is counted, so equal values of any two logs have equal keys.
+    An integer is its own key (an unsigned one by the same 64 bits); a string's key is the 64-bit
+    hash of its bytes, which never changes. Nothing is counted, so equal values of any two logs have
+    equal keys.
     """
 
     def __init__(self, column: str) -> None:
@@ -24,11 +25,11 @@ class RawKeys:
         self._column = column
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
-        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or texts as bytes
+        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or strings as bytes
         (NumPy kind ``S``).
 
         Raises:
-            InvalidInputError: a number that stands for a missing field.
+            InvalidInputError: a value is the number that denotes a missing field.
         """
         keys = np.empty(values.size + 1, np.int64)
         keys[0] = MISSING_KEY
@@ -40,7 +41,7 @@ class RawKeys:
             raise InvalidInputError(f"cannot keep the ids of column {self._column!r} raw", "id",
                                     MISSING_KEY,
                                     "any other 64-bit number: this one stands for a missing field",
-                                    "read the column as texts, whose hashes become the keys")
+                                    "read the column as strings, whose hashes become the keys")
         return keys
 
 
@@ -50,16 +51,16 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
     come from a preprocessed folder, such as those of requests to a server.
 
     Args:
-        values: n integers of 64 bits, signed or not, or n texts (UTF-8 where they are bytes), of
-            the type as which the column was read: without ``:int`` or the like the ids of a CSV
-            file are texts. None and an empty text stand for a missing field.
+        values: n 64-bit integers, signed or not, or n strings (bytes are UTF-8), of the type as
+            which the column was read: without ``:int`` or a similar suffix, the ids of a CSV file
+            are strings. None and an empty string denote a missing field.
 
     Returns:
         int64 [n].
 
     Raises:
-        InvalidInputError: integers and texts are mixed, the values have another type, an integer
-            exceeds 64 bits or is the one that stands for a missing field, or a text contains a zero
+        InvalidInputError: integers and strings are mixed, the values have another type, an integer
+            exceeds 64 bits or is the one that denotes a missing field, or a string contains a zero
             byte.
     """
     keys = np.full(len(values), MISSING_KEY, np.int64)
@@ -70,7 +71,7 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
                if isinstance(v, int | np.integer) and -1 << 63 <= int(v) < 1 << 64]
     if max(len(texts), len(numbers)) < len(at) or any(b"\0" in v for v in texts):
         raise InvalidInputError("cannot make keys", "values", some[:8],
-                                "all integers of 64 bits, or all texts without zero bytes",
+                                "all 64-bit integers, or all strings without zero bytes",
                                 "convert them")
     if at:
         signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]

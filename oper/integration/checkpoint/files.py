@@ -92,7 +92,7 @@ class CheckpointReader(FileSystemReader):
                 file.seek(at + begin * row_bytes)
                 if file.readinto(data) != len(data):
                     raise FileFormatError("cannot read a checkpoint", "file", place.relative_path,
-                                          "all the bytes that its description names",
+                                          "all bytes listed in its description",
                                           "load another checkpoint")
                 planner.commit_piece(
                     item, begin, torch.frombuffer(data, dtype=found.dtype).view(shape))

@@ -120,7 +120,7 @@ class TableRows:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperError("rows on demand cannot be copied or pickled", "table", self.name,
-                        "a planner that asks for them",
+                        "a planner that fetches them",
                         "save with planner=oper.SavePlanner(), or call state_dict() outside of "
                         "rows_on_demand()")
 

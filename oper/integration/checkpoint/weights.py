@@ -131,7 +131,8 @@ class Weights:
             return
         if getattr(value, "full_tensor", None) is not None:
             raise InvalidInputError(f"cannot publish {key!r}", "value", type(value).__name__,
-                                    "all its rows here", "save a checkpoint and publish its folder")
+                                    "all its rows in this process",
+                                    "save a checkpoint and publish its folder")
         if not isinstance(value, torch.Tensor) or value.is_meta or value.dim() != 2:
             raise InvalidInputError(f"cannot publish {key!r}", "value", _kind(value),
                                     f"rows [{wanted.num_rows}, {wanted.dim}] with values",

@@ -1,1 +1,2 @@
-"""What is between a model's sharded tables and its dense layers, and how these are trained."""
+"""The parts of a model between its sharded tables and its dense layers, and the training of the
+dense layers."""

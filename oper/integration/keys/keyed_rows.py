@@ -73,12 +73,12 @@ class KeyedRows:
     @classmethod
     def of_entries(cls, entries: Mapping[str, Any], prefix: str = "",
                    time_to_live: int | None = None) -> KeyedRows:
-        """Those of a dynamic table. Collective where the entries are split over ranks.
+        """Keys and rows of a dynamic table. Collective if the entries are split over ranks.
 
         Args:
             entries: a ``state_dict`` with the table's ``weight``, ``keys`` and ``clock``.
-            prefix: of these names, with its dot.
-            time_to_live: as of the table's `oper.DynamicTable`: keys that are older are left out.
+            prefix: prefix of these names, with its dot.
+            time_to_live: that of the table's `oper.DynamicTable`; expired keys are left out.
         """
         weight, records, clock = (_whole(entries, f"{prefix}{n}")
                                   for n in ("weight", "keys", "clock"))
@@ -92,7 +92,8 @@ class KeyedRows:
 
     @classmethod
     def of_managed_collision(cls, state: Mapping[str, Any], table: str) -> KeyedRows:
-        """Those of a table behind TorchRec's ``MCHManagedCollisionModule``, not sharded by rows.
+        """Keys and rows of a table behind TorchRec's ``MCHManagedCollisionModule``, not sharded by
+        rows.
 
         A module with an ``input_hash_func`` holds hashes in the place of ids: a dynamic table must
         then be given the same hashes.
@@ -126,12 +127,12 @@ class KeyedRows:
 
     def entries(self, num_embeddings: int, rule: DynamicTable, prefix: str = "",
                 drop: bool = False) -> dict[str, torch.Tensor]:
-        """``state_dict`` entries of a dynamic table; optimizer states begin anew there.
+        """``state_dict`` entries of a dynamic table, in which optimizer states are reset.
 
         Args:
             num_embeddings: rows of the table, with the default row.
             rule: its rule.
-            prefix: for their names, with its dot.
+            prefix: prefix of their names, with its dot.
             drop: leave out keys that find no place in their bucket, those with the lowest counts;
                 otherwise they are an error.
 
@@ -157,7 +158,7 @@ class KeyedRows:
         return {f"{prefix}{name}": value for name, value in found.items()}
 
     def static(self, num_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as a static table of a fixed size behind a `KeyMap`.
+        """The contents of a static table of a fixed size and of the `KeyMap` in front of it.
 
         Returns:
             The map's ``keys``, int64 [num_embeddings - 1], and the table's ``weight``,

@@ -47,8 +47,8 @@ def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: An
             "cannot learn a map of ids on several ranks", f"{name}, mode",
             f"{type(module).__name__}, training",
             "an MCHManagedCollisionModule, or a module in eval mode",
-            f"call {name}.eval() after every train() of the model: it maps with what it has "
-            "learnt; or let it learn in one process")
+            f"call {name}.eval() after every train() of the model, so that it maps ids without "
+            "learning; or train in one process")
     return forward(*args, **kwargs)
 
 

@@ -17,12 +17,12 @@ _POOL = 32
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every global batch a rank takes: every `world_size`-th trajectory.
+    """A rank's part of every global batch: every `world_size`-th trajectory.
 
     Attributes:
         batch_size: trajectories per rank and step.
-        rank, world_size: which part.
-        seed: of the order, together with the epoch.
+        rank, world_size: this rank and the number of ranks.
+        seed: seed of the order, together with the epoch.
     """
 
     batch_size: int
@@ -134,8 +134,8 @@ def _parts(count: int, epoch: int, share: Share, lengths: np.ndarray | None = No
            ) -> Iterator[np.ndarray]:
     """Trajectories of a rank's batches, int64 [batch_size] each, in random order.
 
-    With `lengths` trajectories of like length come together, out of pools of `_POOL` batches:
-    less of the padded batches is padding.
+    With `lengths`, trajectories of similar length are put into one batch, within pools of `_POOL`
+    batches, so that batches contain less padding.
     """
     rng = np.random.default_rng((share.seed, epoch))
     size, steps = share.batch_size * share.world_size, num_batches(count, share)

@@ -23,11 +23,11 @@ class Catalogue:
             rounding and the minimum of 3, if `spread` > 0.
         spread: standard deviation of the log of a user's number of interactions, which is
             log-normal and at least 3; 0 = all users have `length`.
-        exponent: of the bounded power law of item popularity.
+        exponent: exponent of the bounded power law of item popularity.
         again: probability that an item is one of the 3 ids after the user's previous one, so that
-            there is an order to learn.
+            there is a sequential pattern to learn.
         clicked: probability that a reward is 1, else 0.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
     """
 
     num_items: Count = 0
@@ -52,7 +52,7 @@ def synthetic_interactions(catalogue: Catalogue) -> Interactions:
     """Interactions with item ids 1..num_items in order of popularity.
 
     Every user ends with two positive interactions, the validation and the test target. Items may
-    repeat. Items without interactions have ids too, which is what makes the table large.
+    repeat. Items without interactions have ids, too, so the table can be large.
     """
     c = catalogue
     rng = np.random.default_rng((c.seed, 7))

@@ -1,7 +1,7 @@
 """Interactions of users with items, split into training, validation and test.
 
-Ranking protocol as RecBole's full-ranking evaluation: iterative k-core, leave-last-two-out or a
-split by time, all items ranked, the user's history masked.
+The ranking protocol is that of RecBole's full-ranking evaluation: iterative k-core,
+leave-last-two-out or a split by time, all items ranked, the user's history masked.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ class DataOptions:
 
     Attributes:
         user, item: sparse columns of the folder.
-        k_core: users and items with fewer interactions are left out, until none is.
-        item_core: the same of items, where it is another number than that of users; 0 = `k_core`.
-        only: ``"positive"``: interactions without a reward are left out before anything is counted;
-            ``"all"``: they stay, as history.
+        k_core: users and items with fewer interactions are removed, repeatedly, until none are
+            left.
+        item_core: the minimum for items, if it differs from that for users; 0 = `k_core`.
+        only: ``"positive"``: interactions without a reward are removed before anything is counted;
+            ``"all"``: they stay, as part of the history.
         protocol: ``"leave_last_two"``: the last two positive interactions of a user are its
-            validation and its test target, what comes before trains. ``"leave_last_baskets"``: the
-            same with a user's last two baskets that hold a positive item which no earlier one
-            does: all of these are targets. For logs whose rows come several at a time, where the
-            last row of a basket is no later than the one before. ``"time"``: the same two points
-            in time for all users. ``"held_out_users"``: users drawn for validation and for test do
-            not train; a share of each one's interactions, drawn as well, is its history, and the
-            positive ones of the others are its targets (strong generalisation: Liang et al. 2018).
-            Items that no training user has are left out.
-        basket: sparse column whose equal values are one basket of a user, such as an invoice's or
-            a session's number (``"leave_last_baskets"`` only). A basket stands where its first row
-            does, with its rows together.
+            validation and its test target, and the earlier ones are for training.
+            ``"leave_last_baskets"``: the same with a user's last two baskets that contain a
+            positive item which no earlier basket contains; all such items are targets. This is for
+            logs with several rows at one time, in which the last row of a basket is no later than
+            the one before. ``"time"``: the same two points in time for all users.
+            ``"held_out_users"``: users drawn for validation and for test are not used for training;
+            a random share of each one's interactions is its history, and the positive ones of the
+            rest are its targets (strong generalisation: Liang et al. 2018). Items that no training
+            user has are removed.
+        basket: sparse column whose equal values form one basket of a user, such as the number of an
+            invoice or session (``"leave_last_baskets"`` only). The rows of a basket are moved to
+            its first row.
         valid, test: shares of the interactions after those points (``"time"``), or of the users
             (``"held_out_users"``; from 1 on a number of users).
         fold_in: share of a held-out user's interactions that is its history.
-        seed: of what ``"held_out_users"`` draws.
+        seed: seed of the draws of ``"held_out_users"``.
         repeats: ``"first"``: a user's interactions with an item count once, at their first time;
             ``"keep"``: all of them.
     """
@@ -84,7 +86,7 @@ class HeldOut:
         users: int64 [U], ascending.
         stop: int64 [U]: the history of a user is rows ``offsets[u]:stop`` of the interactions.
         targets: int64 [P], items to be found, user by user; positive and not in the history.
-        target_lengths: int64 [U], how many of each user, all >= 1.
+        target_lengths: int64 [U], number of targets of each user, all >= 1.
     """
 
     users: np.ndarray
@@ -95,7 +97,7 @@ class HeldOut:
 
 class Log(NamedTuple):
     """Rows in the order of the log: raw ids int64 [N], rewards float32 [N], seconds int64 [N], and
-    raw ids of baskets int64 [N] where there are some."""
+    raw ids of baskets int64 [N], if there are any."""
 
     users: np.ndarray
     items: np.ndarray
@@ -110,7 +112,8 @@ class Log(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Interactions in order of user, time (of the basket, where there are some), place in the log.
+    """Interactions ordered by user, then time (of the basket, if there are baskets), then position
+    in the log.
 
     Attributes:
         users, items: int64 [N], ids from 1 by training interactions, descending; 0 never occurs:
@@ -121,9 +124,9 @@ class Interactions:
         train_stop: int64 [num_users]: rows ``offsets[u]:train_stop[u]`` are for training.
         num_users, num_items: rows of their tables, row 0 counted.
         item_ids: int64 [num_items], the folder's id of each item; 0 for row 0.
-        valid, test: what is held out.
-        source: where the log comes from, for a person.
-        left_out: rows of the log that are not here, by reason.
+        valid, test: the held-out targets.
+        source: where the log comes from, as text.
+        left_out: number of rows of the log that were left out, by reason.
     """
 
     users: np.ndarray
@@ -166,13 +169,13 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
                       ) -> Interactions:
     """The interactions of a folder that ``oper preprocess`` wrote, all its parts together.
 
-    Rows whose user or item is missing, or has the folder's id 0 (rare, cut or unseen), are left
-    out and counted; preprocess with ``--min-count 1 --valid 0 --test 0`` so that these are the
-    missing ones only.
+    Rows whose user or item is missing, or has the folder's id 0 (rare, cut or unseen), are left out
+    and counted; preprocess with ``--min-count 1 --valid 0 --test 0`` so that only missing ones are
+    left out.
 
     Raises:
         FileFormatError: not such a folder.
-        InvalidInputError: it has no such columns or no times, or nothing is left of it.
+        InvalidInputError: it has no such columns or no times, or no interactions are left.
     """
     options = options or DataOptions()
     folder = Folder.open(path)
@@ -209,8 +212,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     """Interactions from rows in any order; raw ids of 0 are left out.
 
     Raises:
-        InvalidInputError: nothing is left, no user is left to train, or baskets are held out and
-            there are none.
+        InvalidInputError: no interactions or no training users are left, or the protocol needs
+            baskets and there are none.
     """
     left_out = {}
 
@@ -255,7 +258,7 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
 
 
 def _baskets_of(log: Log) -> np.ndarray:
-    """int64 [N]; raises InvalidInputError where there are none."""
+    """The basket of each row, int64 [N]; raises InvalidInputError if there are none."""
     if log.baskets is None:
         raise InvalidInputError("cannot hold out baskets", "baskets of the log", None,
                                 "an id per row", "give a Log with baskets")
@@ -271,7 +274,7 @@ def _by_basket(log: Log) -> np.ndarray:
 
 
 def _first_of_pairs(log: Log) -> np.ndarray:
-    """Which rows are the first of their user and item, bool [N]."""
+    """Whether each row is the first of its user and item, bool [N]."""
     order = np.lexsort((log.items, log.users))
     pairs = np.stack([log.users[order], log.items[order]])
     new = np.ones(order.size, bool)
@@ -282,7 +285,8 @@ def _first_of_pairs(log: Log) -> np.ndarray:
 
 
 def _core(log: Log, options: DataOptions) -> np.ndarray:
-    """Rows of the core: every user and item left has so many of the rows left. bool [N]."""
+    """Rows of the core, bool [N]: every user and item in it has at least the required number of
+    rows in it."""
     kept = np.ones(log.users.size, bool)
     _, users = np.unique(log.users, return_inverse=True)
     _, items = np.unique(log.items, return_inverse=True)
@@ -296,7 +300,8 @@ def _core(log: Log, options: DataOptions) -> np.ndarray:
 
 
 def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
-    """Rows of the users that validate and of those that test, bool [2, N]; the others train."""
+    """Rows of the users drawn for validation and for test, bool [2, N]; the others are for
+    training."""
     _, users = np.unique(log.users, return_inverse=True)
     num_users = int(users.max(initial=-1)) + 1
     counts = [int(n if n >= 1 else n * num_users) for n in (options.valid, options.test)]
@@ -311,9 +316,10 @@ def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
 
 
 def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cut]:
-    """Rows in order of user with the targets of held-out users last, and the cut.
+    """Rows ordered by user, with the targets of held-out users moved to the end of each user, and
+    the cut.
 
-    A user of n rows has ``floor((1 - fold_in) n)`` targets, drawn: none where n is small.
+    A user with n rows has ``floor((1 - fold_in) n)`` random targets, so none if n is small.
     """
     counts = np.bincount(log.users)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -341,7 +347,7 @@ def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Row numbers by user 0, 1, ...: where training and the two histories end, and which rows are
+    """By user 0, 1, ...: the rows at which training and the two histories end; and which rows are
     targets of each split (bool [N])."""
 
     train_stop: np.ndarray
@@ -392,7 +398,7 @@ class _Cut:
 
 
 def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
-    """The interactions under their final ids; without the folder's."""
+    """The interactions with their final ids, without the folder's ids."""
     num_users = user_id.size + 1
     old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
     users = user_id[log.users]

@@ -1,4 +1,4 @@
-"""Protocols under which results are published: what is held out, what is measured, and how.
+"""Protocols under which results are published: the held-out data and the metrics.
 
     leave-one-out     the last interaction of each user is for test, the one before for validation.
                       All ratings count as positive; every item outside the history is ranked;
@@ -33,7 +33,7 @@ class Protocol:
         data: how the log becomes interactions, and what is held out.
         metrics: what is measured.
         reported: metrics that a table shows; the first one chooses the weights on validation.
-        threshold: rating from which on the label is 1; None = the recipe's.
+        threshold: lowest rating with label 1; None = the recipe's.
         context: items of the longest history that sequence models see; 0 = as they are configured.
     """
 

@@ -1,1 +1,1 @@
-"""Recommender models: torch and torchrec modules that know nothing of OPER."""
+"""Recommender models: torch and torchrec modules that do not depend on OPER."""

@@ -43,7 +43,7 @@ class SequenceConfig(ModelConfig):
 
     Attributes:
         dim: width D, also of the item rows.
-        layers: of the network.
+        layers: number of layers of the network.
         steps: T, number of predicted items in a subsequence.
         window: l, number of earlier items that the model sees; the longest history has
             ``steps + window - 1`` items.
@@ -94,8 +94,8 @@ class Sequences(Histories):
     """Subsequences of trajectories to train on.
 
     Attributes:
-        skip: int64 [B]: the first interactions of a subsequence are only seen by the state windows
-            of the later ones, which are the steps.
+        skip: int64 [B], number of interactions at the beginning of each subsequence that are only
+            context for the state windows of the later ones. The later ones are the steps.
         returns: float32 [L], return-to-go ``g_t = r_t + gamma g_{t+1}`` to the end of the user's
             training interactions.
     """
@@ -154,7 +154,7 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
         num_items: rows of each, row 0 (padding, never looked up) included.
         dim: columns.
         device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` fills shard by shard.
-        std: standard deviation of the first numbers; 1 over the root of `dim` by default.
+        std: standard deviation of the initial weights; by default 1 over the square root of `dim`.
     """
     return EmbeddingCollection(device=torch.device(device), tables=[
         EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
@@ -164,7 +164,8 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
 
 
 def one_bag(key: str, ids: torch.Tensor, batch_size: int) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """A feature whose ids int64 [n] belong to the whole batch: all in the first of its bags."""
+    """Key, ids and lengths of a feature whose ids int64 [n] belong to the whole batch: all are in
+    the first of its bags."""
     lengths = ids.new_zeros(batch_size)
     lengths[:1] = ids.numel()
     return key, ids, lengths
@@ -221,9 +222,9 @@ class NegativeSampler:
     Args:
         num_items: rows of the item table, row 0 (padding) included.
         count: items per draw, with repetition; 0 = every item once.
-        uniform: draw all items alike. Otherwise log-uniformly: ids are in order of popularity, so
-            ``P(i) = log((i + 1) / i) / log(num_items)``, i >= 1, is close to Zipf's law and needs
-            no table of counts (the candidate sampler of TensorFlow's sampled softmax).
+        uniform: draw uniformly. Otherwise log-uniformly: ids are in order of popularity, so ``P(i)
+            = log((i + 1) / i) / log(num_items)``, i >= 1, is close to Zipf's law and needs no table
+            of counts (the candidate sampler of TensorFlow's sampled softmax).
     """
 
     def __init__(self, num_items: int, count: int, uniform: bool = False) -> None:
@@ -249,8 +250,8 @@ class NegativeSampler:
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
     def loss(self, kind: str, calibration: float, *parts: torch.Tensor) -> torch.Tensor:
-        """The loss that one of `LOSSES` names, float32 [N]; `parts` as of `softmax_loss`,
-        `calibration` as of `gbce_loss`."""
+        """The loss named by `kind`, one of `LOSSES`; float32 [N]. `parts` are the arguments of
+        `softmax_loss`, `calibration` that of `gbce_loss`."""
         if kind == "softmax":
             return self.softmax_loss(*parts)
         queries, targets, target_rows, drawn, drawn_rows = parts
@@ -260,10 +261,10 @@ class NegativeSampler:
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of a softmax over all items, float32 [N].
 
-        ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with
-        ``s(i) = <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is
-        unbiased (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is
-        in it for certain and takes no correction. With every item once the loss is exact.
+        ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with ``s(i) =
+        <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is unbiased
+        (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is always
+        included and needs no correction. With every item once the loss is exact.
 
         Args:
             queries: float32 [N, D].
@@ -288,7 +289,7 @@ class NegativeSampler:
         1 / alpha)`` takes that back wholly at t = 1 and not at all (plain BCE) at t = 0. The
         correction holds for uniform draws.
 
-        Args: as of `softmax_loss`, and
+        Args: those of `softmax_loss`, and
             calibration: t, 0..1.
         """
         alpha = min(1.0, drawn.numel() / max(1, self.num_items - 2))

@@ -78,11 +78,11 @@ class CDT4RecConfig(SequenceConfig):
 
     Attributes:
         user_dim: columns of the user table; 0 = no user table.
-        heads: of attention in the backbone.
+        heads: attention heads of the backbone.
         state: summary of the earlier items, see `oper.rl_rec.models.state.ItemState`; a mean covers
             at most `window` items.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
-        tied: item rows serve as output rows too.
+        tied: whether item rows also serve as output rows.
         reward_weight: weight of the reward loss; 0 = no reward head is trained.
         reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
         returns: ``"logged"``; ``"none"``: the model sees 0 in their place; ``"estimated"``: after
@@ -166,7 +166,7 @@ class MultiStream(nn.Module):
                 returns: torch.Tensor) -> torch.Tensor:
         """phi float32 [B, T, D] of e^s and e^a [B, T, D] and rewards [B, T].
 
-        The return-to-go is not looked at.
+        The return-to-go is not used.
         """
         outcomes = actions + rewards.unsqueeze(-1) * self.reward(actions)
         start = self.start.expand(states.shape[0], 1, -1)
@@ -196,7 +196,7 @@ class Interleaved(nn.Module):
                 returns: torch.Tensor) -> torch.Tensor:
         """phi float32 [B, T, D] of e^s and e^a [B, T, D] and scaled returns-to-go [B, T].
 
-        Rewards are not looked at: they are the differences of the returns.
+        Rewards are not used: they are the differences of the returns.
         """
         tokens = torch.stack([self.returns(returns.unsqueeze(-1)), states, actions], dim=2)
         tokens = tokens + self.time[:states.shape[1], None]
@@ -272,7 +272,8 @@ class CDT4Rec(Recommender):
     Args:
         config: sizes and weights.
         num_users, num_items: rows of the tables, row 0 (padding) included.
-        returns: (scale, target): the divisor of the return-to-go, and the return-to-go to ask for.
+        returns: (scale, target): the divisor of the return-to-go, and the return-to-go to request
+            when recommending.
         device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
@@ -343,7 +344,7 @@ class CDT4Rec(Recommender):
                skip: torch.Tensor, num_steps: torch.Tensor) -> Steps:
         """Steps `skip` ... `skip + num_steps - 1` of each trajectory; `seen` are its rows [L, D].
 
-        One step may lie past the last interaction: the one to recommend for, of which only the
+        One step may lie after the last interaction: the one to recommend for, of which only the
         state is used.
         """
         size, dim = batch.num_users, self.config.dim
@@ -382,7 +383,8 @@ class CDT4Rec(Recommender):
     # ---- recommending ----
 
     def encode(self, histories: Histories) -> Encoded:
-        """Users at their next step, asked for the target return; uses the last T + l - 1 items."""
+        """Users at their next step, conditioned on the target return; uses the last T + l - 1
+        items."""
         recent = last(histories, self.config.steps + self.config.window - 1)
         num_steps = (recent.lengths + 1).clamp(max=self.config.steps)  # with the coming one
         skip = recent.lengths + 1 - num_steps
@@ -397,11 +399,11 @@ class CDT4Rec(Recommender):
         return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
 
     def _shown(self, returns: torch.Tensor) -> torch.Tensor:
-        """Returns-to-go as the model sees them."""
+        """Returns-to-go in the form that the model sees."""
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-        """Scaled returns-to-go [B, T] of which the target is left at the last step: backwards
+        """Scaled returns-to-go [B, T] that equal the target at the last step, computed backwards:
         ``g_t = r_t + gamma g_{t+1}``."""
         found = torch.zeros_like(rewards)
         coming = rewards.new_full((rewards.shape[0],), self.target)

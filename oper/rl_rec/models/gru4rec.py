@@ -18,14 +18,14 @@ from oper.rl_rec.models.next_item import NextItem, NextItemConfig
 
 @dataclass(frozen=True, slots=True)
 class GRU4RecConfig(NextItemConfig):
-    """Sizes: those of every model of the next item. `dropout` is on the input and between layers.
+    """Sizes: those of every next-item model. `dropout` is on the input and between layers.
     """
 
     layers: Positive = 1
 
 
 class GRU4Rec(NextItem):
-    """The model; see the module's text. Arguments as of `NextItem`."""
+    """The model; see the module docstring. Takes the arguments of `NextItem`."""
 
     def __init__(self, config: GRU4RecConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__(config, num_items, device)
@@ -34,7 +34,7 @@ class GRU4Rec(NextItem):
         self.project = nn.Linear(config.dim, config.dim)
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """See `NextItem.outputs`; times are not looked at."""
+        """See `NextItem.outputs`; times are ignored."""
         states, _ = self.network(self.dropout(self.with_start(items)))
         out: torch.Tensor = self.project(states)
         return out

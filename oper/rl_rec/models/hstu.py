@@ -8,15 +8,17 @@ A user's tokens are a start vector and one per item, x float [B, T, D]. A layer 
 
 with q, k and v cut into heads, `norm` layer normalisation without weights, N the tokens of the
 longest history, and two learned biases of each layer: p by distance, t by the time between the two
-interactions in buckets of sqrt(2), ``bucket = floor(2 log2(1 + seconds))``. The start has no time:
-it counts as no time ago. There are no absolute positions, no softmax and no feed-forward layer.
+interactions in buckets of sqrt(2), ``bucket = floor(2 log2(1 + seconds))``. The start vector has no
+time: its time difference counts as 0. There are no absolute positions, no softmax and no
+feed-forward layer.
 
 Ranking (``rank_weight > 0``): whether a given item would be rewarded. The tokens of a history carry
-their rewards, ``x_i = E[item_i] + w r_i + b``; a candidate's has none, ``x = E[candidate]``. It
-stands behind the history, at the time of the last item, sees the history and itself but no other
-candidate, and the network's output at its place gives the logit of its reward. So the history runs
+their rewards, ``x_i = E[item_i] + w r_i + b``; a candidate's has none, ``x = E[candidate]``. It is
+placed after the history, at the time of the last item, and sees the history and itself but no other
+candidate; the network's output at its position gives the logit of its reward. So the history runs
 through the network once, and its keys and values serve any number of candidates (the idea of the
-paper's M-FALCON). In training every step's item is a candidate that sees what lies before the step.
+paper's M-FALCON). In training, the item of every step is a candidate that sees the interactions
+before that step.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 class Layer(nn.Module):
-    """One layer; see the module's text.
+    """One layer; see the module docstring.
 
     The attention weights of a token do not sum to 1, so `scaled_dot_product_attention`, which ends
     in a softmax, cannot compute them, and torch has no fused kernel that does: batched matrix
@@ -103,8 +105,9 @@ class Layer(nn.Module):
 
         Args:
             x: float [B, n, D].
-            relation: to the tokens that are seen: x itself, or those of `past`.
-            past: of T other tokens; each of x then sees these and itself, but no other of x.
+            relation: relation to the visible tokens: x itself, or those of `past`.
+            past: keys and values of T other tokens; each token of x then sees these and itself, but
+                no other token of x.
         """
         gate, query, key, value = F.silu(self.project(_normalized(x))).chunk(4, dim=-1)
         query = by_head(query, self.heads)
@@ -144,9 +147,9 @@ class HistoryCache:
 
     Attributes:
         memory: keys and values of each layer, of T tokens.
-        place: int64 [B, 1], of a candidate: behind the last item.
-        bucket: int64 [B, 1, T], of the time from each token to the last item; None where times are
-            not looked at.
+        place: int64 [B, 1], position of a candidate: after the last item.
+        bucket: int64 [B, 1, T], bucket of the time from each token to the last item; None if times
+            are ignored.
     """
 
     memory: list[Memory]
@@ -155,7 +158,7 @@ class HistoryCache:
 
 
 class HSTU(NextItem):
-    """The model; see the module's text. Arguments as of `NextItem`.
+    """The model; see the module docstring. Takes the arguments of `NextItem`.
 
     Histories need their `times`, unless ``time_buckets = 0``.
     """
@@ -184,7 +187,7 @@ class HSTU(NextItem):
         return out
 
     def _past(self, items: torch.Tensor, times: torch.Tensor | None) -> Past:
-        """Arguments as of `outputs`; T = P + 1 tokens."""
+        """Histories from the arguments of `outputs`; T = P + 1 tokens."""
         x = self.dropout(self.with_start(items))
         place = torch.arange(x.shape[1], device=x.device)
         distance = (place[:, None] - place).unsqueeze(0)
@@ -197,8 +200,8 @@ class HSTU(NextItem):
         return Past(x, memory, bucket)
 
     def _buckets(self, times: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the time from each token back to each other, int64 [B, P + 1, P + 1], for times int64
-        [B, P]; 0 where that is the future."""
+        """Buckets of the time from each token back to each other one, int64 [B, P + 1, P + 1], for
+        times int64 [B, P]; 0 for tokens in the future."""
         if not self.config.time_buckets:
             return None
         if times is None:
@@ -215,7 +218,7 @@ class HSTU(NextItem):
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
                ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `NextItem.losses`; with the part ``reward`` where there is a ranking loss."""
+        """See `NextItem.losses`; with the part ``reward`` if there is a ranking loss."""
         if not self.config.rank_weight:
             return super().losses(batch, rows, drawn)
         past = self._past(*self.inputs(rows, batch, -1))
@@ -265,7 +268,7 @@ class HSTU(NextItem):
     def rewards(self, cache: HistoryCache, items: torch.Tensor) -> torch.Tensor:
         """Estimated rewards 0..1, float [B, n], of each user's candidate items int64 [B, n].
 
-        No candidate changes another's: many may be scored in several calls with one cache.
+        Candidates do not affect each other, so many can be scored in several calls with one cache.
         """
         rows = look_up(self.items, self.features, "drawn", items.flatten())
         return torch.sigmoid(self._logits(rows.view(*items.shape, self.config.dim), cache))

@@ -32,9 +32,9 @@ class IALSConfig(ModelConfig):
         dim: columns of a factor.
         alpha: weight of all pairs, positives included, against that of the positives.
         l2: penalty on the factors.
-        nu: how the penalty grows with what is known of a row; 0 = not at all.
-        sweeps: times that users and items are solved for.
-        std: standard deviation of a first item's norm.
+        nu: exponent by which a row's penalty grows with its number of interactions; 0 = not at all.
+        sweeps: number of times that users and items are solved for.
+        std: standard deviation of an initial item's norm.
     """
 
     dim: Positive = 64
@@ -46,11 +46,11 @@ class IALSConfig(ModelConfig):
 
 
 class IALS(Recommender):
-    """See the module's text.
+    """The model; see the module docstring.
 
     Args:
         config: sizes and weights.
-        training: what the users did, all of them.
+        training: all training interactions of the users.
         num_items: rows, row 0 (padding) included.
     """
 
@@ -86,7 +86,7 @@ def solve_factors(config: IALSConfig, matrix: torch.Tensor, others: torch.Tensor
         config: weights.
         matrix: positives, sparse, coalesced [N, M].
         others: factors of the columns, float32 [M, dim].
-        count: how many columns there are: M without padding.
+        count: number of columns without padding.
 
     Returns:
         float32 [N, dim]; 0 for rows without a positive.

@@ -37,8 +37,8 @@ class ItemKNNConfig(ModelConfig):
     """Nearest neighbours.
 
     Attributes:
-        neighbours: items whose weight on an item is kept: those with the largest.
-        shrink: draws the similarity of rare items to 0.
+        neighbours: number of items with the largest weights on an item that are kept.
+        shrink: term that shrinks the similarity of rare items towards 0.
     """
 
     neighbours: Positive = 100
@@ -55,14 +55,14 @@ def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
 
 
 def ease_weights(config: EASEConfig, gram: torch.Tensor) -> torch.Tensor:
-    """B float32 [num_items, num_items] of G; see the module's text."""
+    """B float32 [num_items, num_items] of G; see the module docstring."""
     inverse = torch.linalg.inv(gram.double() + config.l2 * torch.eye(len(gram)).double())
     weights = -inverse / inverse.diagonal()
     return weights.fill_diagonal_(0.0).float()
 
 
 def knn_weights(config: ItemKNNConfig, gram: torch.Tensor) -> torch.Tensor:
-    """B float32 [num_items, num_items] of G; see the module's text."""
+    """B float32 [num_items, num_items] of G; see the module docstring."""
     length = gram.diagonal().sqrt()
     similar = gram / (length[:, None] * length + config.shrink).clamp(min=1e-12)
     similar.fill_diagonal_(0.0)
@@ -74,8 +74,8 @@ class ItemToItem(Recommender):
     """Scores by weights between items.
 
     Args:
-        config: of the model.
-        training: what the users did, all of them.
+        config: the model's configuration.
+        training: all training interactions of the users.
         num_items: rows, row 0 (padding) included.
     """
 

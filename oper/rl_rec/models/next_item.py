@@ -1,4 +1,4 @@
-"""Base of the models of the next item, which turn a sequence into a query after each item.
+"""Base of the next-item models, which turn a sequence into a query after each item.
 
 The sequence [start, i_1, ..., i_n] goes through a causal network; the output after item i_t is the
 query of item i_{t+1}: ``score(i) = <h_t, E[i]>`` with the item table of the input. SASRec's network
@@ -33,7 +33,7 @@ from oper.rl_rec.models.base import (
 
 @dataclass(frozen=True, slots=True)
 class NextItemConfig(SequenceConfig):
-    """Sizes of a model of the next item.
+    """Sizes of a next-item model.
 
     Attributes:
         targets: predict ``"positive"`` interactions only, or ``"all"``.
@@ -47,10 +47,10 @@ class NextItemConfig(SequenceConfig):
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig(NextItemConfig):
-    """Sizes of a model of the next item with attention.
+    """Sizes of a next-item model with attention.
 
     Attributes:
-        heads: of attention.
+        heads: attention heads.
     """
 
     heads: Positive = 2
@@ -86,7 +86,7 @@ class NextItem(Recommender):
         sequence; none depends on a later item.
 
         Args:
-            items: float32 [B, P, D], what `tokens` makes of their rows.
+            items: float32 [B, P, D], the result of `tokens` for their rows.
             times: int64 [B, P], seconds of these interactions; None if they are unknown.
         """
         raise NotImplementedError
@@ -128,11 +128,11 @@ class NextItem(Recommender):
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
                ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """As `forward`, once everything has been looked up.
+        """As `forward`, given the rows that were looked up.
 
         Args:
             batch: subsequences.
-            rows: float32 [L, D], of their items.
+            rows: float32 [L, D], rows of their items.
             drawn: ids int64 [n] and rows float32 [n, D] of the negatives.
         """
         # The query of the k-th item is the output after the k - 1 before it.

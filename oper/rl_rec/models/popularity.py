@@ -1,4 +1,4 @@
-"""The most popular items for everybody: what every other model must beat."""
+"""The most popular items for every user: the baseline that every other model should beat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oper.rl_rec.models.base import Histories, Recommender
 
 @dataclass(frozen=True, slots=True)
 class PopularityConfig:
-    """Nothing to choose."""
+    """No options."""
 
 
 class Popularity(Recommender):

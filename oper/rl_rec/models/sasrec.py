@@ -19,11 +19,11 @@ from oper.rl_rec.models.transformer import Block
 
 @dataclass(frozen=True, slots=True)
 class SASRecConfig(AttentionConfig):
-    """Sizes: those of every model of the next item with attention."""
+    """Sizes: those of every next-item model with attention."""
 
 
 class SASRec(NextItem):
-    """The model; see the module's text. Arguments as of `NextItem`."""
+    """The model; see the module docstring. Takes the arguments of `NextItem`."""
 
     def __init__(self, config: SASRecConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__(config, num_items, device)
@@ -33,7 +33,7 @@ class SASRec(NextItem):
         self.norm = nn.LayerNorm(config.dim)
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """See `NextItem.outputs`; times are not looked at."""
+        """See `NextItem.outputs`; times are ignored."""
         x = self.with_start(items)
         positions = torch.cat([torch.zeros_like(self.start)[None], self.position])
         x = self.dropout(x + positions[:x.shape[1]])

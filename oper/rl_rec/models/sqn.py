@@ -50,7 +50,7 @@ class SQNConfig(SASRecConfig):
         gamma: discount of the rewards to come, 0 <= gamma < 1.
         q_weight: weight of the loss of Q.
         q_negatives: other items per step, whose values are trained with a reward of 0; 0 = none.
-        actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module's text.
+        actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module docstring.
     """
 
     gamma: ShareBelowOne = 0.5
@@ -81,7 +81,7 @@ class DQNConfig(SQNConfig):
 
 
 class SQN(SASRec):
-    """The model; see the module's text. Arguments as of `NextItem`."""
+    """The model; see the module docstring. Takes the arguments of `NextItem`."""
 
     config: SQNConfig
 
@@ -91,7 +91,8 @@ class SQN(SASRec):
         self.weigh = False
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Weigh by advantages after the first third of training, if at all."""
+        """With ``actor="advantage"``, weight the loss by advantages after the first third of
+        training."""
         self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,8 +101,8 @@ class SQN(SASRec):
         return found[..., :-1], found[..., -1]
 
     def values(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Both heads' Q float32 [2, N, n] of states [N, D] and items with the rows [n, D], or
-        [N, n, D] where every state has items of its own."""
+        """Both heads' Q float32 [2, N, n] of states [N, D] and items with the rows [n, D], or [N,
+        n, D] if every state has its own items."""
         queries, offsets = self._heads(states)
         return (rows @ queries.unsqueeze(-1)).squeeze(-1) + offsets.unsqueeze(-1) if (
             rows.ndim == 3) else queries @ rows.T + offsets.unsqueeze(-1)
@@ -145,7 +146,7 @@ class SQN(SASRec):
         return found.flip(0).gather(2, found.argmax(dim=2, keepdim=True)).squeeze(2)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Queries float32 [B, D] of the next item; of Q, less a number per user, where there is
-        nothing else."""
+        """Queries float32 [B, D] for the next item; without an actor those of Q, up to a constant
+        per user."""
         states = super().encode(histories)
         return states if self.config.actor != "none" else self._heads(states)[0].mean(dim=0)

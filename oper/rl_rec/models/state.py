@@ -1,4 +1,4 @@
-"""Summaries of the items before a step, for the state of a model."""
+"""Summaries of the items before a step, used as the state of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ItemState(nn.Module):
     """A summary of the items before a step, of the width of their rows.
 
     ``"mean"``: the mean row of the last `window` items; ``"last"``: the row of the last one; both
-    are 0 where there is none. ``"gru"``, ``"transformer"``: the output of one such layer over all
+    are 0 if there is none. ``"gru"``, ``"transformer"``: the output of one such layer over all
     items of the subsequence that come before.
 
     Args:
@@ -40,8 +40,8 @@ class ItemState(nn.Module):
         """Summaries float32 [B, T, D].
 
         Args:
-            rows: of the items of every subsequence, padded on the right, float32 [B, P, D].
-            place: how many of them come before each step, int64 [B, T], 0..P.
+            rows: float32 [B, P, D], rows of the items of every subsequence, padded on the right.
+            place: int64 [B, T], number of these items before each step, 0..P.
         """
         trajectory = torch.arange(rows.shape[0], device=rows.device)[:, None]
         before = F.pad(rows, (0, 0, 1, 0))  # at k: the k-th item, counted from 1

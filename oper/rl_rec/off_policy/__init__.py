@@ -1,1 +1,1 @@
-"""The value of a policy from the log of another one."""
+"""Estimation of a policy's value from the log of another policy."""

@@ -40,10 +40,10 @@ class OffPolicyEstimates:
     Attributes:
         intervals: by estimator: ``"ips"``, ``"snips"``, ``"dm"``, ``"dr"``, ``"switch-dr"``,
             ``"dros"`` and, with groups of actions, ``"mips"``.
-        threshold: of Switch-DR; infinite = DR.
-        shrinkage: l of DRos; infinite = DR.
+        threshold: threshold of Switch-DR; infinite = DR.
+        shrinkage: the parameter l of DRos; infinite = DR.
         effective_rows: ``(sum w)^2 / sum w^2``, the effective sample size of the log.
-        largest_weight: of all w.
+        largest_weight: the largest w.
     """
 
     intervals: dict[str, Interval]
@@ -55,7 +55,7 @@ class OffPolicyEstimates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """For MIPS.
+    """Groups of actions, for MIPS.
 
     Attributes:
         of_action: int64 [num_actions], a number from 0 on.
@@ -95,13 +95,13 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
         log: N rows.
         target: pi(a | x_n), float [N, num_actions], rows that sum to 1.
         model: q(x_n, a), float [N, num_actions]; `reward_model` by default.
-        groups: of actions, for MIPS.
-        clusters: int64 [N]: rows of one cluster, such as a visitor's, are drawn together; each row
-            by itself by default.
+        groups: groups of actions, for MIPS.
+        clusters: int64 [N]: rows of one cluster, such as a visitor's, are drawn together; by
+            default every row is its own cluster.
         samples: bootstrap samples.
 
     Raises:
-        InvalidInputError: shapes, probabilities or propensities that cannot be.
+        InvalidInputError: impossible shapes, probabilities or propensities.
     """
     shape = (log.actions.size, log.num_actions)
     target = np.asarray(target, np.float64)
@@ -204,7 +204,8 @@ def reward_model(log: LoggedBandit, folds: int = 10, seed: int = 0) -> np.ndarra
     """Mean reward of an action at a position, from the other folds' rows: float64 [N, num_actions].
 
     Cross-fitted in `folds` parts, at most one per row, so that no row's own reward is in its q. A
-    mean is drawn towards the overall mean as if `PRIOR` more rows had that: more would bias DM.
+    mean is shrunk towards the overall mean as if `PRIOR` additional rows had that value; more
+    shrinkage would bias DM.
     """
     rows, folds = log.actions.size, min(folds, log.actions.size)
     if folds < 2:

@@ -22,9 +22,9 @@ _ROWS = ("context", "action", "reward", "pscore", "position")
 def to_feedback(log: LoggedBandit) -> dict[str, Any]:
     """A log as feedback.
 
-    Policies float [N, num_actions], as of `oper.rl_rec.off_policy.policies`, are obp's
-    ``action_dist`` once they are repeated for every position:
-    ``policy[:, :, None].repeat(log.num_positions, axis=2)``.
+    Policies float [N, num_actions], as made by `oper.rl_rec.off_policy.policies`, are obp's
+    ``action_dist`` once they are repeated for every position: ``policy[:, :,
+    None].repeat(log.num_positions, axis=2)``.
 
     Returns:
         ``n_rounds``, ``n_actions``; ``action``, ``position`` int64 [N]; ``reward``, ``pscore``
@@ -45,8 +45,9 @@ def to_feedback(log: LoggedBandit) -> dict[str, Any]:
 def from_feedback(feedback: Mapping[str, Any]) -> LoggedBandit:
     """The log in a feedback dictionary, without groups of actions.
 
-    Every distinct value of a column of ``context`` becomes an id: columns of real numbers are to be
-    cut into ranges before. Without ``position`` there is one; ``context`` may be missing, too.
+    Every distinct value of a column of ``context`` becomes an id, so divide columns of real numbers
+    into ranges first. Without ``position`` there is a single position; ``context`` may be missing,
+    too.
 
     Raises:
         InvalidInputError: a key is missing, or arrays that do not fit together.

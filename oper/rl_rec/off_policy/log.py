@@ -17,9 +17,9 @@ class LoggedBandit:
     """Impressions with the probability of what was shown (Open Bandit's form).
 
     Attributes:
-        context: int64 [N, C], ids of what was known before the choice.
+        context: int64 [N, C], ids of the context known before the choice.
         actions: int64 [N], 0..num_actions-1: the item that was shown.
-        positions: int64 [N], the place it was shown at, from 0.
+        positions: int64 [N], the position at which it was shown, from 0.
         rewards: float32 [N], 1 = clicked.
         propensities: float64 [N] in (0, 1]: probability under the logging policy of this action at
             this position.
@@ -54,7 +54,7 @@ class BanditColumns:
     Attributes:
         action: sparse column of the item shown.
         propensity: dense column of its probability, not transformed.
-        position: sparse column of its place; empty = there is one place.
+        position: sparse column of its position; empty = there is only one position.
         group: sparse column of the action's group; empty = there is none.
     """
 
@@ -124,6 +124,6 @@ def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray
 
 
 def without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:
-    """Ids counted from 0 in their order, int64, and how many there are."""
+    """The ids renumbered from 0 without gaps, in the same order, int64, and their number."""
     values, numbers = np.unique(ids, return_inverse=True)
     return numbers.astype(np.int64), int(values.size)

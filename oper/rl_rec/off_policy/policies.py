@@ -23,7 +23,7 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
         float64 [N, num_actions], rows that sum to 1.
 
     Raises:
-        InvalidInputError: NaN, +inf or only -inf in a row, or parameters that cannot be.
+        InvalidInputError: NaN, +inf or only -inf in a row, or impossible parameters.
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
@@ -46,10 +46,10 @@ def recommender_policy(model: Recommender, histories: Histories, items: torch.Te
     """A recommender that shows one of `items`, by `softmax_policy` of its scores.
 
     Args:
-        model: in evaluation mode during the call.
-        histories: of the users of N rows.
+        model: the recommender; it is in evaluation mode during the call.
+        histories: histories of the users of the N rows.
         items: int64 [num_actions], the item of each action.
-        temperature, uniform: as of `softmax_policy`.
+        temperature, uniform: see `softmax_policy`.
 
     Returns:
         float64 [N, num_actions].
@@ -67,7 +67,7 @@ def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np
     """The policy that logged `of`, approximated by its action frequencies at each position.
 
     Args:
-        log: where it is to be evaluated; the same actions and positions.
+        log: the log whose rows it is evaluated on, with the same actions and positions.
         of: the log to estimate it from.
         prior: rows added to each action, so that none has probability 0.
 

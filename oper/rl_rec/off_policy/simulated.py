@@ -22,8 +22,8 @@ class SimulatedLog:
         target: the policy to be estimated, float64 [N, ACTIONS].
         value: its expected reward per row.
         rewards: the expected reward of every action, float64 [N, ACTIONS].
-        groups: of the actions, which alone determine the reward; with the logging policy.
-        visitors: int64 [N], whose row it is.
+        groups: groups of the actions, which alone determine the reward, with the logging policy.
+        visitors: int64 [N], the visitor of each row.
     """
 
     log: LoggedBandit
@@ -37,14 +37,14 @@ class SimulatedLog:
 def simulate_log(rows: int, seed: int, per_visitor: int = 1) -> SimulatedLog:
     """Visitors of three kinds come and are shown an action each time.
 
-    The rewards and both policies are fixed; `seed` changes only the draws. A visitor's rows have
-    one context, and its rewards are half or one and a half times as likely as those of its kind:
-    its rows are not independent.
+    The rewards and both policies are fixed; `seed` changes only the draws. All rows of a visitor
+    have the same context, and a reward is 0.5 or 1.5 times as likely as usual for its kind, so a
+    visitor's rows are not independent.
 
     Args:
         rows: N.
-        seed: of visitors, actions and rewards.
-        per_visitor: rows of a visitor.
+        seed: seed of visitors, actions and rewards.
+        per_visitor: rows per visitor.
     """
     world = np.random.default_rng(0)
     of_action = np.arange(ACTIONS) % GROUPS

@@ -38,17 +38,17 @@ class RankingResult:
 def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
                      metrics: MetricOptions | None = None, batch_size: int = 256,
                      block: int = 65536, users: np.ndarray | None = None) -> RankingResult:
-    """Rank all items for the users of a split; what is in a user's history is never recommended.
+    """Rank all items for the users of a split; items in a user's history are never recommended.
 
     Args:
-        model: put into evaluation mode and back.
-        data: whose `held_out(split)` is asked for.
+        model: the model, in evaluation mode during the call.
+        data: the interactions.
         split: ``"valid"`` or ``"test"``.
         metrics: what is measured; the default options by default.
         batch_size: users per batch.
         block: items that are scored at once; the result does not depend on it.
-        users: int64, which places of ``held_out(split).users`` to take, e.g. a rank's share; all
-            by default.
+        users: int64, indices into ``held_out(split).users`` of the users to take, e.g. a rank's
+            share; all by default.
     """
     held = data.held_out(split)
     chosen = np.arange(held.users.size) if users is None else np.asarray(users, np.int64)

@@ -15,8 +15,8 @@ class Jagged:
 
     Attributes:
         values: int64 [L].
-        offsets: int64 [N + 1], from 0 to L, never falling; row n is
-            ``values[offsets[n]:offsets[n + 1]]``.
+        offsets: int64 [N + 1], non-decreasing from 0 to L; row n is ``values[offsets[n]:offsets[n +
+            1]]``.
     """
 
     values: torch.Tensor

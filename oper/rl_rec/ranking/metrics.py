@@ -3,7 +3,8 @@
 Full ranking, never sampled candidates: metrics on sampled negatives are not comparable (Krichene &
 Rendle, KDD 2020). Conventions of RecBole and of Liang et al. (WWW 2018): binary relevance, the
 ideal DCG over ``min(k, positives)``, users without positives are skipped and counted. Equal scores
-are ranked by id, the smaller first, so that a result never depends on how items were cut.
+are ranked by id, the smaller first, so that results do not depend on how items are divided into
+shards.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
 
     Args:
         shards: (first id, scores float [B, R]): scores of the ids ``first .. first + R - 1``. Any
-            cut, in any order; each id once. ``-inf`` keeps an item out.
-        k: places.
-        exclude: ids that row b must not get, such as those the user has; len B.
+            division into shards, in any order; each id once. An item with ``-inf`` is never ranked.
+        k: number of items per row.
+        exclude: by row, ids that it must not get, such as those that the user has; length B.
 
     Returns:
         int64 [B, k], best first; `NOTHING` where fewer than k items are left.
@@ -40,7 +41,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
         InvalidInputError: k < 1, no shards, NaN scores, rows that do not match.
     """
     if k < 1:
-        raise InvalidInputError("cannot rank", "k", k, ">= 1", "ask for a place or more")
+        raise InvalidInputError("cannot rank", "k", k, ">= 1", "use a k of 1 or more")
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     for first, scores in shards:
         if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
@@ -49,7 +50,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
                                     "[B, R] with one row per user", "score the same users")
         if bool(scores.isnan().any()):
             raise InvalidInputError("cannot rank", f"scores from id {first}", "NaN", "numbers",
-                                    "look for the step where the loss left them")
+                                    "find the step at which the loss became NaN")
         if exclude is not None:
             scores = _without(scores, first, exclude)
         ids = torch.arange(first, first + scores.shape[1], device=scores.device)
@@ -71,7 +72,7 @@ def _without(scores: torch.Tensor, first: int, exclude: Jagged) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids [B, min(k, R)] of the best, by score down, then id up."""
+    """Scores and ids [B, min(k, R)] of the best items, by descending score, then ascending id."""
     k = min(k, scores.shape[1])
     if k == 0:
         return scores, ids
@@ -112,7 +113,7 @@ class MetricOptions:
             ("ks", min(self.ks, default=0) >= 1, "cut-offs >= 1"))
 
     def names(self) -> list[str]:
-        """Of the metrics, e.g. ``"ndcg@10"``."""
+        """Names of the metrics, e.g. ``"ndcg@10"``."""
         return [f"{m}@{k}" for m in METRICS for k in self.ks]
 
 
@@ -138,13 +139,13 @@ class RankingMetrics:
         """Add users.
 
         Args:
-            top: int64 [B, K], K >= the largest cut-off, best first, as of `top_k`.
-            positives: what each of the B users has chosen; distinct ids.
+            top: int64 [B, K], K >= the largest cut-off, best first, as returned by `top_k`.
+            positives: the items that each of the B users has chosen; distinct ids.
         """
         if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
             raise InvalidInputError("cannot measure rankings", "top", tuple(top.shape),
                                     f"[{len(positives)}, {max(self.ks)} or more]",
-                                    "rank so many items per user")
+                                    "rank that many items per user")
         users = positives.lengths > 0
         self.skipped += int((~users).sum())
         hits = _hits(top, positives)[users].double()
@@ -169,7 +170,7 @@ class RankingMetrics:
 
 
 def _hits(top: torch.Tensor, positives: Jagged) -> torch.Tensor:
-    """bool [B, K]: is the item among the row's positives."""
+    """Whether each item is among its row's positives, bool [B, K]."""
     # Sorted (row, id) pairs as one number each; ids of a catalogue are below 2^40.
     base = 1 << 40
     wanted = (positives.rows * base + positives.values).sort().values

@@ -1,9 +1,9 @@
-"""Offline reinforcement learning with critics, and an actor but for DQN: TD3+BC, IQL, CQL, DQN.
+"""Offline reinforcement learning with critics and (except for DQN) an actor: TD3+BC, IQL, CQL, DQN.
 
-One network leads from the present observation to an action in [-1, 1]^A, two from observation and
-action to the value Q(s, a) of rewards to come. All are trained from the transitions of a log alone,
-with the constants of the papers where nothing else is said. Rewards are divided by `REWARD_SCALE`
-and discounted by `GAMMA`.
+One network maps the present observation to an action in [-1, 1]^A, and two map observation and
+action to the value Q(s, a) of future rewards. All are trained only on the transitions of a log,
+with the constants of the papers unless stated otherwise. Rewards are divided by `REWARD_SCALE` and
+discounted by `GAMMA`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CHOICES = 32  # of DQN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transitions:
-    """Steps of a log by themselves.
+    """Single steps of a log.
 
     Attributes:
         states, next_states: float32 [N, S].
         actions: float32 [N, A].
         rewards: float32 [N], divided by `REWARD_SCALE`.
-        goes_on: float32 [N], 0 where nothing comes after the step.
+        goes_on: float32 [N], 0 if no step follows.
     """
 
     states: torch.Tensor
@@ -55,7 +55,7 @@ class Transitions:
 
     @staticmethod
     def of(batch: Trajectories, count: int) -> Transitions:
-        """At most `count`, drawn from whole trajectories."""
+        """At most `count` transitions, from randomly drawn whole trajectories."""
         trajectory, step = batch.valid.nonzero(as_tuple=True)
         if step.numel() > count:
             at = torch.randperm(step.numel())[:count]
@@ -81,7 +81,8 @@ class Critics(nn.Module):
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
 
     def forward(self, batch: Trajectories) -> torch.Tensor:
-        """The sum of the losses of all networks, []; each of them reaches its own network only."""
+        """The sum of the losses of all networks, []; the gradient of each reaches only its own
+        network."""
         self.follow()
         step = Transitions.of(batch, TRANSITIONS)
         with torch.no_grad():
@@ -90,7 +91,7 @@ class Critics(nn.Module):
         return critic + self.regulariser(step) + self.actor_loss(step)
 
     def follow(self) -> None:
-        """Slow networks take a part of their originals."""
+        """Move the slow networks a step towards their originals."""
         _follow(self.slow_critics, self.critics)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
@@ -102,7 +103,7 @@ class Critics(nn.Module):
         return step.rewards.new_zeros(())
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """The actor's loss [], where there is one."""
+        """The actor's loss []; 0 without an actor."""
         return step.rewards.new_zeros(())
 
     def policy(self) -> Policy:
@@ -120,7 +121,7 @@ class DQN(Critics):
     """Double Q-learning (van Hasselt, Guez and Silver 2016) over `CHOICES` actions of the log.
 
     ``V(s') = Q'(s', argmax_a Q(s', a))`` with slow critics Q'; each Q is the mean of two. Nothing
-    keeps down the values of actions that the log does not contain in s'.
+    limits the values of actions that the log does not contain in s'.
     """
 
     choices: torch.Tensor
@@ -146,7 +147,7 @@ class DQN(Critics):
 
 
 class ActorCritic(Critics):
-    """With an actor. Arguments as of `Critics`."""
+    """Critics with an actor. The arguments are those of `Critics`."""
 
     def __init__(self, steps: Trajectories) -> None:
         super().__init__(steps)
@@ -184,10 +185,10 @@ def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) 
 
 
 class TD3BC(ActorCritic):
-    """TD3+BC (Fujimoto and Gu 2021): the actor climbs Q and stays near the log.
+    """TD3+BC (Fujimoto and Gu 2021): the actor maximises Q and stays close to the log's actions.
 
-    ``-alpha Q(s, pi(s)) / mean |Q(s, a)| + |pi(s) - a|^2``; the actor moves at every step, not
-    every other one.
+    ``-alpha Q(s, pi(s)) / mean |Q(s, a)| + |pi(s) - a|^2``; the actor is updated in every step, not
+    in every other one.
     """
 
     alpha = 2.5
@@ -201,7 +202,8 @@ class TD3BC(ActorCritic):
 
 
 class IQL(ActorCritic):
-    """Implicit Q-learning (Kostrikov, Nair and Levine 2021): no action outside the log is valued.
+    """Implicit Q-learning (Kostrikov, Nair and Levine 2021): Q is only evaluated at actions of the
+    log.
 
     V(s) is an upper expectile of Q(s, a) over the log's actions; the actor is regressed on the
     log's actions with weights ``exp(beta (Q(s, a) - V(s)))``, at most 100.
@@ -237,11 +239,11 @@ class IQL(ActorCritic):
 
 
 class CQL(ActorCritic):
-    """Conservative Q-learning (Kumar, Zhou, Tucker and Levine 2020), CQL(rho): actions that the log
-    does not have are valued low.
+    """Conservative Q-learning (Kumar, Zhou, Tucker and Levine 2020), CQL(rho): actions that are not
+    in the log get low values.
 
-    To the critics' loss comes ``alpha (log mean_i exp Q(s, a_i) - Q(s, a))``; half of the a_i are
-    uniform, half are the actor's with noise. The actor climbs Q and is no distribution.
+    ``alpha (log mean_i exp Q(s, a_i) - Q(s, a))`` is added to the critics' loss; half of the a_i
+    are uniform, half are the actor's with noise. The actor maximises Q and is deterministic.
     """
 
     alpha, actions, noise = 5.0, 8, 0.2

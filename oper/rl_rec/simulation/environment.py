@@ -25,14 +25,15 @@ except ImportError as error:
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
-    """One customer at a time: an episode is a visit, or all visits of one who comes back.
+    """One customer at a time: an episode is a visit, or, if customers come back, all visits of one
+    customer.
 
-    Observations are float32 [91] or [94] as of `Visits.observe`, also the last one of an episode;
+    Observations are float32 [91] or [94], see `Visits.observe`, also the last one of an episode;
     actions float32 [27] in [-1, 1]; the reward is the number of clicks. Random numbers come from
     the seed of ``reset`` alone.
 
     Args:
-        shop: its networks.
+        shop: the shop's networks.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
@@ -49,7 +50,7 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
               ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The next customer enters; with a seed, everything from here on follows from it."""
+        """The next customer enters; a seed determines everything from here on."""
         super().reset(seed=seed)
         if self._visits is None or seed is not None:
             start = seed if seed is not None else int(self.np_random.integers(1 << 62))

@@ -29,8 +29,8 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
     """Write a log as a new data set.
 
     Args:
-        log: as of `collect_visits`.
-        shop: where its customers were; its spaces of observations and actions are those of
+        log: a log made by `collect_visits`.
+        shop: the shop of the log; the spaces of observations and actions are those of
             `ShopEnvironment`.
         dataset_id: ``(namespace/)name-vN``.
 
@@ -67,7 +67,7 @@ def read_minari(dataset_id: str) -> Episodes:
 
     Raises:
         FileFormatError: there is no such data set here.
-        InvalidInputError: it is empty, of other observations or actions than the shop's, or has
+        InvalidInputError: it is empty, its observations or actions are not the shop's, or it has
             truncated episodes, whose returns are unknown.
     """
     what = f"cannot read the Minari data set {dataset_id!r}"

@@ -28,9 +28,9 @@ class Policy(Protocol):
         """Actions float32 [n, 27].
 
         Args:
-            past: everything so far, [n, t, ...]: observations up to now, of which the last is the
-                present one; actions and rewards of the pages before it (0 at the present one);
-                `valid` says who was there.
+            past: everything so far, [n, t, ...]: observations including the present one, which is
+                last; actions and rewards of earlier pages (0 at the present one); `valid` says
+                which customers were present.
         """
 
 
@@ -42,7 +42,7 @@ class Episodes:
         steps: states float32 [E, T, S], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
             (undiscounted), valid bool [E, T].
         policy: name of the policy that chose the actions.
-        last: float32 [E, S], what was observed after the last step; None = not known.
+        last: float32 [E, S], observation after the last step; None = not known.
     """
 
     steps: Trajectories
@@ -63,7 +63,8 @@ class Episodes:
 def collect_visits(shop: Shop, policy: Policy, count: int, seed: int, name: str = "") -> Episodes:
     """Let `count` customers be served by a policy until all have left.
 
-    Equal seeds bring equal customers; what the policy draws comes from torch's global generator.
+    Equal seeds give equal customers; the policy's random numbers come from torch's global
+    generator.
     """
     visits = Visits(shop, count, seed)
     states: list[torch.Tensor] = []
@@ -94,11 +95,11 @@ def to_go(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def random_policy(past: Trajectories) -> torch.Tensor:
-    """Uniform in [-1, 1]."""
+    """Uniformly random actions in [-1, 1]."""
     return torch.rand(past.states.shape[0], ACTION_DIM) * 2 - 1
 
 
-class Drawn:
+class DrawPerCustomer:
     """Draws one of several numbers for each customer at the first page, and keeps it."""
 
     def __init__(self, choices: tuple[float, ...]) -> None:
@@ -133,7 +134,7 @@ class Oracle:
     def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,
                  weights: tuple[float, ...] = (0.0,)) -> None:
         self.shop, self.starts, self.steps = shop, starts, steps
-        self._weight = Drawn(weights)
+        self._weight = DrawPerCustomer(weights)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
         now = past.states[:, -1]
@@ -159,11 +160,11 @@ class Oracle:
 
 
 class Noisy:
-    """Another policy's actions with N(0, std) added; a customer keeps one std, drawn from `stds`:
-    some are served well and some badly."""
+    """Another policy's actions with N(0, std) added; a customer keeps one std, drawn from `stds`,
+    so that some are served well and some badly."""
 
     def __init__(self, policy: Policy, stds: tuple[float, ...]) -> None:
-        self.policy, self._std = policy, Drawn(stds)
+        self.policy, self._std = policy, DrawPerCustomer(stds)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
         std, actions = self._std(past), self.policy(past)
@@ -193,20 +194,20 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
 def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
     """A log of `count` visits, or customers who come back, that `graded_policy` serves.
 
-    All of it follows from the seed; sets torch's generator.
+    The seed determines the whole log; sets torch's generator.
     """
     torch.manual_seed(seed)
     return collect_visits(shop, graded_policy(shop, grade), count, seed, grade)
 
 
 def normalised(states: torch.Tensor) -> torch.Tensor:
-    """Observations as networks take them: counts, page and day of the order of 1."""
+    """Observations scaled for networks: counts, page and day are of the order of 1."""
     return torch.cat([states[..., :NUM_FEATURES], states[..., NUM_FEATURES:] / _PAGE_SCALE], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptions:
-    """Training from a log.
+    """Options of training from a log.
 
     Attributes:
         steps: gradient steps.
@@ -221,14 +222,15 @@ class OfflineOptions:
 
 def train_offline(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log: Episodes,
                   options: OfflineOptions, window: int = 0) -> None:
-    """Train a model from logged visits, of which it sees observations as of `normalised`.
+    """Train a model on logged visits, with observations scaled by `normalised`.
 
     Args:
-        model: is in evaluation mode afterwards.
+        model: the model; it is in evaluation mode afterwards.
         loss_of: the loss of a batch.
         log: the visits.
         options: steps, batch and learning rate.
-        window: most steps of a visit in a batch, from a place drawn in longer ones; 0 = all.
+        window: largest number of steps of a visit in a batch, taken from a random position in
+            longer ones; 0 = all.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     steps = log.steps._replace(states=normalised(log.steps.states))
@@ -284,11 +286,11 @@ def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy
 
 
 class ReturnPolicy:
-    """A `ContinuousCDT4Rec` that is asked for a return.
+    """A policy by a `ContinuousCDT4Rec` that is conditioned on a requested return.
 
     Args:
-        model: trained.
-        target: clicks of the whole visit to ask for; what has been clicked is taken off.
+        model: the trained model.
+        target: requested number of clicks in the whole visit; clicks made so far are subtracted.
     """
 
     def __init__(self, model: ContinuousCDT4Rec, target: float) -> None:
@@ -303,7 +305,7 @@ class ReturnPolicy:
 
 def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions, seed: int
                   ) -> ContinuousCDT4Rec:
-    """A `ContinuousCDT4Rec` from subsequences of ``config.steps`` pages of logged visits."""
+    """Train a `ContinuousCDT4Rec` on subsequences of ``config.steps`` pages of logged visits."""
     torch.manual_seed(seed)
     model = ContinuousCDT4Rec(config, log.steps.states.shape[-1], ACTION_DIM,
                               returns=max(1.0, float(log.steps.returns.max())),
@@ -313,7 +315,7 @@ def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions,
 
 
 def high_return(log: Episodes, quantile: float = 0.9) -> float:
-    """A quantile of the logged visits' clicks: a return to ask for."""
+    """A quantile of the logged visits' clicks, to be used as the requested return."""
     return float(np.quantile(log.clicks, quantile))
 
 

@@ -8,13 +8,14 @@ Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as their public rele
     page       (88 features, page number, action in [-1, 1]^27) -> network -> 11 + 10 logits: clicks
                0..10, which are the reward, and a second attribute; both drawn
     end        after the page whose number reaches the customer's patience
-    return     with `Returning`, a law of this project: customers come back, or not, depending on
+    return     with `Returning`, an addition of this project: whether customers come back depends on
                what they have been shown
 
 The networks are three multi-layer perceptrons with LeakyReLU. Their trained weights are not part of
-this project: `load_virtual_taobao` reads them from a folder of the user's. `synthetic_shop` makes
-networks of the same shape from a seed. The customers are synthetic in both: a high click-through
-rate here says nothing of a real shop, and the release's networks reward actions that no shop takes.
+this project: `load_virtual_taobao` reads them from a folder that the user provides.
+`synthetic_shop` makes networks of the same shape from a seed. The customers are synthetic in both:
+a high click-through rate here says nothing about a real shop, and the release's networks reward
+actions that no real shop would take.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def _network(*sizes: int) -> nn.Sequential:
 class Returning:
     """Whether and when customers come back.
 
-    A page's second attribute is taken as how long it is looked at. Satisfaction u, 0..1, is the
-    moving average of that over the pages so far, over its largest value; it starts at 1/2. At the
-    end of a visit a customer leaves for good with probability ``lost (1 - u)``, or comes back after
-    ``1 + Binomial(longest - 1, 1 - u)`` days if that is within the horizon.
+    A page's second attribute is interpreted as the time spent on it. Satisfaction u, 0..1, is the
+    moving average of this time over the pages so far, divided by its largest value; it starts at
+    1/2. At the end of a visit a customer leaves for good with probability ``lost (1 - u)``, or
+    comes back after ``1 + Binomial(longest - 1, 1 - u)`` days if that is within the horizon.
 
     Attributes:
-        horizon: days that are looked at; the first visit is on day 1.
+        horizon: number of days simulated; the first visit is on day 1.
         memory: weight of the past in the moving average, by page.
         lost: probability that a customer without any satisfaction never comes back.
         longest: most days between two visits.
@@ -77,8 +78,8 @@ class Returning:
     longest: Positive = 10
 
     def __post_init__(self) -> None:
-        require_fields(self, "invalid law of return", "change this field of Returning",
-                       *rules_of(self))
+        require_fields(self, "invalid options of returning customers",
+                       "change this field of Returning", *rules_of(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ class Shop:
     """The three networks.
 
     Attributes:
-        name: where they come from.
+        name: source of the networks.
         customer: [n, 128] -> logits [n, 88].
         patience: [n, 88] -> logits [n, 101].
         page: [n, 116] -> logits [n, 21].
@@ -125,11 +126,11 @@ def _empty_shop(name: str, returning: Returning | None) -> Shop:
 def load_virtual_taobao(folder: str | os.PathLike[str], returning: Returning | None = None) -> Shop:
     """VirtualTaobao's networks from the three weight files of its release.
 
-    Nothing but tensors is unpickled, and only of files whose SHA-256 is the release's. Its
+    Only tensors are unpickled, and only from files whose SHA-256 is that of the release. Its
     customers do not come back; `returning` is an addition.
 
     Raises:
-        FileFormatError: a file is missing or another one.
+        FileFormatError: a file is missing or is not the release's.
     """
     shop = _empty_shop("VirtualTaobao 0.0.5", returning)
     what = f"cannot read VirtualTaobao's weights in {os.fspath(folder)!r}"
@@ -155,9 +156,9 @@ def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
     the logit of k clicks rises with k times a random function of customer, page and action. Nothing
     is fitted to any shop.
 
-    Where customers are `returning`, a visit has about three pages, and the second attribute follows
-    another such function that has little to do with the first: what is clicked most is not what
-    brings customers back.
+    If customers are `returning`, a visit has about three pages, and the second attribute depends on
+    another such function that is almost unrelated to the first: the items with the most clicks are
+    not those that bring customers back.
     """
     shop = _empty_shop(f"synthetic shop {seed}", returning)
     g = torch.Generator().manual_seed(seed)
@@ -198,7 +199,7 @@ class Visits:
     Attributes:
         features: float32 [n, 88], one-hot by group.
         page: int64 [n], pages shown so far in this visit.
-        clicks, attribute: int64 [n], of the visit's last page.
+        clicks, attribute: int64 [n], those of the visit's last page.
         done: bool [n], which customers have left for good.
         day, visits: int64 [n], day of the current visit, and number of visits including it.
         satisfaction: float32 [n], moving average of the attribute, see `Returning`.
@@ -214,7 +215,7 @@ class Visits:
         self.enter(torch.ones(count, dtype=torch.bool))
 
     def enter(self, who: torch.Tensor) -> None:
-        """New customers take the places `who`, bool [n]."""
+        """Replace the customers `who`, bool [n], by new ones."""
         if not hasattr(self, "done"):
             n = who.numel()
             self.features = torch.zeros(n, NUM_FEATURES)
@@ -279,7 +280,7 @@ class Visits:
         return torch.where(here, clicks, 0)
 
     def _return(self, law: Returning, here: torch.Tensor, ended: torch.Tensor) -> None:
-        """Those whose visit has ended go for good, or begin another one."""
+        """Customers whose visit has ended leave for good or begin another visit."""
         average = law.memory * self.satisfaction + (1 - law.memory) * self.attribute
         self.satisfaction = torch.where(here, average, self.satisfaction)
         discontent = 1 - self.satisfaction / _MOST_ATTRIBUTE

@@ -26,10 +26,10 @@ from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
-_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
+_MANY_HOSTS = 4  # with more hosts and unequal ranks, planning distinguishes none
 _MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
-#: Whether the host of the largest piece is looked at apart, which gives no solutions to search
+#: Whether the host of the largest piece is distinguished, which gives no solutions to search
 #: from: never, where that takes little time, or wherever it may gain something.
 NEVER, BRIEFLY, PATIENTLY = range(3)
 
@@ -180,17 +180,17 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
 
 
 def _is_short(relaxation: Relaxation) -> bool:
-    """Whether a relaxation with a distinguished host is worth its time while planning: on a single
-    host the first nodes of other kinds gain more."""
+    """Whether planning should spend time on a relaxation with a distinguished host. On a single
+    host, other nodes raise the bound more."""
     num_hosts = len(set(relaxation.model.machine.host))
     return len(relaxation.tables) <= _MANY and (
         1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
 
 
 def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load by which the host of the largest piece (on a single host: its memory domain) is
-    looked at apart: what a rank receives from others before it pools rows; None where hosts
-    differ, or ranks differ much."""
+    """The load whose largest piece determines the distinguished host (on a single host: memory
+    domain): the bytes that a rank receives from others before it pools rows. None if hosts differ,
+    or if there are many classes of ranks."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
@@ -200,7 +200,7 @@ def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
 
 
 def _parts(problem: Problem) -> list[tuple[str, ...]]:
-    """The plans of the parts, names of `oper.search.problem.space.PLANS`."""
+    """The plans of each part, as names of `oper.search.problem.space.PLANS`."""
     if "push" not in problem.allow:
         return [(STILL,)]
     rest = all(may_rest(problem, t.spec.name) for t in problem.free_tables)

@@ -7,8 +7,8 @@ The node with the least bound is branched on until the known plan is close enoug
 
 Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
 rises. Several are tried briefly, and the one that lifts both children most is kept (strong
-branching, Applegate et al. 1995). A node is solved no closer than the gap to the known plan asks
-for: what is left of that is closed by branching, not by further rounds.
+branching, Applegate et al. 1995). A node is solved only as precisely as the gap to the known plan
+requires; branching closes the rest, not further rounds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TreeNode:
         bound: bound of its plans; without configurations once it was branched on.
         branching: how it was branched on; None for a leaf.
         children: its two children.
-        is_close: whether it was solved as closely as may be.
+        is_close: whether it was solved to the tightest tolerance.
     """
 
     bound: Bound
@@ -153,13 +153,14 @@ class SearchTree:
         return found
 
     def _finished(self, parent: Bound, begun: Bound, rounds: int, deadline: float | None) -> Bound:
-        """A child solved to the end, where it has used up its `rounds`."""
+        """The bound of a child, solved further if it used up its `rounds`; at least the parent's
+        bound."""
         if begun.num_rounds == rounds:
             begun = self._again(begun, deadline)
         return replace(begun, lower_bound_us=max(begun.lower_bound_us, parent.lower_bound_us))
 
     def _again(self, begun: Bound, deadline: float | None, closest: bool = False) -> Bound:
-        """A node solved further."""
+        """The better bound of a node after further rounds."""
         found = self._solve(begun.node, begun.pool, deadline, closest=closest)
         return max(begun, found, key=lambda x: x.lower_bound_us)
 
@@ -170,8 +171,9 @@ class SearchTree:
 
 
 def _gain(node: Bound, parts: list[Bound]) -> float:
-    """What a cut gains: the product of both gains, so that a part which gains nothing spoils it. By
-    the relaxed solutions, which bounds that were left early come near in smaller nodes."""
+    """Score of a branching: the product of both children's gains, so that it is small if one child
+    gains nothing. A child's gain is measured by its relaxed solution, because its bound may have
+    been left unfinished."""
     least = 1e-4 * node.lower_bound_us
     most = 10 * node.lower_bound_us  # of a part that has no plans
     return float(np.prod([np.clip(max(x.relaxed_us, x.lower_bound_us) - node.lower_bound_us, least,
@@ -179,8 +181,8 @@ def _gain(node: Bound, parts: list[Bound]) -> float:
 
 
 def _table_branchings(node: Bound, limit: float) -> list[Branching]:
-    """Tables that the relaxed solution pushes in part, those first of which the lesser part costs
-    most."""
+    """Branchings at tables that the relaxed solution pushes in part, in descending order of the
+    cost of the smaller part."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
@@ -205,8 +207,8 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
 
 
 def _load_branchings(node: Bound, limit: float) -> list[Branching]:
-    """The two children of a node at each load that the relaxed solution overlooks, by how much of
-    the step it overlooks, largest first; loads whose resource has no price count little."""
+    """Branchings at loads that the relaxed solution underestimates, in descending order of the step
+    time missed; loads on resources without a price are weighted down."""
     relaxation, limits = node.relaxation, node.node.limits
     largest = _largest(node)
     total = node.total()

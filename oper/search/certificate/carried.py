@@ -5,7 +5,7 @@ of the problem for which its bound was computed, and its gap is certified only i
 
 * the digest is that of the problem in hand,
 * the plan fits, keeps the constraints and lies in the relaxed space, and
-* the bound is not above the plan's step, which would show an error: nothing caps a bound.
+* the bound is not above the plan's step. Bounds are not capped, so this would reveal an error.
 
 The plan also contains the proof: the tree and the prices of its leaves, which `verify_plan` checks
 without any of the code that found them.

@@ -3,8 +3,8 @@
 A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part has
 a tree. An inner node divides its plans in two: by whether the largest load that a pushed piece puts
 on its owner is below a value, or by whether a table pushes rows. A leaf has prices, from which the
-bound of its plans follows. So no plan is faster than the least bound of all leaves, or than the
-cutoff, a known step below which alone plans were bounded.
+bound of its plans follows. So no plan is faster than the smaller of the least bound of all leaves
+and the cutoff, a known step: only plans below it were bounded.
 
 Nothing of the search or of its relaxation is used: that the branchings cover all plans follows from
 their form, and the bound of every leaf is recomputed from the problem's statement and the cost
@@ -73,8 +73,8 @@ class Verdict:
         return max(0.0, self.step_us / self.lower_bound_us - 1.0)
 
 
-class _NotShown(Exception):
-    """A proof has a hole."""
+class _ProofError(Exception):
+    """The proof in the plan does not show its bound; the message is the reason."""
 
 
 def verify_plan(plan: Plan, problem: Problem) -> Verdict:
@@ -86,8 +86,9 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
             constraints and overlap (`oper.search.make_problem`).
 
     Returns:
-        The verdict. A plan that was edited, a proof for another problem or with a hole, and what
-        the checker cannot judge are not certified, and `why` says so.
+        The verdict. It is negative, with the reason in `why`, if the plan was edited, if the proof
+        is incomplete or for another problem, or if the plan has something that the checker cannot
+        judge.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -105,7 +106,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
         checked = Proof(problem, proof)
         bounds = [bound for part in proof["parts"] for bound in checked.part(part)]
         checked.check_all_plans()
-    except _NotShown as hole:
+    except _ProofError as hole:
         return Verdict(False, str(hole), step_us)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         return Verdict(False, f"the proof cannot be read: {type(error).__name__}: {error}", step_us)
@@ -133,9 +134,9 @@ class Proof:
         """The bounds of a part's leaves, microseconds."""
         plans = {str(x) for x in value["plans"]}
         if not plans or not plans <= set(PLANS):
-            raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
+            raise _ProofError(f"a part of the proof is for plans {plans}, not some of {PLANS}")
         if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
-            raise _NotShown("copies per host and pushed rows are in one part of the proof")
+            raise _ProofError("copies per host and pushed rows are in one part of the proof")
         apart = None if value["apart"] is None else self._apart(value["apart"])
         checker = Checker(CostModel(restricted(self.problem, plans)), apart)
         self.covered |= plans
@@ -159,7 +160,7 @@ class Proof:
         if all(may_rest(self.problem, t.spec.name) for t in self.problem.free_tables):
             needed.add(STILL)
         if needed - self.covered:
-            raise _NotShown("no part of the proof bounds plans with "
+            raise _ProofError("no part of the proof bounds plans with "
                             f"{sorted(needed - self.covered)}")
 
     def _load(self, value: Sequence[str]) -> tuple[int, int]:
@@ -167,17 +168,18 @@ class Proof:
         return self.model.phases.index(phase), GROUPS.index(group)
 
     def _apart(self, value: Sequence[str]) -> tuple[int, int]:
-        """The load by whose largest piece the first host (on a single host, memory domain) is set
-        apart, which changes nothing where hosts may be swapped."""
+        """The load whose largest piece determines the distinguished host (on a single host: memory
+        domain). Hosts must be interchangeable, so that the first one can be taken without loss of
+        generality."""
         load = self._load(value)
         if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
                 self.model):
-            raise _NotShown("the proof takes hosts to be interchangeable, and they are not")
+            raise _ProofError("the proof assumes interchangeable hosts, and they are not")
         return load
 
     def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
                 ) -> Iterator[tuple[dict[str, float], Node]]:
-        """Prices and plans of the leaves below a node whose plans are those of `at`."""
+        """Prices and limits of the leaves below a tree node whose limits are `at`."""
         if "prices" in value:
             yield value["prices"], at
             return
@@ -185,12 +187,12 @@ class Proof:
         if "table" in value:
             k = names.index(value["table"])
             if at.pushes[k] != FREE:
-                raise _NotShown(f"table {value['table']!r} is branched on twice on a path")
+                raise _ProofError(f"table {value['table']!r} is branched on twice on a path")
             halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:
-                raise _NotShown(f"a node of the tree is branched on at {cut} us")
+                raise _ProofError(f"a node of the tree is branched on at {cut} us")
             halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
                       replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
         for half, below in zip(halves, (first, second), strict=True):
@@ -206,7 +208,7 @@ class Proof:
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
             if not 0 <= price < math.inf:
-                raise _NotShown(f"a price of the proof is {price}")
+                raise _ProofError(f"a price of the proof is {price}")
             if kind == "load":
                 (p, g), ranks = self._load(what[:2]), classes.ranks[_number(what[2])]
                 weights[p * len(GROUPS) + g, _number(what[2])] += price / len(ranks)
@@ -219,24 +221,25 @@ class Proof:
             elif kind in KINDS:
                 owner.append((kind, *self._about(kind, what, checker), price))
             else:
-                raise _NotShown(f"the proof has a row of unknown kind {kind!r}")
+                raise _ProofError(f"the proof has a row of unknown kind {kind!r}")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
-        """The load that a row is about; raises if there is no such row about owners of pieces."""
+        """The load of a row about the owner of the largest piece; raises if the problem has no such
+        row."""
         m, load = self.problem.machine, self._load(what)
         _, link = neighbourhoods(m)
         slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
         if m.world_size == 1 or (kind in (SPREAD, APART) and not slow) or (
                 kind == APART and checker.apart is None):
-            raise _NotShown(f"the proof has a row {kind!r} about {what}, where there is none")
+            raise _ProofError(f"the proof has a row {kind!r} about {what}, where there is none")
         return load
 
 
 def _number(value: Any) -> int:
-    """A class of ranks, memories or hosts."""
+    """The number of a class of ranks, memories or hosts; raises if it is negative."""
     if int(value) < 0:
-        raise _NotShown(f"the proof names class {value}")
+        raise _ProofError(f"the proof names class {value}")
     return int(value)
 
 

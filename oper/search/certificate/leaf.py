@@ -108,12 +108,13 @@ class Checker:
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
     def _spared(self, kind: str, g: int) -> float:
-        """What ranks of the owner's host may send of a row that it is spared, in its phases.
+        """The factor `spared` of a row about links: how much of E the ranks of the owner's host can
+        send themselves, and therefore need not read; 0 for other rows.
 
         A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
-        What its own host owns, `e (others) <= (T - R) sum 1 / s` of it sends within a phase of
-        length T, in which ranks work for R by themselves where the exchange waits for that. So
-        `T + spared (T - R) >= load + s E`.
+        The bytes e that its own host owns satisfy `e (others) <= (T - R) sum 1 / s`, because the
+        host sends them within a phase of length T, of which R is the ranks' own work if the
+        exchange waits for it. So `T + spared (T - R) >= load + s E`.
         """
         if kind != SPREAD:
             return 0.0
@@ -122,8 +123,8 @@ class Checker:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _price(self, x: Loads, leaf: Node) -> np.ndarray:
-        """Cost of each unit at the leaf's prices, including the least that the owner of the
-        largest piece must read of it; float64 [..., C, F]."""
+        """Cost of each unit at the leaf's prices, including the least part of it that the owner of
+        the largest piece must read; float64 [..., C, F]."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)

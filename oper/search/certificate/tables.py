@@ -90,7 +90,7 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        may: by kind, bool [T, C], whether a table may be placed so with owners of a class.
+        may: by kind, bool [T, C], whether owners of a class may hold the table's rows in this way.
         sizes: int64 [C], ranks of each class.
     """
 
@@ -216,13 +216,15 @@ class TableCosts:
                          for k in range(len(self.tables))])
 
     def _blocks(self, cost: np.ndarray) -> np.ndarray:
-        """What blocks of pieces ask; float64 [N, B, C]."""
+        """Cost of the blocks of pieces at given prices, by class of their owners; float64 [N, B,
+        C]."""
         share = self.share[:, None, None]
         each = share * cost[0][self.of] + (1 - share) * cost[1][self.of]
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Pieces that push nothing: their least cost, and that of their blocks; [N], [N, B]."""
+        """The least cost of pieces that push nothing, and of each of their blocks; float64 [N], [N,
+        B]."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
         one = np.full(self.of.size, np.inf)
         for x in cost.values():
@@ -235,8 +237,8 @@ class TableCosts:
     # -- pushed pieces ----------------------------------------------------------------------------
 
     def _sums(self, of: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums of one owner of a share of the lookups of tables `of` (int64 [N]),
-        in all columns, from below; float64 [N, ...] as `share`."""
+        """Lower bound of the bytes of partial sums that one owner of the share `share` of the
+        lookups of tables `of` (int64 [N]) sends, for all columns; float64, shape of `share`."""
         of = of.reshape(-1, *(1,) * (share.ndim - 1))
         ratio = np.log(self.grid[1] / self.grid[0])
         at = np.log(np.maximum(share, _LEAST_SHARE) / _LEAST_SHARE) / ratio
@@ -247,15 +249,14 @@ class TableCosts:
         return np.asarray(inside * np.minimum(share / _LEAST_SHARE, 1.0))
 
     def _owners(self, of: np.ndarray, share: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """The same for a share spread over as few owners as possible, each holding at most `most`
-        (as `share`)."""
+        """As `_sums`, for a share that as few owners as possible hold, each at most `most`."""
         full = _full(share, most)
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
 
     def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
-        """The largest share of its table's lookups that one owner of a pushed piece may hold, of
-        pieces `at`, by class; float64 [n, C], 0 where none fits."""
+        """The largest share of its table's lookups that one owner of each pushed piece `at` may
+        hold, by class of the owner; float64 [n, C], 0 if none fits."""
         part = self.share[at][:, None, None, None]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
@@ -276,16 +277,16 @@ class TableCosts:
 
     def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
                ) -> list[np.ndarray]:
-        """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C]
-        each, of which every one is a bound.
+        """Lower bounds of the bytes of partial sums of each block of the pieces `at`, by class:
+        several arrays, float64 [n, B, C], each of which is a bound.
 
         Partial sums are concave, so rows send at least their proportional share of what a full
         owner sends. An owner whose rows cost r per unit of share holds at most M, where r M +
         sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave in r,
         and chords between a few values of r lie below it: mixing rows on one owner does not reduce
-        the bound. Every limit gives such a bound: which says most depends on the prices of the
-        blocks' other costs, and may be another one for each class. So all are returned, and before
-        them, for every class, the one with the largest total over all blocks.
+        the bound. Every limit gives such a bound. Which one is tightest depends on the prices of
+        the blocks' other costs and on the class. So all are returned, preceded by the one with the
+        largest total over all blocks, chosen for each class.
         """
         share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
         most = np.minimum(share.sum(axis=1, keepdims=True), mass)
@@ -319,7 +320,7 @@ class TableCosts:
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
-        """Least cost of pieces of which all rows are pushed, or some; float64 [n].
+        """Least cost of pieces of which all or some rows are pushed; float64 [n].
 
         Args:
             at: int64 [n], the pieces.
@@ -373,8 +374,8 @@ class TableCosts:
 
     def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
                ) -> float:
-        """Least cost of a table whose pieces of each width cost so much at least, `still` where
-        nothing is pushed, and `pushed` where something is; float64 [N] each."""
+        """Least cost of table `k`, given lower bounds of the cost of a piece of each width: `still`
+        if it pushes nothing, `pushed` if it pushes rows; float64 [N] each."""
         n = np.flatnonzero(self.of == k)
         widths, dim = self.width[n], int(self.dims[k])
         still, pushed = still[n] + piece, pushed[n] + piece
@@ -401,8 +402,8 @@ def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def _widths(dim: int, cut: bool) -> np.ndarray:
-    """Widths of a table's pieces: the whole row first, multiples of a step, and what is left of a
-    row beside one that is pushed."""
+    """Widths of a table's pieces: the whole row first, then multiples of a step, and the remaining
+    columns next to a pushed piece."""
     if not cut:
         return np.array([dim], np.int64)
     other = [w for w in range(1, dim)

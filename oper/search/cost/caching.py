@@ -45,16 +45,18 @@ class Caching:
         return np.asarray(((1.0 - miss) * self._ratio + miss)[self._domain_of])
 
     def again(self, t: TableProblem, rows: float) -> np.ndarray:
-        """Reading a row of a batch's working set of `rows` rows again; float64 [W].
+        """Cost of reading a row again within a batch whose working set is `rows` rows, relative to
+        memory; float64 [W].
 
-        Cache bandwidth for the share of the working set that stays in the rank's part of the cache,
-        memory bandwidth for the rest.
+        The share of the working set that fits the rank's part of the cache is read at cache
+        bandwidth, the rest at memory bandwidth.
         """
         size = max(1.0, rows * t.spec.row_bytes)
         return self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
 
     def first(self, t: TableProblem) -> np.ndarray:
-        """Reading a batch's distinct rows of a table for the first time; float64 [W]."""
+        """Cost of reading a batch's distinct rows of a table for the first time, relative to
+        memory; float64 [W]."""
         if t.spec.name not in self._first:
             rows, ids = _used(t)
             touched = t.blocks[t.blocks[:, ROWS] > 0, TOUCHED]
@@ -66,7 +68,8 @@ class Caching:
 
     @cached_property
     def buffers(self) -> np.ndarray:
-        """Reading or writing what is used once per batch; float64 [W]."""
+        """Cost of reading or writing buffers that are used once per batch, relative to memory;
+        float64 [W]."""
         return self.relative_cost(np.exp(-self.windows))
 
     @cached_property
@@ -96,8 +99,8 @@ def _used(t: TableProblem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _window(size: np.ndarray, rate: np.ndarray, streamed: float, capacity: float) -> float:
-    """The T at which rows of `size` bytes in all, used at `rate` per batch, and buffers fill the
-    cache; bisection in log T."""
+    """The characteristic time T of a cache: rows of `size` bytes, used at `rate` per batch, and
+    buffers fill it. Found by bisection in log T."""
     low, high = 1e-6, 1e9
     for _ in range(60):
         middle = float(np.sqrt(low * high))

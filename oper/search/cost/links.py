@@ -55,7 +55,7 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
         m: the machine.
         out: units by term and rank, float64 [..., 9, W]; added to in place.
         amount: bytes by master, float64 [..., W].
-        holds: 1 where a rank has a copy, else 0; float64 [W].
+        holds: float64 [W], 1 if a rank has a copy, else 0.
     """
     near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
     # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.

@@ -234,8 +234,9 @@ class CostModel:
 
     def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
                    pushed: bool) -> None:
-        """Moves memory held, and what updates read and write of it, to host memory, and takes the
-        reads of rows off device memory and its caches, which hold no host memory."""
+        """Moves the memory of rows, and the bytes that updates read and write, to host memory, and
+        removes the reads of these rows from device memory and its caches, which do not cache host
+        memory."""
         row, _, state = row_bytes(t, width)
         out[..., Row.HOST_HELD, :] = out[..., Row.HELD, :]
         out[..., Row.HELD, :] = 0.0
@@ -274,7 +275,7 @@ class CostModel:
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
-        """Adds what the readers of a tier do, and the gradients that they have for its owners."""
+        """Adds the work of a tier's readers, and the gradients that they send to its owners."""
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
         total = owner.sum(axis=-1)
@@ -302,8 +303,8 @@ class CostModel:
             out[..., Row.UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Additional nanoseconds per id or row where the table's width has no specialised kernel;
-        a piece of `width` columns is charged for its part. `phase`: forward, backward, update."""
+        """Additional nanoseconds per id or row if the table's width has no specialised kernel; a
+        piece of `width` columns is charged its share. `phase`: forward, backward, update."""
         if t.spec.dim in KERNEL_WIDTHS:
             return 0.0
         vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
@@ -377,7 +378,8 @@ class CostModel:
 
     def tiers_ns(self, pushes: bool) -> float:
         """Nanoseconds per id that a table of several tiers costs; `pushes`: whether any is pushed.
-        A reader of pushed rows passes over its ids to count them, to write requests, and to add up.
+        A reader of pushed rows passes over its ids three times: to count them, to write requests,
+        and to add up sums.
         """
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
@@ -504,9 +506,9 @@ class CostModel:
         return np.asarray(self.loads(tally.rows) + tally.units)
 
     def fixed_us(self, tally: Tally) -> list[float]:
-        """Fixed microseconds of each phase: a call and a barrier, and one more barrier where it
-        waits for partial sums or for squared gradients of column pieces. Of the three exchanges by
-        which hosts fetch rows, one is that of the requests."""
+        """Fixed microseconds of each phase: a call and a barrier, and another barrier if the phase
+        waits for partial sums or for squared gradients of column pieces. Hosts fetch rows in three
+        exchanges, of which one belongs to the request phase."""
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)

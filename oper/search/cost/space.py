@@ -49,8 +49,8 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
-    """Whether `name` may be placed in the way `kind` (one of `KINDS`), on `rank` if rows have an
-    owner."""
+    """Whether table `name` may be placed in the way `kind` (one of `KINDS`), with owner `rank` if
+    the rows have one."""
     places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places
@@ -71,7 +71,8 @@ def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.nd
 
 
 def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
-    """Tallies of one unit of each feature of a table's rows copied to one rank of every host.
+    """Tallies of one unit of each feature for rows of a table that are copied to one rank of every
+    host.
 
     Which rank of a host does not matter, since all ranks are alike. A changed row then crosses the
     network once per host, instead of once per rank as with replicas on all ranks; in exchange the
@@ -155,7 +156,7 @@ def hosts_are_alike(model: CostModel) -> bool:
 
 
 def _equally_hidden(model: CostModel) -> list[list[int]]:
-    """Sets of ranks beside which the same dense compute runs."""
+    """Sets of ranks whose phases overlap with the same amount of dense compute."""
     return [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
             for x in np.unique(model.hidden, axis=1).T]
 

@@ -22,9 +22,9 @@ ODD_PASSES = (1, 2, 4)
 class Row:
     """Indices of the rows of a tally.
 
-    Some are per owner: what it exchanges with *each* reading rank. Others are what a rank does by
-    itself and the bytes it holds; the same over its link to host memory; and nanoseconds beyond the
-    charges per id and per row.
+    Some are per owner: what it exchanges with *each* reading rank. Others are a rank's own work and
+    the bytes it holds, in device memory and over its link to host memory, and nanoseconds beyond
+    the charges per id and per row.
 
     Rows in host memory are served to ranks of the same host once per id, and sent to ranks of other
     hosts once per distinct row. Answers, returned gradients and requests (ids of pushed rows) are
@@ -60,7 +60,7 @@ class Tally:
     num_split: int = 0
 
     def plus(self, other: Tally, sign: int = 1) -> Tally:
-        """This tally with `other` added (or taken away, `sign=-1`)."""
+        """The sum of this tally and `other` (with `sign=-1`, the difference)."""
         return Tally(self.rows + sign * other.rows, self.units + sign * other.units,
                      self.num_pushed + sign * other.num_pushed,
                      self.num_split + sign * other.num_split)

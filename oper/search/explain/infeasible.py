@@ -16,12 +16,13 @@ from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
 from oper.tables import TableSpec, format_bytes
 
-_TODO = "use one of the relaxations named"
-_MAX_BLAMED = 16  # constraints that are left out one by one
+_TODO = "make one of the changes named"
+_MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
 
 
 def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
-    """The error when the relaxation itself overflows: not even perfectly divided rows fit."""
+    """The error for a problem whose relaxation overflows: even perfectly divided rows do not
+    fit."""
     relaxation = bound.relaxation
     machine = problem.machine
     classes = relaxation.classes
@@ -39,7 +40,7 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
 
 
 def _host_memory(problem: Problem) -> str:
-    """Host memory as a way out, where the problem does not allow it and the machine has it."""
+    """The remedy of allowing host memory, if that makes rows fit; else ""."""
     if "host" in problem.allow or not problem.topology.host_memory_bytes or not _has_room(
             replace(problem, allow=problem.allow | {"host"})):
         return ""
@@ -47,14 +48,14 @@ def _host_memory(problem: Problem) -> str:
 
 
 def _blamed(problem: Problem) -> str:
-    """The constraints whose removal alone would make room, as the first of the ways out."""
+    """The remedy of removing one of the constraints, if that makes rows fit; else ""."""
     if problem.constraints == Constraints():
         return ""
     found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
              if _fits(problem, held)]
     if found:
-        return f"{' or '.join(found[:4])} left out, or "
-    return "all constraints left out, or " if _fits(problem, Constraints()) else ""
+        return f"removing {' or '.join(found[:4])}, or "
+    return "removing all constraints, or " if _fits(problem, Constraints()) else ""
 
 
 def _fits(problem: Problem, held: Constraints) -> bool:
@@ -68,7 +69,7 @@ def _has_room(problem: Problem) -> bool:
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
-    """The error when the relaxation fits, but no plan of whole pieces that fits was found."""
+    """The error for a problem whose relaxation fits, but for which no plan that fits was found."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
     ways = [f"memory per domain times {_up(factor)}"]
@@ -76,7 +77,7 @@ def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleErro
            for t in problem.tables):
         ways.insert(0, "striped placement for the tables that may only be owned whole")
     if pins:
-        ways.insert(0, f"what some rows of tables {pins[:4]} are held to left out")
+        ways.insert(0, f"no constraints on some rows of tables {pins[:4]}")
     return _error(problem, evaluation.domain_bytes, ", or ".join(ways))
 
 
@@ -88,7 +89,7 @@ def _table_bytes(problem: Problem, spec: TableSpec) -> int:
     return spec.num_bytes if problem.training else spec.num_rows * spec.row_bytes
 
 
-def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibleError:
+def _error(problem: Problem, need: np.ndarray, change: str) -> PlanInfeasibleError:
     capacity = problem.machine.capacity_bytes
     domains = problem.topology.domains
     largest = max((t.spec for t in problem.tables),
@@ -98,11 +99,12 @@ def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibl
              f"of {format_bytes(max(0.0, float(capacity[k])))}" for k in sorted(worst)]
     if "host" in problem.allow and problem.topology.host_memory_bytes:
         lines.append(f"each host has {format_bytes(problem.topology.host_memory_bytes)} of memory "
-                     "beside")
+                     "in addition")
     total = sum(_table_bytes(problem, t.spec) for t in problem.tables)
     what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
             f"{format_bytes(total)}, largest table {largest.name!r} with "
-            f"{format_bytes(_table_bytes(problem, largest))}; smallest relaxation: {relaxation}")
+            f"{format_bytes(_table_bytes(problem, largest))}; "
+            f"smallest sufficient change: {change}")
     return PlanInfeasibleError(what, "need_bytes", int(need.sum()),
                                f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
                                "and each domain within its own", _TODO)

@@ -7,8 +7,8 @@ them in order, and is busy for the modelled time of a lookup of that many sample
 compute that was declared. This is a queue with Poisson arrivals, deterministic service that depends
 on the batch, and bulk service with a timer (M/D/1 for batches of one); its percentiles have no
 closed form, so that they come from the recursion over batches with fixed random numbers. All times
-are modelled; what the operating system, the network and a server add is not in them. A common queue
-for all ranks would do a little better than a random split.
+are modelled; they do not include the operating system, the network or a server. A common queue for
+all ranks would do a little better than a random split.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LatencyGoal:
 
     Attributes:
         request_rate: samples per second, over all ranks.
-        bound_ms: most that the 99th percentile of the time from arrival to answer may be.
+        bound_ms: upper limit of the 99th percentile of the time from arrival to answer.
         dense_us: dense compute of a batch, microseconds: fixed, and per sample.
         max_batch: largest batch to consider.
     """
@@ -145,7 +145,7 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
 
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:
-    """A plan whose domains hold at most so much each, or None."""
+    """A plan in which no domain holds more than the given bytes; None if there is none."""
     ranks = min(len(d.ranks) for d in problem.topology.domains)
     held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
@@ -266,5 +266,5 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
     return PlanInfeasibleError(
         "no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
         (goal.request_rate, goal.bound_ms),
-        f"smallest relaxation: {', or '.join(ways)} (with {held} of tables and buffers)",
-        "relax one of them")
+        f"smallest sufficient change: {', or '.join(ways)} (with {held} of tables and buffers)",
+        "make one of these changes")

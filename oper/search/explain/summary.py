@@ -197,7 +197,8 @@ def _kind(tier: Tier, world_size: int) -> str:
 
 
 def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """The tiers that bound the slowest rank of the longest phase, and what moving each saves."""
+    """The tiers with the largest loads on the slowest rank of the longest phase, and how much
+    moving each of them saves."""
     phase = max(found.phases, key=lambda p: p.time_us)
     rows = []
     for x in bottlenecks(plan, problem):
@@ -212,7 +213,7 @@ def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def _constraints(plan: Plan, problem: Problem) -> str:
-    """The constraints of the plan, and those that it breaks."""
+    """Lines about the plan's constraints, and those that it violates."""
     held = problem.constraints
     if held == Constraints():
         return ""
@@ -225,5 +226,5 @@ def _constraints(plan: Plan, problem: Problem) -> str:
 
 
 def _aligned(head: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """A table, indented; numbers to the right."""
+    """A table as indented text, with numbers aligned to the right."""
     return "\n".join(f"  {line}" for line in aligned([head, *rows], left))

@@ -101,7 +101,7 @@ def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:
 
 
 def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any], Plan]:
-    """Figures of a problem, and the new plan (`start` where nothing fits)."""
+    """Figures of a problem, and a new plan for it (`start` if no plan fits)."""
     found = evaluate(plan, problem)
     longest = max(found.phases, key=lambda p: p.time_us)
     values: dict[str, Any] = {

@@ -65,7 +65,7 @@ def score_peers(problem: Problem, seed: int = 0,
 
     Args:
         problem: the problem.
-        seed: of peers that choose at random.
+        seed: seed of the peers that choose at random.
         others: plans of peers outside of this package, by name.
     """
     plans = {name: make(problem, seed) for name, make in peers().items()} | dict(others or {})
@@ -82,7 +82,7 @@ def score_peers(problem: Problem, seed: int = 0,
 
 
 def _whole(problem: Problem, without: Collection[int] = ()) -> list[Shard]:
-    """Every table but some as one shard."""
+    """One shard for every table, except for the tables in `without`."""
     return [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in without]
 
 
@@ -108,7 +108,8 @@ def _largest_first(cost: Callable[[TableProblem], float]
 
 
 def _hybrid(problem: Problem, seed: int) -> Plan | None:
-    """Small tables data-parallel, the others whole by lookups (TorchRec's usual mix)."""
+    """Small tables data-parallel, the others assigned whole by their lookups (TorchRec's usual
+    mix)."""
     small = _small(problem)
     shards = _whole(problem, small)
     cost = np.array([problem.tables[s.table].total[IDS] * s.stop for s in shards])
@@ -116,7 +117,7 @@ def _hybrid(problem: Problem, seed: int) -> Plan | None:
 
 
 def _row_wise(problem: Problem, seed: int) -> Plan | None:
-    """Every table over all ranks, partial sums pushed and reduced (row-wise sharding)."""
+    """Row-wise sharding: every table over all ranks, partial sums pushed and reduced."""
     world = problem.machine.world_size
     return _plan(problem, [(Tier(0, t.spec.num_rows, "striped", tuple(range(world)), mode="push"),)
                            for t in problem.tables])
@@ -191,7 +192,8 @@ def _peak(problem: Problem, shards: Sequence[Shard]) -> float:
 
 def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
           replicated: frozenset[int] | set[int] = frozenset()) -> Plan | None:
-    """Shards to the least loaded rank that holds them, costliest first; the rest replicated."""
+    """Assigns shards, the costliest first, to the least loaded rank with enough memory; other
+    tables are replicated."""
     machine = problem.machine
     tiers: list[list[tuple[Shard, int]]] = [[] for _ in problem.tables]
     held = machine.per_domain(np.zeros(machine.world_size))

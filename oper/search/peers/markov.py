@@ -64,13 +64,14 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
 
 
 def _cost(found: Evaluation) -> float:
-    """The step (us), dearer when memory overflows."""
+    """The step (us), with a penalty if memory overflows."""
     over = float(np.maximum(found.memory_used() - 1.0, 0.0).sum())
     return found.step_us * (1.0 + _OVERFLOW * over)
 
 
 def _start(problem: Problem, t: TableProblem) -> Placement:
-    """Rows over all ranks where that is allowed, as data-parallel is where FlexFlow starts."""
+    """The initial configuration: rows striped over all ranks if that is allowed. FlexFlow starts
+    from data parallelism."""
     places, owners = problem.placements_of(t.spec.name), problem.owners_of(t.spec.name)
     mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
     memory = min(problem.memories_of(t.spec.name))  # the device's where that is allowed
@@ -84,7 +85,7 @@ def _start(problem: Problem, t: TableProblem) -> Placement:
 
 
 def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Placement:
-    """Any configuration of one table."""
+    """A random configuration of one table."""
     parts = 1
     if problem.may_split(t) and t.spec.dim >= 2 * MIN_COLUMNS and rng.random() < 0.25:
         parts = int(rng.integers(2, min(_MAX_PIECES, t.spec.dim // MIN_COLUMNS) + 1))

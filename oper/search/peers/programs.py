@@ -69,7 +69,7 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
 
 def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
                     ) -> list[tuple[Tier, ...]] | None:
-    """Tiers of every table; None where the program has no solution."""
+    """Tiers of every table; None if the program has no solution."""
     (optimize, sparse), machine = _scipy(), problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
@@ -134,9 +134,9 @@ def extraction_lp(problem: Problem, seed: int) -> Plan | None:
 
     Rows of equal hotness over all tables are one class. The LP divides each class into a share that
     every rank holds and shares that single ranks hold, so that the slowest of all extractions
-    (local reads, and each direction of each link, beside each other) is as fast as memory allows.
-    It is rounded to the hottest rows replicated and the others assigned by the ranks' shares; the
-    paper's symmetric closed form is the peer ``ugache-replicate-or-partition``.
+    (local reads and each direction of each link, all concurrent) is as fast as memory allows. It is
+    rounded to the hottest rows replicated and the others assigned by the ranks' shares; the paper's
+    symmetric closed form is the peer ``ugache-replicate-or-partition``.
     """
     for share in _SHARES:
         found = _solve_extraction(problem, share)

@@ -205,8 +205,9 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
 
 
 def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
-    """Memory prices that bound every step by `_NEVER`, where memory at these prices (float64 [R])
-    is less than all tables need at least (Farkas); else None."""
+    """Memory prices at which every step is at least `_NEVER`, if at the given prices (float64 [R])
+    the tables' least need of memory costs more than all memory (Farkas), so that no plan fits; else
+    None."""
     memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
     need = node.price(memory).value.sum() + float(memory @ node.base)
     missing = need - float(memory.sum()) * (1 + 1e-9)
@@ -214,7 +215,7 @@ def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
 
 
 def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
-    """Price 1 on the largest row of each phase."""
+    """Prices with 1 on the largest row of each phase, else 0."""
     prices = np.zeros(relaxation.num_rows)
     for phase in range(int(relaxation.phase_of.max()) + 1):
         at = np.flatnonzero(relaxation.phase_of == phase)
@@ -224,7 +225,7 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
 
 
 def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
-    """Prices whose answers give the first columns: all alike, memory, and each group of terms."""
+    """Prices for the first columns: equal prices, memory alone, and each group of terms alone."""
     memory = relaxation.phase_of == -1
     yield relaxation.project_prices(np.where(memory, 0.0, 1.0))
     yield np.where(memory, 1e6, 1e-6)
@@ -238,8 +239,8 @@ class _Master:
     """The restricted master LP in HiGHS, solved by dual or primal simplex from the last basis.
 
     Rows: resource rows `resources x - T_phase <= -base` (memory: `<= 1 - base`), then one convexity
-    row per table. A dear elastic column keeps memory rows feasible, so that a solution always
-    exists; its value tells how much memory is missing.
+    row per table. An elastic column with a high cost keeps memory rows feasible, so that a solution
+    always exists; its value is the missing memory.
     """
 
     def __init__(self, node: Node, pool: Pool) -> None:
@@ -250,7 +251,7 @@ class _Master:
                             ("random_seed", 0), ("simplex_strategy", 4)):
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
                 raise OperError("the LP solver refuses an option", name, value, "accepted",
-                                "install the release of highspy that this package names")
+                                "install the release of highspy that this package requires")
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)
@@ -274,7 +275,7 @@ class _Master:
             self._begin_at(*pool.basis)
 
     def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
-        """Begin the simplex where it ended for the plans that these are a part of."""
+        """Start the simplex from the final basis of the parent node, whose plans include these."""
         status = highspy.HighsBasisStatus
         basis = highspy.HighsBasis()
         known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
@@ -301,7 +302,8 @@ class _Master:
         self.num_columns += number
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
-        """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
+        """Relaxed step (us), memory overflow and raw prices [R]; None if the solver found no
+        solution."""
         optimal = highspy.HighsModelStatus.kOptimal
         self.highs.run()
         if self.highs.getModelStatus() != optimal:

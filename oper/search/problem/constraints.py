@@ -153,7 +153,7 @@ def _from_mapping(value: Any) -> Constraints:
              is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
     require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
-            ("tables", tables, isinstance(tables, Mapping), "table names and what each is held to"))
+            ("tables", tables, isinstance(tables, Mapping), "constraints by table name"))
     return Constraints(
         {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
         _groups("keep_together", value.get("keep_together", ())),
@@ -233,7 +233,7 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
     require(what, "leave one out", (
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
-        "all tiers, or what some rows are held to"))
+        "either all tiers, or constraints on some rows"))
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]
@@ -254,7 +254,8 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
 
 
 def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, list[Any], str]]:
-    """What tiers use beyond what a constraint allows: of which kind, what, and what is allowed."""
+    """Features of tiers that a constraint does not allow: kind of feature, those used, those
+    allowed."""
     every = list(tiers)
     used: dict[str, set[Any]] = {
         "placements": {x.placement for x in every}, "memories": {x.memory for x in every},
@@ -266,7 +267,7 @@ def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, lis
 
 
 def _breaks(held: TableConstraint, tier: Tier) -> bool:
-    """Whether a tier replicates rows that are held to no replicas."""
+    """Whether a tier replicates rows for which the constraint excludes replicas."""
     return tier.placement == "replicated" and any(
         a < tier.stop and tier.start < b for a, b in held.unreplicated)
 
@@ -335,7 +336,7 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
 
 
 def group_violations(plan: Plan, held: Constraints) -> list[str]:
-    """Groups whose tables are not together, or not apart."""
+    """One line for each group whose tables are not kept together, or not kept apart."""
     names = units(held)
     on = {name: frozenset(r for piece in plan.table(name).pieces for tier in piece.tiers
                           for r in tier.ranks) for name in names}

@@ -124,7 +124,7 @@ class Machine:
         return self._sum(values, "rack")
 
     def _sum(self, values: np.ndarray, level: str) -> np.ndarray:
-        """Sum over the ranks that are in one's own domain, host or rack."""
+        """Sum over the ranks of each rank's domain, host or rack."""
         group, starts = self._groups[level]
         if starts is not None:
             return np.add.reduceat(values, starts, axis=-1)[..., group]
@@ -134,8 +134,8 @@ class Machine:
     @cached_property
     def _groups(self) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
         """By level, the group of each rank, and where groups begin if they are contiguous. Ranks
-        are numbered through domains in order and domains through hosts, so that only a host that is
-        listed twice is not, and a rack of hosts that do not follow each other."""
+        are numbered domain by domain and domains host by host, so all groups are contiguous except
+        a host that is listed twice and a rack of hosts that are not consecutive."""
         found: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for level, group in (("domain", self.domain), ("host", self.host), ("rack", self.rack)):
             starts = np.flatnonzero(np.diff(group, prepend=-1))
@@ -173,7 +173,7 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     Args:
         topology: the machine.
         reserve_bytes: memory set aside, per rank.
-        memory_bytes: cap of what is left, per rank; None = no cap.
+        memory_bytes: limit on the remaining memory, per rank; None = no limit.
     """
     domain = np.array(topology.domain_of(), np.int64)
     hosts = sorted({d.host for d in topology.domains})
@@ -270,9 +270,9 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
 
     A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
     a host by its domains, a rack by its hosts; equal descriptions at all levels can be swapped,
-    because links know only same domain, same host, same rack and other rack. So the mean load over
-    a class is the load of the symmetrised plan, and it depends on a plan only through how much each
-    class owns.
+    because links depend only on whether two ranks share a domain, a host or a rack. So the mean
+    load over a class is the load of the symmetrised plan, and it depends on a plan only through how
+    much each class owns.
     """
     sets = [frozenset(s) for s in distinguished]
     domains = machine.topology.domains
@@ -295,7 +295,8 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
 
 
 def _numbered(keys: Sequence[Any]) -> np.ndarray:
-    """Numbers of keys in the order in which these first come, equal ones alike; int64 [N]."""
+    """Numbers for keys in the order of their first occurrence, the same number for equal keys;
+    int64 [N]."""
     numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[k] for k in keys], np.int64)
 

@@ -11,7 +11,8 @@ from oper.search.problem.constraints import TableConstraint
 
 
 def impose(held: TableConstraint, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Column pieces of a table after the constraint's pinned rows have replaced what was there.
+    """Column pieces of a table, with the constraint's pinned tiers in place of the tiers of the
+    same rows.
 
     Pinned tiers take their rows in all columns; rows that must not be replicated are striped over
     the ranks that had copies.
@@ -39,7 +40,8 @@ def _imposed(held: TableConstraint, tiers: Iterable[Tier]) -> list[Tier]:
 
 
 def _parts(tier: Tier, ranges: Iterable[tuple[int, int]]) -> list[tuple[Tier, bool]]:
-    """The tier cut at row ranges, and whether each part is in one."""
+    """The parts of a tier cut at the edges of row ranges, and whether each part is inside a
+    range."""
     cuts = {tier.start, tier.stop, *(e for r in ranges for e in r if tier.start < e < tier.stop)}
     return [(replace(tier, start=a, stop=b), any(low <= a and b <= high for low, high in ranges))
             for a, b in pairwise(sorted(cuts))]

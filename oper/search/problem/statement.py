@@ -144,7 +144,7 @@ class TableProblem:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int, bool], np.ndarray]:
-        """What `shares` returned last: a placement is looked at several times."""
+        """The last results of `shares`, because a placement is evaluated several times."""
         return {}
 
     def _shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
@@ -314,7 +314,7 @@ def make_problem(
 
 
 def _may_place(problem: Problem, name: str) -> bool:
-    """Whether any placement is left for table `name`, those of the fallback space included."""
+    """Whether table `name` has any allowed placement, including those of `last_resort`."""
     problem = problem.in_need()
     places, modes = problem.placements_of(name), problem.modes_of(name)
     memories = problem.memories_of(name)

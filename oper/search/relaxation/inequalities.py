@@ -1,21 +1,22 @@
 """Valid inequalities of the relaxation about the owner of the largest pushed piece.
 
 Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
-at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
-too: of its own time, y is what it does more for that piece than a reader, and what else it owns
-costs it the lesser of an owner's and a reader's part, R in all. Over links, a reader r takes s_r
-seconds for every byte that other hosts (on a single host, memory domains) own, of E in all. What
-the n of W ranks of its own host own, e, they send to all others within T, and where the time of a
-link includes the rank's own, within T - R: `e (W - n) <= sum over them of (T - R) / s`. So
-`T + k (T - R) >= y + R + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks, which is
-`n / (W - n)` where links are alike, and s the least s_r. Where the ranks of a host share its link,
-y has the mean over them of what the piece sends or receives, every rank reads the same bytes from
-other hosts, and s_r is one for all ranks of the host: all of this holds as it stands.
+at least y, and also at least y plus what the owner does as a reader. An owner reads its own piece,
+too. So for its own time, y is the excess over a reader's work for that piece, and all other rows
+cost it at least the smaller of an owner's and a reader's part, R in total. Over links, a reader r
+takes s_r seconds for every byte that other hosts (on a single host, memory domains) own, of E in
+all. The n of W ranks of its own host own e bytes and send them to all others within T, or within T
+- R if the time of a link includes the rank's own work: `e (W - n) <= sum over them of (T - R) / s`.
+So `T + k (T - R) >= y + R + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks, which
+is `n / (W - n)` where links are alike, and s the least s_r. If the ranks of a host share its link,
+y contains the mean over them of the bytes that the piece sends or receives, every rank reads the
+same bytes from other hosts, and s_r is equal for all ranks of the host: the same inequality holds.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
-that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
-is spared is then part of the solution, in every phase. Hosts are interchangeable, so it is the
-first, for the largest piece by one load; that piece has some of every other load as well.
+that owns the piece are a class of their own (`Relaxation(distinguished=...)`): the solution then
+includes, in every phase, the bytes that such a rank need not read. Hosts are interchangeable, so
+this host can be taken to be the first, for the piece that is largest by one load; the piece's other
+loads are bounded as well.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class OwnerRows:
         self.every = self.asked(units.every).min(axis=0)
 
     def asked(self, units: np.ndarray) -> np.ndarray:
-        """What units consume of the rows, from their loads on ranks as seen from the owner.
+        """Consumption of the rows by units, from their loads on ranks as seen from the owner.
 
         Rows about a rank's own time take it on the rank where it is least. Rows about links take
         the bytes that ranks of other neighbourhoods read, over the fastest links; for the
@@ -139,7 +140,7 @@ class OwnerRows:
         return out
 
     def _rows(self, distinguished: Load | None) -> Iterator[tuple[Any, ...]]:
-        """`Inequality` without its number."""
+        """Fields of each `Inequality` except its row."""
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
         if model.machine.world_size == 1 or not pushes:

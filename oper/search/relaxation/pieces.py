@@ -123,15 +123,16 @@ class Pieces:
         self._set_ratios(may)
 
     def _set_loads(self, asks: np.ndarray) -> None:
-        """What a table as a pushed piece puts on its owner, partial sums apart, in one piece and in
-        the narrowest ones.
+        """Loads that a pushed table puts on its owner, without partial sums: as one piece, and in
+        the narrowest pieces.
 
         Attributes:
-            per_unit: float64 [T, C, 2, G, 3], of a unit of each feature but rows.
-            density: float64 [T, C, 2, G, 3], of all ids if they were those of the block where that
-                is least, and most; of all ids.
-            asks: float64 [T, C, G], what is part of these for the ids that the owner pushes to
-                itself, unless it has all rows.
+            per_unit: float64 [T, C, 2, G, 3], load of a unit of each feature except rows.
+            density: float64 [T, C, 2, G, 3], load of all ids if all were ids of the block with the
+                least load per id; the same for the block with the most; load of all ids as they
+                are.
+            asks: float64 [T, C, G], part of these loads for the ids that the owner pushes to
+                itself; 0 if it owns all rows.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
         shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
@@ -155,8 +156,8 @@ class Pieces:
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
     def _more(self, units: np.ndarray) -> np.ndarray:
-        """What units of every feature but rows put on their owner, more than on the least loaded
-        reader where that counts; float64 [2, C, T, 4, 20] -> [C, T, 3, P, 5]."""
+        """Load of a unit of every feature except rows on its owner; for own time, the excess over
+        the least loaded reader; float64 [2, C, T, 4, 20] -> [C, T, 3, P, 5]."""
         us = self.units.group_us(self.units.loads(units)[:, :, IDS:])
         least = us[..., LOCAL, :].min(axis=-1)[..., None]
         return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self.has_local)
@@ -199,7 +200,8 @@ class Pieces:
         return np.asarray(full * most + rest)
 
     def _one_sum(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """What one owner of a share (float64 [..., N]) sends, by the tabulated points, from below.
+        """Lower bound of the bytes that one owner of a share (float64 [..., N]) sends, from
+        tabulated points.
         """
         at = np.interp(share, self.grid, np.arange(_GRID))
         low = np.minimum(at.astype(np.int64), _GRID - 2)
@@ -229,9 +231,9 @@ class Pieces:
                           + sums * self.partial[c])
 
     def _set_ratios(self, may: np.ndarray) -> None:
-        """What a piece of each table puts on its owner by one load at least, of what it does by
-        another, the least ratio over all its rows (float64 [T, C, G, G]; infinite where the class
-        may own none); and what it puts on it at most (float64 [T, C, G])."""
+        """Set, for a piece of each table, the least ratio of one load to another over all its rows
+        (float64 [T, C, G, G]; infinite if the class may own none), and its largest loads (float64
+        [T, C, G])."""
         number = self.density.shape[-2]
         self._ratio = np.full((*may.shape, number, number), np.inf)
         self._most = np.zeros((*may.shape, number))

@@ -1,11 +1,11 @@
 """The relaxation of a planning problem, and what its tables cost at given prices.
 
-Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`), and tables meet
-only in these resource rows, so that at given prices of the rows each table finds its cheapest
-configuration by itself. A *configuration* cuts a table by columns into pieces, and gives every
-block of rows of a piece an *option*: replicated on all ranks or on one of each host, owned within a
-class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. A piece
-of width w of a table of D columns consumes w / D times
+Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`), and tables
+interact only through these resource rows, so that at given prices of the rows each table has its
+own cheapest configuration, independent of the others. A *configuration* cuts a table by columns
+into pieces, and gives every block of rows of a piece an *option*: replicated on all ranks or on one
+of each host, owned within a class (striped or not: the mean is the same), pulled (from device or
+host memory) or pushed. A piece of width w of a table of D columns consumes w / D times
 
     sum over blocks of features @ (coefficients + (s - 1) per_stream)
     + (s - 1) piece                                     one more piece
@@ -157,7 +157,7 @@ class Relaxation:
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
     def _block_costs(self, owners: OwnerRows) -> np.ndarray:
-        """`coefficients` and `per_stream`, of the rows about owners behind the others."""
+        """`coefficients` and `per_stream`, with the rows about owners after the others."""
         rows, units, number = self.rows, self.units, self.rows.phase_of.size
         out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES,
                         number + owners.phase_of.size))
@@ -178,7 +178,7 @@ class Relaxation:
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
-        """Put the rows about owners behind the others."""
+        """Append the rows about owners to the others."""
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         self.inequalities = owners.inequalities

@@ -4,8 +4,8 @@ A mean never exceeds a maximum, and the mean over a class of interchangeable ran
 only through how much each class owns, so whatever holds for the averaged loads of all placements
 holds for every plan. There is
 
-* one row per (phase, class, group of terms that run beside each other), in microseconds; the phase
-  time is at least each of its rows;
+* one row per (phase, class, group of terms that run concurrently), in microseconds; the phase time
+  is at least each of its rows;
 * one per class of memory domains, memory over capacity, at most 1, and the same per class of hosts
   where rows may lie in host memory.
 """
@@ -82,8 +82,8 @@ class ResourceRows:
     def of_tally(self, tally: Tally) -> np.ndarray:
         """Resources that a tally consumes; float64 [..., R].
 
-        The tally may hold many (rows float64 [..., 23, W]) if it has no copies on some of the ranks
-        only.
+        The tally may contain many tallies (rows float64 [..., 23, W]) if it has no tiers replicated
+        on only some of the ranks.
         """
         time = self._class_means(self.model.units(tally))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))

@@ -73,8 +73,9 @@ class UnitRows:
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
 
     def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 23, P, 9, S]), and
-        of one on all ranks of a class, by the first rank of each (float64 [C, 23, P, 9, C])."""
+        """Loads of a unit of one owner on the ranks seen from it (float64 [C, 23, P, 9, S]), and
+        loads of a unit on every rank of a class on the first rank of each class (float64 [C, 23, P,
+        9, C])."""
         return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
                 shared[..., self._first])
 
@@ -172,8 +173,8 @@ class UnitRows:
 
 
 def _seen(model: CostModel, classes: RankClasses, first: np.ndarray) -> np.ndarray:
-    """Of every class's first rank: itself, and one rank of every class in its memory domain, on its
-    host, in its rack, and elsewhere; int64 [C, S], filled up with itself."""
+    """For the first rank of every class: itself, and one rank of every class in its memory domain,
+    on its host, in its rack, and elsewhere; int64 [C, S], padded with itself."""
     m, out = model.machine, []
     for owner in first.tolist():
         where = np.stack([classes.of_rank, m.domain == m.domain[owner], m.host == m.host[owner],

@@ -100,7 +100,8 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
-        """Adds to `exchange`; returns each rank's own tally rows, float64 [23, W]."""
+        """Adds a piece's bytes to `exchange`; returns each rank's own tally rows, float64 [23,
+        W]."""
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
         features = self._features(len(piece.tiers), placed, batches)
@@ -146,7 +147,7 @@ class RealizedLoad:
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]
                   ) -> np.ndarray:
-        """float64 [tiers, W readers, 4, W owners]; rows are left out (nothing of them is used)."""
+        """float64 [tiers, W readers, 4, W owners]; the feature ROWS is 0, since it is not used."""
         world = self.world_size
         out = np.zeros((num_tiers, world, NUM_FEATURES, world))
         distinct = [np.unique(b.ids, return_counts=True) for b in batches]
@@ -189,9 +190,9 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
 
     Args:
         out: one phase's units.
-        amount: float64 [W, W], bytes by source and destination; what stays in a memory domain uses
-            no link.
-        message: likewise, what travels between hosts in place of it.
+        amount: float64 [W, W], bytes by source and destination; bytes within a memory domain use no
+            link.
+        message: float64 [W, W], bytes of the messages that replace them between hosts.
         machine: the machine.
         reads_source: whether the bytes also come from the source's memory.
     """

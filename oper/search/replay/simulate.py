@@ -235,7 +235,7 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
 
 
 def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
-    """Takes what repeats from the rows that were read of other ranks."""
+    """Removes repeated reads from the rows read from other ranks."""
     if placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any():
         return
     ids, number = np.unique(batch.ids, return_counts=True)

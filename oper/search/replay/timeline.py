@@ -110,7 +110,8 @@ class _Player:
                                           {"step": step, "bytes": round(num_bytes)}))
 
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
-        """One phase on all ranks, each from when it is free; `less_us` has been done before."""
+        """Draw one phase on all ranks, each from the time it is free; `less_us` of its work was
+        done before."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
         links = phase.seconds[list(_LINKS)] * 1e6
         first = local * phase.has_local[np.array(_LINKS) - 1, None]  # of each link
@@ -145,7 +146,8 @@ class _Player:
         self.timeline.ends_us.append(float(self.now.max()))
 
     def ask(self, number: int) -> None:
-        """Hosts wait for each other's requests, and forward passes for the owners' answers."""
+        """Draw the request phase, if there is one: hosts wait for each other's requests before
+        owners answer."""
         for phase in self.steps[number].phases:
             if phase.name == REQUEST:
                 self.phase(number, phase)

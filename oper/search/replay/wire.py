@@ -134,7 +134,7 @@ class WireReplay:
     @staticmethod
     def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
               asked: np.ndarray) -> None:
-        """Rows that a reader asks for: ids and their owners, and which of them."""
+        """Rows that a reader requests: ids, their owners, and which of the ids are requested."""
         _, first = np.unique(of[0][asked], return_index=True)
         number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
         sent[_KIND["row_ids"], reader] += _words(number, sizes.slot_bits)
@@ -153,7 +153,7 @@ class WireReplay:
 
     def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
                  rounds: int) -> None:
-        """The sums of squares that owners of column pieces exchange, so often."""
+        """Adds the sums of squares that owners of column pieces exchange, `rounds` times."""
         owners = [p.resolve(touched)[1] for p in pieces]
         for mine in owners:
             for peer in range(self.plan.world_size):

@@ -2,7 +2,7 @@
 
 Packing whole tables evenly is NP-hard, but tables may be cut: by columns, which costs an id stream
 per piece, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves,
-swaps, shifts, splits, merges and re-deals pieces and exchanges candidates, and evaluates the whole
+swaps, shifts, splits, merges and reassigns pieces and exchanges candidates, and evaluates the whole
 step after every move. As the relaxation mixes configurations of a table, so do the columns of a
 table: they are in two parts, each with a candidate of its own. Pulled rows are divisible: ranks of
 a class own as many parts of them as their remaining load allows. Replicated rows load all ranks of
@@ -217,7 +217,8 @@ class Annealing:
         self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
-        """Candidates of table `k`, neighbours alike: by how much they deal, then replicate."""
+        """Candidates of table `k` in an order in which neighbours are similar: by the ids of rows
+        assigned one by one, then by replicated ids."""
         amount = self.pool.amounts[k]
         dealt = amount[:, self.dealt[k], IDS].sum(axis=1)
         return np.lexsort((amount[:, 0, IDS], dealt)).tolist()
@@ -296,11 +297,12 @@ class Annealing:
 
     def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
                 ) -> tuple[np.ndarray, np.ndarray]:
-        """What a column piece costs every rank whatever its rows are, and what the owner of pushed
-        rows, in proportion to its share, for asking itself unless it owns all; float64 [N, G] each.
+        """Costs that the relaxation leaves out: of a column piece on every rank, whatever its rows
+        are; and of the requests that an owner of pushed rows sends to itself unless it owns all of
+        them, in proportion to its share; float64 [N, G] each.
 
-        The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
-        and `own_requests`, except for tables of two candidates, each of which pays its own tiers.
+        The relaxation remains a lower bound without them. Both equal `CostModel.whole_table` and
+        `own_requests`, except for tables with two candidates, each of which pays for its own tiers.
         """
         model, tables = self.loads.model, self.relaxation.tables
         ids = self.relaxation.total_ids[table]
@@ -317,8 +319,9 @@ class Annealing:
         return piece, np.outer(pushed_ids * model.costs.push_ns * 1e-3, exchanges)
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:
-        """The hottest rows that each candidate pushes: their places in its first pushed tier (int64
-        [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 = none)."""
+        """The hottest rows that each candidate pushes: their positions in its first pushed tier
+        (int64 [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 =
+        none)."""
         at, head = [], []
         for k, t in enumerate(self.relaxation.tables):
             pushes = self.dealt[k]
@@ -343,8 +346,8 @@ class Annealing:
         return np.concatenate(at).astype(np.int64), np.concatenate(head)
 
     def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank, and
-        how much of it does not depend on the width."""
+        """Load of pulled rows on their owners in addition to reading, as if one rank owned them all
+        (float64 [N, C, G]), and the part of it that does not depend on the width."""
         relaxation, loads = self.relaxation, self.loads
         out = np.zeros((2, len(table), loads.num_classes, loads.num_loads))
         if loads.class_of.size > 1:
@@ -359,9 +362,9 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class and feature of assigned rows of a kind: what an owner of the class
-        does more than others, for a column and for an id stream, and what all ranks of it do; [T,
-        C, 4, 20] each of the four."""
+        """Tally rows by class and feature of rows placed in the way `kind`: the excess of an owner
+        over other ranks of its class, for a column and for an id stream, and the same two for all
+        ranks of the class; four arrays [T, C, 4, 20]."""
         found = self.relaxation.units.of(kind)
         whole, stream = (np.moveaxis(x, 1, 2) for x in (found[WHOLE] - found[ANY_SQUARES],
                                                         found[ANY_SQUARES]))  # [2, T, C, 4, 20]
@@ -370,7 +373,8 @@ class Annealing:
         return [column[0], stream[0], column[1], stream[1]]
 
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Where a search begins, beside `arrays`: pieces' candidates, widths and owners."""
+        """The start of a search, in addition to `arrays`: candidates, widths and owners of
+        pieces."""
         num_tables, world = len(self.candidates), self.loads.class_of.size
         chosen = np.array([r.index(p) for r, p in zip(self.candidates, self.pool.pick.tolist(),
                                                       strict=True)], np.int64)
@@ -450,7 +454,8 @@ class Annealing:
         return found
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
-        """Fixed costs of a plan that pushes that many tiers and splits row-wise tables so often."""
+        """Fixed costs of a plan with that many pushed tiers and that many column splits of row-wise
+        tables."""
         base = self.relaxation.base_tally
         return float(sum(self.relaxation.model.fixed_us(replace(
             base, num_pushed=base.num_pushed + num_pushed,

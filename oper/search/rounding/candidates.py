@@ -88,9 +88,9 @@ class CandidatePool:
             np.zeros(self.relaxation.num_rows))
 
     def _rounding(self) -> float:
-        """The share of a rank's memory that stripes may take beyond their part of the rows, one of
-        each table, and what a score that is near enough may hide. Relaxed solutions fill memories
-        to the last byte."""
+        """The share of a rank's memory to keep free, because relaxed solutions fill memories to the
+        last byte: stripes may take one row of each table more than their part, and a score that
+        counts as equal may hide a small overflow."""
         machine = self.relaxation.model.machine
         room = (machine.capacity_bytes[machine.domain] / machine.num_near).min()
         rows = sum(row + state for t in self.relaxation.tables
@@ -121,9 +121,9 @@ class CandidatePool:
         self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
 
     def _add_mixtures(self, parts: Mapping[int, tuple[list[Candidate], np.ndarray]]) -> None:
-        """Adds what comes closest to the relaxed solution's mixture of candidates, by table, and
-        picks it: where two of them differ in rows of equal hotness alone, it asks for the same of
-        all resources."""
+        """Adds and picks, for each table, the candidate that comes closest to the relaxed
+        solution's mixture. If two of the mixed candidates differ only in rows of equal hotness, it
+        consumes the same resources as the mixture."""
         before = {k: len(self.candidates[k]) for k in parts}
         self.add({k: _mixed(*x) for k, x in parts.items()})
         for k, (candidates, weight) in parts.items():
@@ -190,7 +190,7 @@ class CandidatePool:
 
     def _in_host(self, k: int) -> tuple[int, int]:
         """The first row of table `k` that its chosen candidate keeps in host memory, and the option
-        that does so; where it keeps none there, the end of the table and its last option."""
+        of those rows; if there are none, the end of the table and its last option."""
         candidate = self.candidates[k][self.pick[k]]
         last = candidate.options[-1]
         if self.relaxation.options[last].kind != HOST:
@@ -211,7 +211,7 @@ class CandidatePool:
         return out
 
     def scores(self, totals: np.ndarray) -> np.ndarray:
-        """Step (us) at resource totals (float64 [N, R]), dearer when memory overflows."""
+        """Step (us) at resource totals (float64 [N, R]), with a penalty if memory overflows."""
         times = np.stack([np.maximum((totals[:, rows] / weight).max(axis=1), 0.0)
                           for rows, weight in self._phases], axis=1)
         step = self.relaxation.fixed_us + times.sum(axis=1)
@@ -235,7 +235,7 @@ class CandidatePool:
         return True
 
     def _totals(self, k: int) -> np.ndarray:
-        """What all tables ask with each candidate of table `k`; float64 [N, R]."""
+        """Total resources with each candidate of table `k`; float64 [N, R]."""
         return np.asarray(self.total - self.resources[k][self.pick[k]] + self.resources[k])
 
     def descend(self, rng: np.random.Generator, target: float) -> None:
@@ -286,7 +286,8 @@ class CandidatePool:
 
 
 def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
-    """Candidates between some, each with its share `weight` (float64 [N]) of the rows."""
+    """Candidates between the given ones, each of which has the share `weight` (float64 [N]) of the
+    rows."""
     rest, mixed = float(weight[0]), [candidates[0]]
     for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
         rest += more
@@ -308,7 +309,7 @@ def at_share(first: Candidate, second: Candidate, share: float) -> Candidate:
 
 
 def _differing(first: Candidate, second: Candidate) -> list[tuple[int, int]]:
-    """Ranges of rows that two candidates place otherwise."""
+    """Ranges of rows that two candidates place differently."""
     cuts = sorted({0, *first.stops, *second.stops})
     return [(a, b) for a, b in pairwise(cuts) if first.option_at(a) != second.option_at(a)]
 

@@ -76,11 +76,11 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
 
 
 def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """Numbers of the sets that parts go to.
+    """The set of ranks, by number, to which each part is assigned.
 
     Args:
-        loads: float64 [N, P, 8, W], of each part where it is on the first set.
-        total: float64 [P, 8, W], of everything where all parts are there.
+        loads: float64 [N, P, 8, W], loads of each part if it is on the first set.
+        total: float64 [P, 8, W], loads of the whole plan if all parts are on the first set.
         sets: of ranks.
     """
     seen = np.tile(np.arange(total.shape[-1]), (len(sets), 1))  # each rank in the first set's terms
@@ -104,7 +104,8 @@ def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) ->
 
 
 def _cut(t: TableProblem, tier: Tier, count: int) -> list[Tier]:
-    """`count` tiers that are read alike, or fewer where rows are few."""
+    """The tier cut into `count` tiers with about equally many distinct rows per batch; fewer if it
+    has few rows."""
     inner = t.edges[(t.edges > tier.start) & (t.edges < tier.stop)]
     at = np.concatenate([[tier.start], inner, [tier.stop]])
     touched = t.prefix(at.astype(float))[TOUCHED]

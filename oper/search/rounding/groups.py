@@ -57,13 +57,14 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
 
 
 class _Units:
-    """Tables that are kept together, by one of them that stands for all, the largest units first.
+    """Units of tables that are kept together, keyed by one of their tables, the largest units
+    first.
 
     Attributes:
-        tables: the tables of each.
-        num_bytes: their size.
-        apart: units that may share no rank with it.
-        ranks: those that all of its tables may use.
+        tables: the tables of each unit.
+        num_bytes: size of each unit.
+        apart: the units with which each unit may not share a rank.
+        ranks: the ranks that all tables of each unit may use.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -108,7 +109,8 @@ def _assignments(problem: Problem) -> Iterator[dict[str, TableConstraint]]:
 
 
 def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
-    """One rank for each unit, the emptiest that no unit to be kept apart has."""
+    """One rank for each unit: the least loaded one that no unit to be kept apart from it has; None
+    if there is none."""
     load, out = dict.fromkeys(allowed, 0.0), _Ranks()
     for unit in every.tables:
         taken = {out[x] for x in every.apart[unit] if x in out}
@@ -122,7 +124,7 @@ def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
 
 
 def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
-    """All ranks for each unit, divided by size among those to be kept apart."""
+    """All allowed ranks for each unit; units to be kept apart divide them by size."""
     colour: dict[str, int] = {}
     size: list[float] = []
     for unit in every.tables:
@@ -144,7 +146,7 @@ def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
 
 def _constrained(problem: Problem, every: _Units, ranks: _Ranks
                  ) -> dict[str, TableConstraint] | None:
-    """The table constraints with these ranks; None where nothing is left to choose."""
+    """The table constraints with these ranks; None if a table has no rank left."""
     tables = dict(problem.constraints.tables)
     for unit, chosen in ranks.items():
         for name in every.tables[unit]:

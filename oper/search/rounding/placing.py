@@ -69,7 +69,7 @@ class Placer:
         return tuple(tiers)
 
     def _even(self, k: int, start: int, stop: int, option: int) -> Tier:
-        """The tier with every rank it may use."""
+        """The tier, on every rank that it may use."""
         chosen = self.relaxation.options[option]
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
@@ -80,7 +80,7 @@ class Placer:
 
     def _owned(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
                weights: tuple[int, ...] = ()) -> Tier:
-        """The tier on these owners; where no stripe may divide it, on one of them."""
+        """The tier on these owners, or on one of them if it may not be striped."""
         placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
         owned = "striped" not in placements or (len(ranks) == 1 and "owned" in placements)
         kind = self.relaxation.options[option].kind
@@ -88,8 +88,9 @@ class Placer:
                     "push" if kind == PUSH else "pull", "host" if kind == HOST else "device")
 
     def _ordered(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
-        """The tier with its ranks in the order of what they serve so far beyond their share, least
-        first, as the first have the hottest rows; an owned one on the first of them."""
+        """The tier with its ranks in ascending order of the bytes that they serve so far beyond
+        their share, because the first ranks get the hottest rows; an owned tier goes to the first
+        of them."""
         t, ranks = self.relaxation.tables[k], np.array(tier.ranks)
         weights = np.array(tier.weights or (1,) * ranks.size)
         order = np.argsort(self.load[ranks] - weights / weights.sum() * self.load[ranks].sum(),
@@ -103,7 +104,8 @@ class Placer:
 
     def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
                 ) -> Tier | None:
-        """A pulled tier assigned in the parts that ranks own, or None where these are alike."""
+        """A pulled tier striped in proportion to the parts that ranks own; None if these are
+        equal."""
         chosen = self.relaxation.options[option]
         if chosen.kind != SHARD:
             return None

@@ -141,7 +141,8 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
 
 def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
            effort: Effort) -> Found:
-    """A placement by `Placer.place`, held to what rows are pinned to, and what it costs."""
+    """A placement by `Placer.place`, with pinned rows where their constraints pin them, and its
+    evaluation."""
     relaxation = pool.relaxation
     placements = Placer(relaxation).place(parts, units)
     placements = divide_rows(relaxation, placements, effort.over)
@@ -151,7 +152,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
 
 
 class _Start:
-    """Annealings from one relaxed solution, of which `pool` has the configurations."""
+    """Annealings from one relaxed solution, whose configurations are in `pool`."""
 
     def __init__(self, pool: CandidatePool, bound: Bound, effort: Effort, goal: float, seed: int
                  ) -> None:
@@ -174,7 +175,8 @@ class _Start:
         return found
 
     def run(self, share: float, start: Packed | None, number: int) -> Packed:
-        """The `number`-th annealing, a share of all moves, from `start` or from the beginning."""
+        """The `number`-th annealing, with its share of all moves, continued from `start` if
+        given."""
         deadline = self.effort.deadline
         left = 0.0 if deadline is None else max(0.05, deadline - time.monotonic())
         return self._annealing.run(round(share * self._moves), self.goal, 1000 * self.seed + number,

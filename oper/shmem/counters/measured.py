@@ -52,7 +52,7 @@ class MeasuredTables(LogicalRows):
                             "look up under torch.no_grad(), or shard a model in the child")
 
     def _refuse(self, *_: Any) -> NoReturn:
-        """What all calls of closed tables come to."""
+        """Raise the error for a call of closed tables."""
         raise OperError("sharded tables were closed", "tables", list(self.specs)[:8], "open tables",
                         "use them before close()")
 
@@ -62,7 +62,8 @@ class MeasuredTables(LogicalRows):
                         "save and load the model's state_dict instead")
 
     def _raise_peer_failure(self, code: int, detail: int) -> tuple[int, int]:
-        """Raise what a status code of the kernels about peers means; others are returned."""
+        """Raise the error for a status code of the kernels about peers; other codes are
+        returned."""
         if self._exchange is not None:
             return self._exchange.check(code, detail)
         return raise_peer_failure(self, code, detail)
@@ -90,8 +91,7 @@ class MeasuredTables(LogicalRows):
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
-        """How long the phases of this rank's batches took under the present plan, or since the last
-        reset.
+        """Histograms of this rank's phase times, under the present plan or since the last reset.
 
         Not collective.
 
@@ -105,7 +105,7 @@ class MeasuredTables(LogicalRows):
                 for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
 
     def trace_phases(self, most: int) -> None:
-        """Record when phases begin and end from now on, for `take_spans`. Not collective.
+        """From now on, record when phases begin and end, for `take_spans`. Not collective.
 
         Args:
             most: most spans kept at a time; 0 = stop recording.
@@ -116,7 +116,8 @@ class MeasuredTables(LogicalRows):
             self._most_spans = most
 
     def take_spans(self) -> tuple[list[Span], int]:
-        """Spans recorded on this rank since the last call, and how many more there was no room for.
+        """Spans recorded on this rank since the last call, and the number of spans lost because the
+        buffer was full.
         """
         self.check_clock()
         lost, *flat = torch.ops.oper.context_spans(self.handle)

@@ -17,7 +17,7 @@ class Histogram(NamedTuple):
     """Distribution of a phase's times.
 
     Attributes:
-        sum_ns: of all batches together.
+        sum_ns: total time of all batches.
         counts: int [24], batches by time: entry k counts times below `BUCKETS_US[k]` and not below
             the bound before it; the last entry counts the rest.
     """
@@ -27,7 +27,7 @@ class Histogram(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A span of time that a rank spent on one thing.
+    """A span of time that a rank spent on one activity.
 
     Attributes:
         name: one of `SPANS`.

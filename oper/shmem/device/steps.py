@@ -168,12 +168,12 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
     if code == _IDS_WITHOUT_BAGS:
         raise InvalidInputError("bag lengths do not fit the ids", "ids", detail,
                                 "none where there are no bags",
-                                "make lengths and ids of the same bags")
+                                "pass lengths and ids of the same bags")
 
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
                 specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
-    """Raise the error that kernels have found, which may be of an earlier batch than the last.
+    """Raise the error that kernels have found; it may belong to an earlier batch than the last one.
 
     `found` holds code, rank and detail, see ErrorWord in csrc/device/device.h.
     """
@@ -187,7 +187,7 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
     if code == Status.BAD_LENGTHS:
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
                                 detail, "no length below 0, and as many ids as their sum",
-                                "make lengths and ids of the same bags")
+                                "pass lengths and ids of the same bags")
     if code == Status.OTHER_PHASE:
         raise OperError("rows of another memory domain are not where they should be",
                         "rank, detail", (rank, detail),

@@ -43,9 +43,9 @@ class DeviceTables(ShardedTables):
     passes of a device on one thread, where virtual ranks cannot wait for each other: call
     `forward(batch, collective=True)` and `apply_all` on their own threads.
 
-    Rows of peers that a batch reads several times cross the link once (`stage.cu`) where that pays,
-    that is, if the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the same
-    bit for bit. `deduplicate` = True or False overrides the measurement (None).
+    Rows of peers that a batch reads several times are sent over the link once (`stage.cu`) if the
+    last measured batch had more than 1.5 ids per distinct row. The results are bitwise the same.
+    `deduplicate` = True or False overrides the measurement (None).
 
     Between memory domains torch's collectives carry rows and gradients, see `DeviceExchange`.
 
@@ -100,14 +100,15 @@ class DeviceTables(ShardedTables):
         self._heap = self.arenas.heap  # type: ignore[assignment]
 
     def _exchange_bytes(self) -> int:
-        """What an outbox takes where `OPER_OUTBOX_BYTES` does not say it."""
+        """Size of an outbox if `OPER_OUTBOX_BYTES` is not set."""
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         return max(_LEAST_EXCHANGE_BYTES, int(memory * _EXCHANGE_SHARE))
 
     def rounds_of_squares(self, table: str) -> int:
-        """How often the column pieces of a row of this table exchange sums of squares in a step."""
+        """Number of times that the column pieces of a row of this table exchange sums of squares in
+        a step."""
         if self.optimizers is None:
             return 0
         optimizer = self.optimizers[table]
@@ -141,7 +142,8 @@ class DeviceTables(ShardedTables):
 
     @property
     def deduplicate(self) -> bool | None:
-        """Whether rows of peers are fetched once per batch: True, False, or None = where that pays.
+        """Whether rows of peers are fetched once per batch: True, False, or None = decided by
+        measurement.
         """
         return self._deduplicate
 
@@ -181,7 +183,7 @@ class DeviceTables(ShardedTables):
             self.group.all_gather(None)
 
     def synchronize(self) -> None:
-        """Wait for this rank's kernels and raise what they found."""
+        """Wait for this rank's kernels and raise the error that they found, if any."""
         if self.streams is not None:
             self.streams.synchronize(self.device)
         if self.found_error()[0]:
@@ -193,7 +195,7 @@ class DeviceTables(ShardedTables):
         return code, rank, detail
 
     def _raise_found(self) -> None:
-        """Raise it; the batches after the one that caused it are looked at again."""
+        """Raise the error that kernels found; later batches are then processed again."""
         found = self.found_error()
         torch.ops.oper.device_context_forget_error(self.handle)
         raise_found(found, self.features, self.specs, self.arenas.outbox_bytes)
@@ -208,8 +210,8 @@ class DeviceTables(ShardedTables):
     # ---- batches ---------------------------------------------------------------------------------
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """See `ShardedTables.to_resolve`; runs on a stream of its own, after the present stream's
-        work. Whatever uses the batch waits for it on the device."""
+        """See `ShardedTables.to_resolve`; runs on a separate stream, after the work of the current
+        stream. The lookup of the batch waits for it on the device."""
         streams = self.streams
         if streams is None:
             return super().to_resolve(batch)

@@ -2,13 +2,13 @@
 
 Phases, heads, messages and checks are those of the host back end (csrc/common/exchange.h). Within a
 domain kernels read their peers' memory. What ranks of other domains have sent is laid out as a
-mirror of their outboxes, requests and partial sums, which kernels read like a neighbour's. A kernel
-packs messages and another places them; collectives of torch.distributed (NCCL where the group has
-it) carry them.
+mirror of their outboxes, requests and partial sums, which kernels read like a neighbour's. One
+kernel packs messages and another unpacks them; collectives of torch.distributed (NCCL if the group
+has it) send them.
 
 Collectives need sizes that only the device knows: each phase waits for the device once or twice,
-and such steps cannot be captured in a graph. Gradients of pushed rows travel reduced by row, as
-those of other rows do, where the host back end sends bag gradients: the sums are the same.
+and such steps cannot be captured in a graph. Gradients of pushed rows are sent reduced by row, as
+those of other rows are, whereas the host back end sends bag gradients; the sums are the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class DeviceRows(Protocol):
 
 @dataclass(slots=True)
 class _FarRanges:
-    """Keys of far rows that this rank reads: home slots of one tier at one owner each.
+    """Ranges of keys of remote rows that this rank reads; a range has the home slots of one tier at
+    one owner.
 
     Attributes:
         rank, table: int64 [S], owner and table in the order of keys; sorted by both.
@@ -97,7 +98,7 @@ class DeviceExchange(Exchange):
         collection, bits: see `Exchange`; bits are 32 or 16.
 
     Attributes:
-        far: ranks of other domains, ascending.
+        far: ranks of other domains (remote ranks), ascending.
         dims: int64 [T], columns of the tables in the order of keys.
         num_refreshed: int64 [W, T], masters of far ranks that the last step has changed, by owner
             and by table in the order of keys.
@@ -122,7 +123,7 @@ class DeviceExchange(Exchange):
     # ---- what a plan needs -----------------------------------------------------------------------
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
-        """Once the kernels know the tables."""
+        """Set up the exchange for the kernels' handle of the tables."""
         self._handle = handle
         self._order: list[int] = torch.ops.oper.device_context_order(handle)
         self._of_key = [directories[t] for t in self._order]  # in the order of keys
@@ -152,15 +153,15 @@ class DeviceExchange(Exchange):
     # ---- phases ----------------------------------------------------------------------------------
 
     def counts(self) -> np.ndarray:
-        """What this rank has for the others in a phase, by table in the order of keys: nothing yet;
-        int64 [W, T, 3], whose meaning is in csrc/common/exchange.h."""
+        """Zeros for the counts of what this rank sends to each other rank in a phase, by table in
+        the order of keys; int64 [W, T, 3], see csrc/common/exchange.h."""
         return np.zeros((self._size, len(self._order), _COUNTS), np.int64)
 
     def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
-        """Begin a phase and tell the far ranks `counts`; theirs for this rank, likewise.
+        """Begin a phase: send `counts` to the remote ranks; returns their counts for this rank.
 
         Raises:
-            OperError: what this rank's kernels have found, or another rank's error.
+            OperError: an error that this rank's kernels have found, or another rank's error.
         """
         outbox_bytes = self._tables.arenas.outbox_bytes
         if self._failed is not None:
@@ -179,18 +180,18 @@ class DeviceExchange(Exchange):
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
-        """Exchange the arrays that the phase's counts speak of. Collective.
+        """Exchange the arrays whose sizes the counts of the phase give. Collective.
 
         Args:
-            sources: of each array of the phase, addresses of this rank's data and of the numbers
-                of their entries, or 0; int64 [W, T], or what broadcasts to it.
-            is_reply: these arrays answer those of the last call.
-            targets: of each array, addresses where it is to be, likewise; or 0: sums of squares
-                where kernels look for them, others in new memory, at multiples of 16 bytes. Kernels
-                are told where gradients and changed masters are.
+            sources: for each array of the phase, addresses of this rank's data and of their numbers
+                of entries, or 0; int64 [W, T], or broadcastable to it.
+            is_reply: whether these arrays answer those of the last call.
+            targets: for each array, addresses at which to store it, in the same form. With 0, sums
+                of squares are stored where kernels read them, and other arrays in new memory, at
+                multiples of 16 bytes; kernels get the addresses of gradients and changed masters.
 
         Returns:
-            Addresses of the arrays that have come, int64 [arrays, W, T]; and the new memory.
+            Addresses of the received arrays, int64 [arrays, W, T]; and the new memory.
         """
         shape = (len(sources), self._size, len(self._order))
         data, rows, there = (np.zeros(shape, np.int64) for _ in range(3))
@@ -206,7 +207,7 @@ class DeviceExchange(Exchange):
 
     @staticmethod
     def starts(memory: torch.Tensor, sizes: np.ndarray) -> np.ndarray:
-        """Addresses of parts of so many numbers of 4 bytes that follow each other, int64 [W, T]."""
+        """Addresses of consecutive parts with the given numbers of 4-byte words, int64 [W, T]."""
         flat = sizes.reshape(-1)
         return memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
 
@@ -217,13 +218,13 @@ class DeviceExchange(Exchange):
     # ---- forward: distinct rows ------------------------------------------------------------------
 
     def gather(self, step: StepArrays, skip_pushed: bool, first_byte: int) -> None:
-        """Fetch the rows of other domains that a planned batch reads, each once, and give them to
-        the step under way. Collective.
+        """Fetch the rows of other domains that a planned batch reads, each once, for the current
+        step. Collective.
 
         Args:
             step: the step, whose batch is planned.
-            skip_pushed: without rows of pushed tiers.
-            first_byte: where in the staging memory they begin, a multiple of 16.
+            skip_pushed: whether to leave out rows of pushed tiers.
+            first_byte: their offset in the staging memory, a multiple of 16.
         """
         x = self._pulled if skip_pushed else self._read
         keys, _ = step.runs()
@@ -251,7 +252,8 @@ class DeviceExchange(Exchange):
             memory, int(n.sum()), int(taken.sum()) * _UNIT)
 
     def take(self, values: torch.Tensor, shift: np.ndarray, n: np.ndarray) -> torch.Tensor:
-        """`values` at ``shift[s] + i``, where i counts on over all ranges and range s has n[s]."""
+        """Entries of `values` at ``shift[s] + i``, where i numbers the entries of all ranges
+        consecutively and range s has n[s] of them."""
         return values[torch.arange(int(n.sum()), device=self._device) + self.spread(shift, n)]
 
     def spread(self, values: np.ndarray, n: np.ndarray) -> torch.Tensor:
@@ -262,7 +264,7 @@ class DeviceExchange(Exchange):
     # ---- backward: reduced gradients -------------------------------------------------------------
 
     def send_gradients(self) -> None:
-        """Give far owners the reduced gradients of their rows. Collective."""
+        """Send remote owners the reduced gradients of their rows. Collective."""
         T, W = len(self._order), self._size
         box = int(self._tables.arenas.outboxes[self._rank])
         size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
@@ -282,7 +284,8 @@ class DeviceExchange(Exchange):
     # ---- backward: squares of column pieces ------------------------------------------------------
 
     def send_squares(self, step: StepArrays, round_number: int) -> None:
-        """Give far owners of a row's other pieces this one's sums of squares. Collective."""
+        """Send the sums of squares of column pieces to the remote owners of the other pieces of the
+        same rows. Collective."""
         tables, directories = self._tables, self._tables.directories
         counts, found = self.counts(), [np.zeros(0, np.int64)]
         lists: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slots, and owners of their pieces
@@ -307,7 +310,7 @@ class DeviceExchange(Exchange):
     # ---- backward: changed masters ---------------------------------------------------------------
 
     def send_refreshes(self) -> None:
-        """Give far replicas the masters that this step has changed. Collective."""
+        """Send the masters that this step has changed to remote replicas. Collective."""
         if not self.needs.refreshes:
             return
         counts, lists = self.counts(), [torch.empty(0, dtype=torch.int64, device=self._device)]

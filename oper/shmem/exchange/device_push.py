@@ -1,8 +1,8 @@
 """Push mode between memory domains, for tables in device memory.
 
 A reader sends the slots of its pushed ids to their owners, one bit per id that says where a bag
-begins, and weights; an owner sends the bags' partial sums back. Kernels read mirrors of far
-readers' requests and of far owners' sums at addresses that change from batch to batch.
+begins, and weights; an owner sends the bags' partial sums back. Kernels read mirrors of remote
+readers' requests and of remote owners' sums at addresses that change from batch to batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_REQUEST = 9  # Status in csrc/common/exchange.h: what no rank can send
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a reader asks the owners of pushed rows for; see csrc/device/kernels/push.cu.
+    """A reader's request to the owners of pushed rows; see csrc/device/kernels/push.cu.
 
     Attributes:
         run_begin: int64 [R + 1], where each bag's ids begin among all.
@@ -71,11 +71,12 @@ class PushMessages:
     """The two phases of one forward pass in push mode.
 
     Args:
-        exchange: of the tables.
+        exchange: exchange of the tables.
         tables: the tables; their kernels have published this rank's requests.
 
     Attributes:
-        requests, partials: int64 [W], on the device: addresses of what all ranks ask and sum.
+        requests, partials: int64 [W], on the device: addresses of all ranks' requests and partial
+            sums.
     """
 
     def __init__(self, exchange: DeviceExchange, tables: DeviceRows) -> None:
@@ -86,7 +87,8 @@ class PushMessages:
         self.partials = tables.arenas.partials.copy()
 
     def exchange_requests(self) -> None:
-        """Send this rank's requests to far owners and mirror those of far readers. Collective."""
+        """Send this rank's requests to remote owners and mirror those of remote readers.
+        Collective."""
         x = self._exchange
         own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
         counts = x.counts()
@@ -137,7 +139,8 @@ class PushMessages:
                          ).to(torch.int32)
 
     def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
-        """Lay out a far reader's request; `n`: int64 [T], its ids by table."""
+        """Lay out the mirror of a remote reader's request; `n`: int64 [T], its number of ids by
+        table."""
         x, runs, rank = self._exchange, self._runs[r], self._tables.group.rank
         # As open_request_kernel lays out the sums of this owner.
         floats = -(-runs * x.dims // 4) * 4
@@ -160,7 +163,8 @@ class PushMessages:
         self.requests[r] = base
 
     def exchange_partials(self) -> None:
-        """Send far readers the sums of their bags and mirror those of far owners. Collective."""
+        """Send remote readers the sums of their bags and mirror those of remote owners.
+        Collective."""
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.far, :, 0] = self._runs[x.far]

@@ -1,9 +1,9 @@
 """The exchange between memory domains, from its Python side.
 
-Within a domain ranks read each other's memory. What ranks of other domains have left for this one
-is received into private mirrors of their outboxes, see csrc/host/exchange/exchange.h: the kernels
-read both alike, in the same order, and every plan gives the bits of a run in one domain. The
-operators call back here to move the bytes.
+Within a domain ranks read each other's memory. Data of ranks of other domains is received into
+private mirrors of their outboxes, see csrc/host/exchange/exchange.h: the kernels read both in the
+same way and order, so every plan gives bitwise the results of a run in one domain. The operators
+call back here to move the bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
         collection: number of the tables in their group's register.
-        bits: of the numbers of messages; the same on all ranks.
+        bits: bits per number in messages; the same on all ranks.
 
     Attributes:
         members: ranks of this rank's domain, ascending.
@@ -139,13 +139,14 @@ class Exchange:
         if code == Status.IMPOSSIBLE_MESSAGE:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError(
-                "a rank of another memory domain has sent what no rank of this job can send",
+                "a rank of another memory domain has sent invalid data",
                 "rank", detail, "counts and slots of tables placed by the same plan",
                 "start all ranks with the same version, model and plan")
         if code == Status.NO_MEMORY_FOR_MESSAGE:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
-            raise OperError("there is no memory for what a rank of another memory domain sends",
-                            "rank", detail, "room for the rows and gradients of its batch",
+            raise OperError("there is not enough memory for the data of a rank of another memory "
+                            "domain", "rank", detail,
+                            "room for the rows and gradients of its batch",
                             "use smaller batches; look at that rank if they are small")
         if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
@@ -154,7 +155,8 @@ class Exchange:
         return code, detail
 
     def _raise_elsewhere(self, rank: int) -> NoReturn:
-        """Raise what heads that do not fit each other mean; `rank` sent one of them."""
+        """Raise the error for headers of different phases or collections, one of which `rank`
+        sent."""
         phases, sequence = self._last_phases()
         if len(set(phases)) > 1:
             raise_verdict(out_of_step(Status.OTHER_PHASE, phases, rank), self._group)
@@ -166,7 +168,7 @@ class Exchange:
                         "a lookup without gradients is collective across memory domains as well")
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
-        """Where each rank's last head came from, and the head's number."""
+        """The phase of each rank's last header, and the header's number."""
         flat = self._ask("last_phases")
         return [CollectivePhase(flat[k + 2], flat[k + 1])
                 for k in range(0, len(flat), 3)], flat[::3]
@@ -184,10 +186,11 @@ class Exchange:
         self._exchange_heads(phase, [b""] * self._group.world_size)
 
     def _exchange_heads(self, phase: int, bodies: list[bytes]) -> list[bytes]:
-        """Give every rank a few bytes; theirs, by rank, and zeros after them. All must be here.
+        """Send a few bytes to every rank; returns the bytes of every rank, padded with zeros. All
+        ranks must be in this phase.
 
         Raises:
-            DesyncError: a rank is elsewhere.
+            DesyncError: a rank is in another phase.
             PeerLostError: a rank has found an error.
         """
         mine = CollectivePhase(self.collection, phase)
@@ -220,19 +223,21 @@ class Exchange:
             raise
 
     def _abort_after(self, error: BaseException) -> None:
-        """Tell the peers, unless the transport has done so."""
+        """Notify the peers of an error in the block, unless the transport has done so."""
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
             self._transport.give_up(
                 Verdict(Status.PEER_GAVE_UP, self._group.rank, self._transport.at))
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
-        """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; any may want nothing.
+        """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; a rank may request
+        nothing.
 
         Args:
-            wanted: part, piece, slots (int64 [n]) and columns by rank.
-            serve: gives this rank's shard of a part and piece, ``[slots, columns]``.
-            phase: what for.
+            wanted: by rank: part, piece, slots (int64 [n]) and columns.
+            serve: function that returns this rank's shard of a part and piece, ``[slots,
+                columns]``.
+            phase: phase of the exchange, for errors.
         """
         size = self._group.world_size
         asked = [_REQUEST.unpack_from(body) for body in self._exchange_heads(phase, [
@@ -270,7 +275,7 @@ class Exchange:
 
 def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], index: torch.Tensor,
             columns: slice) -> torch.Tensor:
-    """The rows of a part and piece that another rank asks for, as bytes."""
+    """The rows of a part and piece that another rank requests, as bytes."""
     try:
         part, piece = of
         rows = serve(part.rstrip(b"\0").decode(), piece)
@@ -285,7 +290,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 
 def _no_request(found: object) -> OperError:
-    return OperError("a rank of another memory domain asks for rows that there are not", "request",
+    return OperError("a rank of another memory domain requests rows that do not exist", "request",
                      found, "parts, pieces and slots of tables placed by the same plan",
                      "start all ranks with the same version, model and plan")
 

@@ -1,11 +1,12 @@
-"""De-duplicated pull: rows of neighbours are read once per batch, where that pays.
+"""De-duplicated pull: rows of neighbours are read once per batch if that is faster.
 
-Between memory domains pulled rows always travel once. Within a domain of host memory ranks read
-each other's rows as fast as their own and caches keep what repeats, so that a copy is work without
-a gain; where neighbours' memory is dearer (another socket), it pays from some number of ids per
-distinct row. That number is measured while the tables are used and weighed with `PullCosts`, which
-`measured_costs` finds on the machine itself. `oper.shard` does so by itself where ranks of a domain
-run on different NUMA nodes, see `choose_automatically`. Bits are the same.
+Between memory domains every pulled row is sent once per batch. Within a domain of host memory,
+ranks usually read each other's rows as fast as their own, and caches keep repeated rows, so that a
+copy gains nothing. If neighbours' memory is slower (another socket), a copy pays off above some
+number of ids per distinct row. That number is measured while the tables are used and compared using
+`PullCosts`, which `measured_costs` measures on the machine. `oper.shard` does this automatically if
+ranks of a domain run on different NUMA nodes, see `choose_automatically`. The results are bitwise
+the same.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from oper.shmem.protocol import Tables
 
 @dataclass(frozen=True, slots=True)
 class PullCosts:
-    """What weighs against each other, in nanoseconds.
+    """Costs that decide between the two ways of reading, in nanoseconds.
 
     Attributes:
-        extra_per_byte: per byte of a neighbour's row beyond what an own row costs. 0 (ranks of one
-            memory): de-duplication never pays, and duplication is not even counted.
+        extra_per_byte: reading a byte of a neighbour's row, beyond the cost of an own row. With 0
+            (equally fast memory) de-duplication never pays, and duplication is not counted.
         per_id: numbering an id of a neighbour's row.
         per_copied_byte: copying a distinct row.
     """
@@ -46,11 +47,11 @@ class PullCosts:
 
 
 class Duplication(NamedTuple):
-    """Of one column piece of a table, as last counted.
+    """Duplication of ids in one column piece of a table, as last counted.
 
     Attributes:
         table: its name.
-        num_ids: ids of a batch whose rows neighbours hold.
+        num_ids: ids of a batch whose rows are held by neighbours.
         num_rows: distinct rows among them.
         is_deduplicated: whether they are copied once per batch.
     """
@@ -62,13 +63,13 @@ class Duplication(NamedTuple):
 
 
 def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
-    """How `tables` read rows of neighbours from the next batch on. Not collective.
+    """Set how `tables` read rows of neighbours from the next batch on. Not collective.
 
     Args:
         tables: the tables of one rank.
-        choice: True: every table copies them once per batch; False (the default of all tables):
-            they are read where they are, once per id; costs: table by table, by the duplication of
-            every 256th forward pass.
+        choice: True: every table copies them once per batch; False (the default): they are read in
+            place, once per id; `PullCosts`: decided table by table from the duplication in every
+            256th forward pass.
     """
     costs = choice if isinstance(choice, PullCosts) else PullCosts()
     number = int(choice) if isinstance(choice, bool) else 2 if costs.extra_per_byte > 0 else 0
@@ -78,11 +79,11 @@ def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
 
 
 def choose_automatically(tables: Tables) -> None:
-    """What `oper.shard` chooses for training and inference. Collective over the group.
+    """Choose for `oper.shard`, in training and inference. Collective over the group.
 
-    Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read where
-    they are, and nothing is measured or counted. Otherwise every rank measures what neighbours'
-    rows cost, and all take the mean: they weigh their tables alike, by their own batches.
+    Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read in
+    place, and nothing is measured or counted. Otherwise every rank measures the cost of neighbours'
+    rows, and all use the mean, each with the duplication of its own batches.
     """
     node = near_domain([n.processors for n in find_nodes()])
     nodes = tables.group.all_gather(node)
@@ -99,7 +100,7 @@ def choose_automatically(tables: Tables) -> None:
 
 
 def duplication(tables: Tables) -> list[Duplication]:
-    """What was counted last, by directory; empty where nothing is counted."""
+    """The last counted duplication, by directory; empty if nothing is counted."""
     flat = torch.ops.oper.context_duplication(tables.handle)
     n = len(flat) // 3
     names = [d.table.name for d in tables.directories]
@@ -107,16 +108,17 @@ def duplication(tables: Tables) -> list[Duplication]:
 
 
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
-    """What reading neighbours' rows costs this rank on this machine, for `choose_pull`.
+    """Measure the cost of reading neighbours' rows for this rank on this machine, for
+    `choose_pull`.
 
-    Reads rows of the largest table that this rank and a neighbour both hold, and looks some of them
-    up with and without copies (where lookups wait for no other memory domain; else the default of
-    `PullCosts` stands for that part). Not collective; no rank may be updating.
+    Reads rows of the largest table of which this rank and a neighbour both hold rows, and looks
+    some of them up with and without copies (if lookups wait for other memory domains, the defaults
+    of `PullCosts` are used for that part). Not collective; no rank may be updating.
 
     Args:
         tables: the tables of one rank.
-        num_rows: rows that are read at a time: more than caches hold, where tables have so many.
-        repeats: the median of so many counts.
+        num_rows: rows read at a time: more than fit the caches, if tables have that many.
+        repeats: number of repetitions, of which the median is taken.
     """
     rank = tables.group.rank
     size, piece, peer = max(((min(int(d.num_slots[rank]), int(d.num_slots[r])), k, r)
@@ -148,7 +150,7 @@ def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> 
 
 
 def _ids_of(tables: Tables, piece: int, owner: int, slots: torch.Tensor) -> Lookup:
-    """A lookup of rows in a rank's shard, bags of one, no ids for other features."""
+    """A lookup of rows in a rank's shard, with one id per bag and no ids for other features."""
     directory = tables.directories[piece]
     ids = directory.ids_at(directory.positions_at(owner, slots.numpy()))
     feature = next(f for f, (_, t) in enumerate(tables.features) if t == directory.table.name)
@@ -160,7 +162,7 @@ def _ids_of(tables: Tables, piece: int, owner: int, slots: torch.Tensor) -> Look
 
 
 def _medians(repeats: int, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each call, in turn."""
+    """Median seconds of each call; the calls take turns."""
     seconds = np.zeros((len(calls), repeats))
     for n in range(-1, repeats):  # one round to warm up
         for k, call in enumerate(calls):

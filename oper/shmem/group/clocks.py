@@ -67,14 +67,14 @@ def clocks_of(names: Sequence[str], marks: Sequence[Marks]) -> list[Clock]:
 
 
 def _shortest(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
-    """The shortest time, over all collectives, from when the last rank of `begins` began one until
-    the first of `ends` ended it, each by its own clock."""
+    """The shortest time, over all collectives, from the moment the last rank of `begins` began one
+    to the moment the first rank of `ends` ended it, each by its own clock."""
     return min(min(m[k][1] for m in ends) - max(m[k][0] for m in begins)
                for k in range(len(begins[0])))
 
 
 def _name() -> str:
-    """Equal for processes that read the same clock."""
+    """A name that is equal for processes that read the same clock."""
     name = read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
     with contextlib.suppress(OSError):  # a kernel without namespaces for clocks
         name += os.readlink("/proc/self/ns/time")

@@ -22,8 +22,8 @@ _SIOCGIFADDR = 0x8915
 def connect(group: Group) -> dict[int, socket.socket]:
     """Connect to every other rank; returns sockets by rank. Collective.
 
-    Other processes are kept out: a peer must send a token that only the group knows. One that
-    does not is dropped, and delays no rank.
+    Other processes are excluded: a peer must send a token that only the group knows. A connection
+    without it is dropped and delays no rank.
 
     Raises:
         OperError: ranks cannot reach each other; the message lists the addresses tried.
@@ -54,7 +54,7 @@ def connect(group: Group) -> dict[int, socket.socket]:
 
 
 def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, socket.socket]:
-    """The ranks above this one, which connect; raises TimeoutError."""
+    """Accept connections from the ranks above this one; raises TimeoutError."""
     deadline = time.monotonic() + _CONNECT_S
     peers: dict[int, socket.socket] = {}
     server.setblocking(False)
@@ -88,7 +88,7 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
 
 
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
-    """Rank of a connected peer, by what it has sent; None if it is not of the group."""
+    """Rank of a connected peer, from the bytes that it has sent; None if it is not in the group."""
     with contextlib.suppress(OSError, struct.error):
         said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
         if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:

@@ -224,7 +224,7 @@ def _first_verdict(states: Iterable[BarrierState]) -> Verdict | None:
 
 
 def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, missed: int) -> Verdict:
-    """A verdict on the rank that is late.
+    """Find the rank that is late.
 
     Of the ranks that wait for no other, that is the one with the fewest arrivals; if all wait, at
     different phases, one that is not at the most common phase.

@@ -90,14 +90,15 @@ def _stated(labels: Any, world_size: int) -> list[int]:
 
 
 def _identity() -> tuple[str, ...]:
-    """Equal for processes that may share memory: same kernel, user and namespaces."""
+    """A text that is equal for processes that may share memory: same kernel, user and
+    namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "net")]
     return (os.environ.get(DOMAIN_ENV, ""), socket.gethostname(), boot, str(os.getuid()), *spaces)
 
 
 def _reaches(name: str, pid: int) -> bool:
-    """Whether the process `pid` is there and listens at this private socket."""
+    """Whether the process `pid` exists and listens at this private socket."""
     with contextlib.suppress(OSError):
         os.close(os.pidfd_open(pid))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -92,7 +92,7 @@ class ProcessGroup:
             _wait(work, deadline_s())
         except RuntimeError as error:
             text = str(error).strip().partition("\n")[0]
-            raise PeerLostError("a peer has gone during a collective", "rank", "unknown",
+            raise PeerLostError("a peer was lost during a collective", "rank", "unknown",
                                 "all ranks alive",
                                 f"look at the other ranks' logs ({text})") from error
         return parts

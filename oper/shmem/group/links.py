@@ -61,8 +61,8 @@ def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
 
 
 def _alike(values: Sequence[float]) -> list[float]:
-    """Replace values within measurement error of each other by their mean, because plans for equal
-    hosts are easier to find and to prove."""
+    """Replace values that are equal within the measurement error by their mean, because plans for
+    equal hosts are easier to find and to certify."""
     order, found = sorted(range(len(values)), key=lambda k: values[k]), list(values)
     while order:
         same = [k for k in order if values[k] <= values[order[0]] * _SAME_LINK]
@@ -96,7 +96,8 @@ def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], onl
 
 
 def _median_s(group: Group, size: Callable[[int, int], int]) -> float:
-    """Median seconds of exchanges, one by one, in which s sends ``size(s, r)`` bytes to r."""
+    """Median seconds of exchanges, run one at a time, in which rank s sends ``size(s, r)`` bytes to
+    rank r."""
     ranks = range(group.world_size)
     exchange = repeated_exchange(group, [size(group.rank, r) for r in ranks],
                                  [size(s, group.rank) for s in ranks])

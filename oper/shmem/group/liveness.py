@@ -81,7 +81,7 @@ class LivenessMonitor:
             peer.close()
 
     def _receive(self, rank: int, peer: socket.socket) -> bool:
-        """Act on what a peer says; False when its connection is at its end."""
+        """Handle a message of a peer; returns False when its connection has ended."""
         try:
             what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):

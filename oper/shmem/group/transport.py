@@ -48,8 +48,8 @@ class Transport(Protocol):
 
         Args:
             send, recv: uint8, contiguous, on the CPU or on one device; segments in rank order.
-            send_bytes, recv_bytes: int [W], sizes of the segments; what a rank receives from
-                another must be what that one sends to it.
+            send_bytes, recv_bytes: int [W], sizes of the segments; the bytes that a rank receives
+                from another must equal those that the other sends to it.
 
         Raises:
             PeerLostError: a peer has ended or given up; names it and tells all peers.
@@ -142,7 +142,8 @@ class _MonitoredTransport(ABC):
             monitor.is_inside = False
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
-        """A buffer of the transport's device for `data`: itself, or staging memory that grows."""
+        """A buffer on the transport's device for `data`: `data` itself, or staging memory that
+        grows as needed."""
         if self._device.type == data.device.type:
             return data
         if self._staging[place].numel() < data.numel() or self._staging[place].device.type == "cpu":
@@ -151,8 +152,8 @@ class _MonitoredTransport(ABC):
         return self._staging[place][:data.numel()]
 
     def _check_peers(self, begun: float) -> None:
-        """Raise if a peer is lost, or has not come within the deadline; `begun`: by
-        `time.monotonic`."""
+        """Raise if a peer is lost, or has not arrived within the deadline since `begun`
+        (`time.monotonic`)."""
         if self._monitor.failure is not None:
             self._fail(self._monitor.failure, "it will not take part")
         if time.monotonic() - begun > self._deadline_s:
@@ -193,12 +194,13 @@ class _MonitoredTransport(ABC):
         return self._close.alive
 
     def close(self) -> None:
-        """Leave the others, and free the connections and the thread. Not collective: others
+        """Leave the group, and release the connections and the thread. Not collective: other ranks
         continue until they need this rank."""
         self._close()
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
-        """The function that releases everything; also called when the transport is collected."""
+        """The function that releases all resources; also called when the transport is
+        garbage-collected."""
         self._close = weakref.finalize(self, close, os.getpid(), *arguments)
         self._close.atexit = False  # peers of a process that ends see it as lost
 
@@ -253,7 +255,7 @@ class SocketTransport(_MonitoredTransport):
 class CollectiveTransport(_MonitoredTransport):
     """A transport for device memory, over collectives of the group's back end.
 
-    It has a process group of its own, so that its collectives cannot mix with those of the program.
+    It uses a separate process group, so that its collectives cannot mix with those of the program.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -293,14 +295,15 @@ class CollectiveTransport(_MonitoredTransport):
 
 
 def _leave(process: int, monitor: LivenessMonitor) -> None:
-    """Close what watches the peers, unless this is a child of the process that has opened it."""
+    """Close the liveness monitor, unless this process is a child of the one that opened it."""
     if os.getpid() == process:
         monitor.close()
 
 
 def _disconnect(process: int, monitor: LivenessMonitor, handle: int,
                 connections: Sequence[socket.socket]) -> None:
-    """Close everything of a `SocketTransport`; peers learn first that this rank leaves."""
+    """Close the connections of a `SocketTransport`, after peers have been told that this rank
+    leaves."""
     _leave(process, monitor)
     torch.ops.oper.sockets_close(handle)
     for connection in connections:
@@ -345,7 +348,7 @@ def _close(transport: weakref.ref[_MonitoredTransport]) -> None:
 
 
 def _is_destroyed(process_group: Any) -> bool:
-    """Whether ``destroy_process_group`` has ended a process group that somebody still refers to."""
+    """Whether a process group to which references remain was ended by ``destroy_process_group``."""
     import torch.distributed as dist
 
     with contextlib.suppress(KeyError, ValueError):

@@ -1,12 +1,13 @@
-"""Threads of one rank that use the same tables: what runs concurrently, and what in turn.
+"""Threads of one rank that use the same tables: which operations run concurrently, and which one at
+a time.
 
-Lookups without gradients share nothing and run at once. A lookup whose backward pass updates, that
-backward pass, and everything collective use the same workspaces, outbox and counters, so they run
-one at a time. Waiting for the lock releases Python's GIL, and nothing that it guards waits for
-another thread of this rank, so autograd's threads may take it too.
+Lookups without gradients share nothing and run concurrently. A lookup whose backward pass updates
+the tables, that backward pass, and all collective calls use the same workspaces, outbox and
+counters, so they run one at a time. Waiting for the lock releases Python's GIL, and nothing that it
+guards waits for another thread of this rank, so autograd's threads may take it too.
 
-With several ranks every rank must make the same collective calls in the same order, which two
-threads that train at once do not; the second one is refused.
+With several ranks, every rank must make the same collective calls in the same order. Two threads
+that train at the same time would break this order, so the second one is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MANY = 32  # lookups that await their backward passes, from which on dropped on
 
 
 class Turns:
-    """The lock under which threads change the tables of one rank.
+    """The lock that threads hold to change the tables of one rank.
 
     Args:
         world_size: ranks that share them.
@@ -36,7 +37,7 @@ class Turns:
     Attributes:
         lock: held by a thread that changes them or waits for other ranks; re-entrant.
         is_alone: whether there is a single rank, whose threads may train concurrently.
-        parts: the micro-batches of the batch under way, or None; its thread holds the lock.
+        parts: the micro-batches of the current batch, whose thread holds the lock; or None.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -81,7 +82,7 @@ class Turns:
             "and look up under torch.no_grad() in others")
 
     def begin(self, offsets: torch.Tensor) -> None:
-        """Note a lookup with gradients, by its offsets, whose backward pass is due."""
+        """Note a lookup with gradients whose backward pass is expected; `offsets` identifies it."""
         if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         if len(self._awaited) >= _MANY:

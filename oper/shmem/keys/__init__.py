@@ -1,1 +1,1 @@
-"""Dynamic tables: raw keys in the place of row numbers."""
+"""Dynamic tables: raw keys instead of row numbers."""

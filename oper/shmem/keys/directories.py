@@ -1,21 +1,21 @@
-"""Raw keys in front of sharded tables: which row each one has, on all ranks.
+"""Raw keys as ids of sharded tables: which row each key has, on all ranks.
 
-A dynamic table is a static one whose row numbers come from a directory of keys
-(csrc/host/keys/): fixed buckets of slots, divided among ranks, in memory that all of them read and
-that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without a row.
+A dynamic table is a static one whose row numbers come from a directory of keys (csrc/host/keys/):
+fixed buckets of slots, divided among ranks, in memory that all ranks read; only the owner of a
+bucket writes to it. Row = slot + 1; row 0 is that of keys without a row.
 
-* A lookup replaces keys by rows, of all tables in one call that reads the directories only. After
-  that it is a lookup of static tables, under any plan.
-* Each update of the rows is one of the directories, too. Before the gradient exchange every rank
-  has put into its arena how often its batch has each key, and the keys without a row. Before the
-  update of its rows the owner of each bucket adds up those of all ranks and publishes which rows
-  went to new keys. After the update every rank initialises the new rows that it holds, from key
-  and seed, and clears their optimizer states. Ranks come to a barrier before the update and wait
-  there after it.
+* A lookup first replaces the keys of all tables by rows, in one call that only reads the
+  directories. Then it is a lookup in static tables, under any plan.
+* Each update of the rows also updates the directories. Before the gradient exchange, every rank
+  writes to its arena the count of each key in its batch, and the keys without a row. Before its
+  rows are updated, the owner of each bucket adds up the counts of all ranks and publishes which
+  rows went to new keys. After the update every rank initialises the new rows that it holds, from
+  key and seed, and clears their optimizer states. Ranks arrive at a barrier before the update and
+  wait there after it.
 
-Buckets follow from the number of rows, and what happens in one from the keys and counts of all
-ranks' batches: keys, rows, counts and clocks do not depend on the number of ranks, on the plan or
-on threads.
+The buckets depend only on the number of rows, and the changes in a bucket only on the keys and
+counts of all ranks' batches. Keys, rows, counts and clocks therefore do not depend on the number of
+ranks, the plan or the threads.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ RECORDS = {"keys": False, "candidates": True}  # part of a checkpoint: of candid
 
 @dataclass(frozen=True, slots=True)
 class KeyCounts:
-    """What has happened to the keys of a dynamic table.
+    """Statistics of the keys of a dynamic table.
 
     Attributes:
         rows: rows available to keys.
         occupied: rows that a key holds, expired keys included.
-        buckets, full_buckets: buckets of rows; those without a free row, where a new key takes the
-            row of another one although other buckets may have free ones.
-        admitted, evicted, expired: keys that got a row; that lost it to a new key; that had
-            outlived their time to live when their row was reused. Over all ranks, since the tables
+        buckets, full_buckets: number of buckets of rows, and of those without a free row, in which
+            a new key takes the row of another key even if other buckets have free rows.
+        admitted, evicted, expired: keys that got a row, that lost it to a new key, and that had
+            outlived their time to live when their row was reused; over all ranks, since the tables
             were made.
-        refused: times that a new key got no row because its bucket was full of keys seen in that
+        refused: how often a new key got no row because its bucket was full of keys seen in that
             update.
         lookups, missed: ids looked up, over all ranks, since the tables were made, and those among
             them that read the default row.
@@ -93,11 +93,11 @@ class Keys:
 
     Args:
         tables: the tables, with optimizers, in host memory that all ranks share.
-        rules: by table, for those that are dynamic.
+        rules: rules of the dynamic tables, by name.
 
     Attributes:
         tables: number of each dynamic table, by name.
-        num_bytes: of all ranks' directories.
+        num_bytes: bytes of all ranks' directories.
 
     Raises:
         InvalidInputError: tables that cannot be dynamic.
@@ -130,15 +130,15 @@ class Keys:
         self._release.atexit = False
 
     def refuse(self, what: str, todo: str) -> NoReturn:
-        """Raise InvalidInputError for what dynamic tables cannot do."""
+        """Raise InvalidInputError for an operation that dynamic tables do not support."""
         raise InvalidInputError(what, "dynamic tables", list(self.tables), "none", todo)
 
     # ---- lookups ---------------------------------------------------------------------------------
 
     def lookup(self, look_up: Callable[..., torch.Tensor], batch: Lookup) -> torch.Tensor:
-        """The collection's `look_up`, of the rows that the keys have.
+        """The collection's `look_up`, with keys replaced by their rows.
 
-        Compiled programs call it outside of their graphs, which cannot look up keys.
+        Compiled programs call it outside of their graphs, because graphs cannot look up keys.
         """
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
@@ -149,10 +149,10 @@ class Keys:
             return look_up(self.translate(batch), has_rows=True)
 
     def translate(self, batch: Lookup) -> Lookup:
-        """The batch with rows in the place of the dynamic tables' keys. Not collective.
+        """The batch with the dynamic tables' keys replaced by rows. Not collective.
 
-        With gradients enabled what it has seen is noted, for the update that follows. The caller
-        holds the tables' lock.
+        With gradients enabled, the keys found and missed are recorded for the update that follows.
+        The caller holds the tables' lock.
 
         Raises:
             InvalidInputError: as `ShardedTables.lookup`.
@@ -177,17 +177,17 @@ class Keys:
     # ---- updates ---------------------------------------------------------------------------------
 
     def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
-        """Put what the lookups of a batch have seen where the other ranks read it.
+        """Write the keys that a batch's lookups found and missed to where other ranks read them.
 
         The backward pass that follows updates the directories.
 
         Args:
             batch: the batch.
-            frozen: tables that stay as they are.
+            frozen: tables that are not updated.
 
         Raises:
-            InvalidInputError: an update since a lookup has given one of its rows to another key.
-            OperError: there is no room for it. Either way all ranks leave this batch out.
+            InvalidInputError: an update after a lookup has given one of its rows to another key.
+            OperError: the memory for it is too small. In both cases all ranks skip this batch.
         """
         try:
             for seen in batch.seen:
@@ -228,7 +228,7 @@ class Keys:
     # ---- state -----------------------------------------------------------------------------------
 
     def parts(self, name: str) -> list[str]:
-        """The parts of a table's directory in a checkpoint, beside its clock."""
+        """The parts of a table's directory in a checkpoint, without its clock."""
         return [part for part, c in RECORDS.items() if self.num_records(name, c)]
 
     def clock(self, name: str) -> int:
@@ -240,7 +240,8 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def num_records(self, name: str, candidates: bool) -> int:
-        """Slots of a table, or places of keys that are counted without a row."""
+        """Number of records of a part: slots of a table, or candidates (keys that are counted
+        without a row)."""
         return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name],
                                                    candidates))
 
@@ -256,7 +257,7 @@ class Keys:
         nothing is written.
 
         Raises:
-            InvalidInputError: a record that cannot be there.
+            InvalidInputError: a record is impossible at its place.
         """
         if records.dtype != torch.int64 or records.dim() != 2 or (
                 records.shape[1] != _RECORD_COLUMNS):
@@ -274,7 +275,7 @@ class Keys:
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def counts(self, name: str) -> KeyCounts:
-        """What has happened to the keys of a table. Collective, between two batches."""
+        """Statistics of the keys of a table. Collective, between two batches."""
         slots = self.num_records(name, False)
         self._tables.barrier()
         clocks = [self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2].numpy()
@@ -297,8 +298,8 @@ def _release(handle: int, heap: HostHeap) -> None:
 
 
 def row_seed(name: str, seed: int) -> int:
-    """Seed of what is drawn for a table's keys: admission, and new rows. Tables of one rule draw
-    unlike each other. An int64."""
+    """Seed of the random numbers for a table's keys (admission and new rows), int64; different for
+    tables with the same rule."""
     mixed = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(mixed, "little", signed=True)
 

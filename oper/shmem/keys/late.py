@@ -1,4 +1,4 @@
-"""Backward passes of dynamic tables that come after other updates than their own."""
+"""Backward passes of dynamic tables that come after other updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TODO = ("call backward() for all lookups before the next update, at once or wit
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Rows that keys have lost or got in an update, int64 [n], those of table t in
-    ``[bounds[t], bounds[t + 1])``."""
+    """Rows that changed their key in an update, int64 [n]; those of table t are in ``[bounds[t],
+    bounds[t + 1])``."""
 
     number: int
     rows: torch.Tensor
@@ -25,10 +25,11 @@ class _Update:
 
 
 class RowHistory:
-    """Which rows have gone to other keys, for as long as lookups wait for their backward passes.
+    """Which rows have gone to other keys, kept while lookups wait for their backward passes.
 
     Attributes:
-        num_updates: of the directories so far, and how often they have been loaded.
+        num_updates: number of updates of the directories so far, plus the number of times they were
+            loaded.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,11 @@ class RowHistory:
         self._updates: list[_Update] = []
 
     def wait(self, seen: SeenKeys) -> None:
-        """A lookup whose backward pass may come."""
+        """Note a lookup that may have a backward pass."""
         self._waiting.add(seen)
 
     def note(self, new: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Count an update; `new` int64 [n, 2] and `bounds` are what ``keys_new`` gives."""
+        """Count an update; `new`, int64 [n, 2], and `bounds` are the result of ``keys_new``."""
         self.num_updates += 1
         oldest = min((s.updates for s in self._waiting), default=self.num_updates)
         self._updates = [u for u in self._updates if u.number > oldest]
@@ -50,17 +51,17 @@ class RowHistory:
             self._updates.append(_Update(self.num_updates, new[:, 0].abs(), bounds))
 
     def load(self) -> None:
-        """All keys may have changed."""
+        """Note that all keys may have changed."""
         self.num_updates += 1
         self._loaded = self.num_updates
         self._updates = []
 
     def check(self, seen: SeenKeys, names: Sequence[str]) -> None:
-        """Raise InvalidInputError where a gradient would go to the row of another key.
+        """Raise InvalidInputError if a gradient would go to the row of another key.
 
         Args:
-            seen: what its lookup saw.
-            names: of the dynamic tables, by number.
+            seen: the keys that the lookup found and missed.
+            names: names of the dynamic tables, by number.
         """
         if seen.updates < self._loaded:
             raise InvalidInputError("cannot update dynamic tables", "loaded since the lookup",

@@ -1,4 +1,4 @@
-"""Where keys belong in a directory, as csrc/host/keys/directory.h has it."""
+"""Slots of keys in a directory, as csrc/host/keys/directory.h assigns them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def slots_of_buckets(buckets: np.ndarray, num_slots: int) -> tuple[np.ndarray, n
 
 
 def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: int) -> np.ndarray:
-    """Slots of distinct keys, int64 [n], in a directory without others; -1 = no place.
+    """Slots of distinct keys, int64 [n], in an otherwise empty directory; -1 = no slot.
 
-    Those of a bucket that have the highest `counts`, int64 [n], get places, and of these the first
-    ones those in their line.
+    The keys of a bucket with the highest `counts`, int64 [n], get slots; the first of these get the
+    slots of their home line.
     """
     buckets, hashes = buckets_of_keys(keys, num_slots, seed)
     found = np.full(keys.size, -1)
@@ -55,15 +55,15 @@ def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: in
 
 
 def _rank(groups: np.ndarray) -> np.ndarray:
-    """How many entries of ascending `groups`, int64 [n], are alike and in front of each."""
+    """For each entry of ascending `groups`, int64 [n], the number of equal entries before it."""
     return np.arange(groups.size) - np.searchsorted(groups, groups)
 
 
 def num_candidates(num_slots: int) -> int:
-    """Places of keys that are counted without a row."""
+    """Number of candidates (keys counted without a row) that a directory holds."""
     return num_buckets(num_slots) * _BUCKET_CANDIDATES
 
 
 def num_buckets(num_slots: int) -> int:
-    """Buckets of a directory."""
+    """Number of buckets of a directory."""
     return -(-num_slots // KEY_BUCKET_ROWS)

@@ -23,18 +23,18 @@ class DynamicTable:
 
     Attributes:
         admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once. Keys
-            without a row are counted in half as many places as there are rows; where there are
-            more of them, the one not seen for longest is forgotten.
+            without a row are counted in half as many entries as there are rows; if there are more
+            such keys, the count of the one not seen for longest is dropped.
         admit_probability: probability that a key without a row gets one in an update that sees
             it; only without `admit_after`.
-        eviction: which key loses its row to a new one of its bucket where all rows are taken:
-            ``"lru"``, the one not seen for longest, or ``"lfu"``, the one seen least often; or one
-            whose row is found sooner, if less than a sixteenth of the bucket's keys come before it
-            in that order. Keys seen in the current update are never evicted.
+        eviction: which key of a full bucket loses its row to a new key: ``"lru"``, the one not seen
+            for longest, or ``"lfu"``, the one seen least often. A key in the new key's home line is
+            preferred if fewer than a sixteenth of the bucket's keys come before it in that order.
+            Keys seen in the current update are never evicted.
         half_life: updates after which the counts of ``"lfu"`` are halved; None = never.
         time_to_live: updates; a key not seen for more than this many loses its row. None = for
             ever.
-        seed: of the hash, of admission by probability and, with the table's name, of new rows.
+        seed: seed of the hash, of admission by probability and, with the table's name, of new rows.
         init_bound: new rows are uniform in [-init_bound, init_bound); by default
             ``sqrt(1 / num_embeddings)``, as TorchRec's.
 

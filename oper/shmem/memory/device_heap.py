@@ -1,9 +1,9 @@
 """Arenas in device memory that every rank of a group can address.
 
-Three ways to get them, tried in this order: all ranks are threads of this process (plain tensors);
-torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which is also what puts a part
-of an arena into host memory. Kernels see base addresses only. torch's symmetric memory is an alpha
-interface: this is the only file that touches it, and of its handle only integers are used.
+There are three ways, tried in this order: plain tensors, if all ranks are threads of this process;
+torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which is also used to put
+parts of an arena into host memory. Kernels see only base addresses. torch's symmetric memory is an
+alpha interface: only this file uses it, and only integers of its handle.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class DeviceHeap:
             `PART_BYTES`; same on all ranks.
 
     Attributes:
-        addresses: int [W], where each arena is mapped for this rank's device.
+        addresses: int [W], addresses at which the arenas are mapped for this rank's device.
         kind: ``"local"``, ``"symmetric memory"`` or ``"virtual memory"``.
-        page_kind: what memory the rows are in, for records.
+        page_kind: kind of memory of the rows, for records.
 
     Raises:
         PlanError: two ranks cannot address each other's memory.
@@ -118,7 +118,8 @@ class DeviceHeap:
         return str(self._domain.group_name)
 
     def _open_symmetric(self) -> str:
-        """Map all arenas by torch's symmetric memory; returns why not, or an empty string."""
+        """Map all arenas by torch's symmetric memory; returns the reason if that fails, else an
+        empty string."""
         reason = ""
         handle: Any = None
         arena: Any = None

@@ -1,9 +1,9 @@
 """The symmetric heap of one memory domain: an arena per rank that every rank can address.
 
 Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
-killed process. Descriptors travel over private abstract Unix sockets to processes of the same user
-that the group has named. Peers map an arena read-only: so the MMU ensures that a rank writes only
-its own memory. A small control segment with the barrier words is writable by all.
+killed process. Descriptors are sent over private abstract Unix sockets to the group's processes,
+which must belong to the same user. Peers map an arena read-only, so the MMU ensures that a rank
+writes only to its own memory. A small control segment with the barrier words is writable by all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostHeap:
             large.
 
     Attributes:
-        addresses: int [W], where each arena is mapped in this process.
+        addresses: int [W], addresses at which the arenas are mapped in this process.
         control: address of the control segment.
         pidfds: int [W], descriptors that become readable when a peer ends; -1 = own process.
         page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
@@ -98,7 +98,8 @@ class HostHeap:
                 os.close(fd)
 
     def _problem(self, what: str, error: OSError) -> OperError:
-        """What stands in the way: arenas of all ranks are mapped, this rank's is made."""
+        """The error for an arena that this rank cannot create, or for arenas of all ranks that it
+        cannot map."""
         one = what.startswith("cannot create")
         num_bytes = self._sizes[self._group.rank] if one else sum(self._sizes)
         return no_segment(what, num_bytes, error,
@@ -182,7 +183,7 @@ class HostHeap:
         self.page_kind = page_kind(done, want)
 
     def _collapse_one(self, rank: int, num_bytes: int) -> tuple[int, int]:
-        """Bytes that got huge pages and bytes that might have, of the arena's device memory."""
+        """Bytes of the arena's device memory that got huge pages, and bytes that could have."""
         done = want = at = 0
         for begin, end in [*self._host_ranges[rank], (num_bytes, num_bytes)]:
             size = min(begin, num_bytes) - at

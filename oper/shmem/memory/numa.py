@@ -34,9 +34,9 @@ class Node:
 def find_nodes() -> list[Node]:
     """Nodes that have processors and memory which this process may use, by number.
 
-    Processors of a node without memory count to the nearest node that has some. Nodes without
-    processors (memory behind a slower link) are left out. If the system does not tell, one node has
-    everything.
+    Processors of a node without memory are assigned to the nearest node that has some. Nodes
+    without processors (memory behind a slower link) are left out. If the system does not report
+    nodes, one node has all processors.
     """
     try:
         numbers = sorted(int(p.name[4:]) for p in SYSTEM.glob("node[0-9]*"))
@@ -70,7 +70,8 @@ def near_domain(nodes: Sequence[Sequence[int]]) -> int:
 
 
 def bind(address: int, num_bytes: int, node: int) -> str:
-    """Take the pages of a range from one node from now on; returns "", or why the system refuses.
+    """Bind the pages of a range to one node from now on; returns "", or the reason if the system
+    refuses.
     """
     number = _MBIND.get(os.uname().machine)
     if number is None:
@@ -90,7 +91,7 @@ def _members(path: Path) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Of a list such as ``0-3,8``."""
+    """The numbers of a list such as ``0-3,8``."""
     found: list[int] = []
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")

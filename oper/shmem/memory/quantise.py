@@ -36,13 +36,14 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     if bad >= 0:
         raise InvalidInputError(
             "cannot quantise", "row", rows[bad, :4].tolist(),
-            "finite numbers, their least and their range within float16's 65504",
+            "finite numbers, whose minimum and range fit float16 (65504)",
             "keep this table in a float type")
     return codes
 
 
 def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
-    """Numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row]) stand for.
+    """The numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row])
+    represent.
     """
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]

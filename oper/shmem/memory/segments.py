@@ -52,7 +52,8 @@ def page_kind(huge_bytes: int, num_bytes: int) -> str:
 
 
 def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
-    """The error for memory that could not be had: the size, the limit in the way, and the remedy.
+    """The error for memory that could not be allocated: its size, the limit that prevents it, and
+    the remedy.
 
     Args:
         what: what failed, e.g. ``"cannot create the shared arena"``.
@@ -68,7 +69,7 @@ def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int 
 
 
 def _limit(error: OSError) -> tuple[str, str]:
-    """The constraint that an allocation has met, and how to lift it."""
+    """The limit that an allocation has hit, and how to raise it."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"a free file descriptor (RLIMIT_NOFILE={most})", "raise `ulimit -n`"

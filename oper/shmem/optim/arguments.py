@@ -32,8 +32,8 @@ def rounding_key(seed: int, table: str) -> tuple[int, int]:
 
 
 def _column(o: Optimizer, lr: float, step: int) -> list[float]:
-    """The first of ``OptimizerColumn`` in csrc/common/description.h: what an optimizer does at
-    learning rate `lr` and step number `step` (from 1)."""
+    """The leading entries of ``OptimizerColumn`` in csrc/common/description.h: an optimizer's
+    constants at learning rate `lr` and step number `step` (from 1)."""
     decay = getattr(o, "weight_decay", 0.0)
     kind = 0  # Decay in csrc/common/optimizer.h: none, of the gradient (L2), of the row
     if decay and isinstance(o, SGD | RowWiseAdagrad):
@@ -57,8 +57,8 @@ class KernelArguments:
         optimizers: optimizers by table.
         rounding_keys: two numbers by table, see `rounding_key`.
         is_rounded: whether rows, or gradients in messages, are rounded with the number of the step.
-            If not, that number is not updated after creation, since the write would evict the
-            kernels' cache lines in favour of torch's code.
+            If not, that number is not updated after creation: updating it would run torch code that
+            evicts the kernels' data from the caches.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer],
@@ -80,7 +80,7 @@ class KernelArguments:
 
         Args:
             step: number of the step, from 1.
-            skipped: by table, steps that its optimizer has not seen.
+            skipped: by table, number of steps that its optimizer has not taken part in.
             frozen: tables that are not updated.
             groups: ``{"lr": ..., "tables": [names]}``.
             tables: table of each row of the result; names may repeat.

@@ -37,7 +37,7 @@ class GradientClamp:
         self._common = limits[0] if self.is_active and len(set(limits)) == 1 else None
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor) -> torch.Tensor:
-        """The clamped gradient; `grad` itself where no table clips.
+        """The clamped gradient; `grad` itself if no table clips.
 
         Args:
             grad: float32 [B, columns] (pooled), or [N, D].

@@ -1,4 +1,5 @@
-"""The guard against gradients that are not finite: they are refused or left out, naming the table.
+"""The guard against gradients that are not finite: it raises an error that names the table, or sets
+them to zero.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class GradientGuard:
         return grad.masked_fill(bad, 0.0)
 
     def _table(self, batch: Lookup, offsets: torch.Tensor, row: int, column: int) -> str:
-        """Whose number it is."""
+        """Name of the table to which a number of the gradient belongs."""
         if batch.pooled:
             return self._tables[int(torch.searchsorted(self._ends, column, right=True))]
         bounds = key_bounds(batch, offsets)

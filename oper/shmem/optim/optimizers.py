@@ -209,7 +209,7 @@ def initial_state(optimizer: Optimizer) -> float:
 
 
 def _is_fp32(value: Any) -> bool:
-    """Whether it is a number that fp32 holds, which the kernels compute in."""
+    """Whether it is a number that fits float32, in which the kernels compute."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
 
 

@@ -209,8 +209,8 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
 
 
 def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
-    """The rank whose replica of a tier `rank` reads; -1 if it reads the masters, directly or by
-    exchange.
+    """The rank whose replica of a tier `rank` reads; -1 if it reads the master copies, directly or
+    through the exchange.
 
     Args:
         x: the tier.

@@ -1,4 +1,4 @@
-"""Size of a rank's outbox: the most that a pass leaves there."""
+"""Size of a rank's outbox: the largest amount of data that a pass writes to it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
     """Bytes, in whole huge pages, that suffice for every batch; None if no limit follows from the
     tables.
 
-    A rank leaves every row that a batch looks up once, with its slot, whatever the number of its
-    ids and of the passes that were added up (`no_sync`). Of tiers in push mode it leaves every id
-    and every bag instead, which the tables do not bound.
+    For every row that a batch looks up, a rank writes one gradient with its slot, whatever the
+    number of ids and of passes that were added up (`no_sync`). For tiers in push mode it writes
+    every id and every bag instead, whose number the tables do not limit.
 
     Args:
         directories: one per column piece of each table.
@@ -43,12 +43,12 @@ def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
                    default: int | None = None) -> int:
     """Address space to reserve for an outbox, in bytes.
 
-    No more than the tables need, nor than `OPER_OUTBOX_BYTES`, or else `default`, or a quarter of
-    the machine's memory.
+    At most the bytes that the tables need, and at most `OPER_OUTBOX_BYTES` (if not set: `default`,
+    or a quarter of the machine's memory).
 
     Args:
         directories: one per column piece of each table.
-        is_used: whether ranks leave anything there: in training, and where owners pool.
+        is_used: whether ranks write to it: in training, and if owners pool rows.
         default: limit if the variable is not set; None = a quarter of the machine's memory.
     """
     if not is_used:

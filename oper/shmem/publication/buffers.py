@@ -239,7 +239,8 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
     """CRC-32 of every segment of a buffer, by name."""
     found = {}
     for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
-        found[f"domain {d}"] = zlib.crc32(torch.ops.oper.segment_bytes(address, max(1, size)).numpy())
+        found[f"domain {d}"] = zlib.crc32(
+            torch.ops.oper.segment_bytes(address, max(1, size)).numpy())
     size = layout.dense_bytes - HEADER_BYTES
     found["dense"] = zlib.crc32(
         torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy()) if size else 0

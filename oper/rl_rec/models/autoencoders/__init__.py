@@ -1,1 +1,1 @@
-"""Autoencoders of what users have: their items as weighted bags, and a softmax over all items."""
+"""Autoencoders of users' items: the items as weighted bags, and a softmax over all items."""

@@ -57,7 +57,7 @@ from oper.rl_rec.models.autoencoders.causal_graph import (
     topological_order,
 )
 from oper.rl_rec.models.autoencoders.item_tables import (
-    Drawn,
+    Candidates,
     ItemBags,
     ItemRows,
     annealed,
@@ -91,8 +91,8 @@ class CaDVAEConfig(ModelConfig):
             that the same users like; ``"axes"``, clusters that join both ends of a taste dimension;
             or ``"learned"``: softmax over k of cos(W_out[i], m_k) / tau with prototypes m [K, d]
             (MacridVAE).
-        sharpness: of the clusters: softmax of sharpness * cosine to their centres; 0 = each item
-            in one cluster only.
+        sharpness: an item's shares of the clusters are the softmax of sharpness * cosine to their
+            centres; 0 = each item in one cluster only.
         graph: ``"fit"`` on the labels before training, ``"free"`` (all edges, kept acyclic by the
             augmented Lagrangian), or ``"none"`` (A = 0).
         threshold: smallest weight of an edge.
@@ -154,8 +154,8 @@ class Concepts:
         shares: c, float32 [num_items, K], rows that sum to 1; None = learned.
         graph: A to start from, float [K, K], whose non-zero entries are the edges; None = all
             edges may be used (a free graph).
-        label_mean, label_std: of the labels over the training users, before they are standardised,
-            float32 [K]; None = labels are not used.
+        label_mean, label_std: mean and standard deviation of the labels over the training users,
+            before they are standardised, float32 [K]; None = labels are not used.
         activity: w, the weights of a user's activity, float32 [K]; None = 0.
     """
 
@@ -167,13 +167,13 @@ class Concepts:
 
 
 class CaDVAE(Recommender):
-    """See the top of this file.
+    """The model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
         config: sizes and weights.
-        concepts: what is known of the concepts; by default they are learned, without labels, with
-            a free graph.
+        concepts: facts about the concepts; by default they are learned, without labels, with a free
+            graph.
         device: of the tables, ``"cpu"`` or ``"meta"``.
     """
 
@@ -271,7 +271,7 @@ class CaDVAE(Recommender):
         Every concept keeps its own eps; only descendants of `concept` change with it.
 
         Args:
-            z: float32 [B, K, d] as of `encode`.
+            z: float32 [B, K, d], as returned by `encode`.
             concept: k.
             value: v, float32 [d] or [B, d].
         """
@@ -291,7 +291,7 @@ class CaDVAE(Recommender):
         return torch.stack(after, 1)
 
     def _effect(self, k: int, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What the causes of concept k add to it, float32 [B, d]."""
+        """The effect of its causes on concept k, float32 [B, d]."""
         inflow = torch.einsum("j,bjd->bd", a[:, k], z)
         return inflow if self.masks is None else self.masks[k](inflow)
 
@@ -307,7 +307,7 @@ class CaDVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
         concepts = self.item_concepts(items, mine)
         mean, log_var = self.infer(lengths, items, concepts)
@@ -373,7 +373,7 @@ class CaDVAE(Recommender):
         """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
@@ -434,7 +434,7 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
     """`log_of` how many items of each concept users have, float32 [B, K].
 
     Args:
-        tags: of items, float32 [num_items, K].
+        tags: result of `tags`, float32 [num_items, K].
         items: int64 [L].
         lengths: int64 [B].
     """
@@ -446,14 +446,14 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
 def log_of(counts: torch.Tensor) -> torch.Tensor:
     """``log(n_k + 1/2)`` of counts [B, K], float32.
 
-    Each column is a concept's own: counts that are independent stay so. 1/2 is Haldane's
-    correction for concepts that a user has not met.
+    Each column depends only on its own concept, so independent counts stay independent. 1/2 is
+    Haldane's correction for concepts without items.
     """
     return (counts + 0.5).log()
 
 
 def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Log counts [B, K] less the users' activity, their mean by the weights [K]."""
+    """Log counts [B, K] minus the users' activity, which is their mean with the weights [K]."""
     return counts - (counts @ activity)[:, None]
 
 

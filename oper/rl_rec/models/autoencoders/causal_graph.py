@@ -64,7 +64,7 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
     standardised; on standardised labels the support is to be read as one explanation of several.
 
     Args:
-        labels: float [N, n], centred within.
+        labels: float [N, n]; they are centred here.
         order: causes before effects; then ordinary least squares on the predecessors.
         l1: weight of ``||A||_1``.
         threshold: smallest weight of an edge.
@@ -91,7 +91,8 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
 
 
 def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
-    """bool [n, n]: edges of at least `threshold`, less the weakest while there is a cycle."""
+    """The acyclic edges of a graph, bool [n, n]: those of at least `threshold`, from which the
+    weakest is removed while there is a cycle."""
     support = a.abs() >= threshold
     support.fill_diagonal_(False)
     while not is_acyclic(support):

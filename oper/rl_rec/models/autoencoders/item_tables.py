@@ -24,7 +24,7 @@ class ItemBags(nn.Module):
     first layer of an autoencoder, a dense product with the K weighted multi-hot vectors.
 
     Args:
-        name: of the table.
+        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns H.
         num_sets: K.
@@ -61,7 +61,7 @@ class ItemRows(nn.Module):
     """Rows of candidate items, through an ``EmbeddingCollection``.
 
     Args:
-        name: of the table.
+        name: name of the table.
         num_items: rows, row 0 included.
         dim: columns d.
         device: see `ItemBags`.
@@ -74,10 +74,10 @@ class ItemRows(nn.Module):
                                math.sqrt(2 / (num_items + dim)))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
-        """The KJT of ids int64 [n], shared out among `samples`.
+        """The KJT of ids int64 [n], divided among `samples`.
 
-        Which sample an id is counted for changes no number; it tells statistics that a batch of so
-        many samples looks up n ids.
+        The assignment of ids to samples does not affect results; it makes access statistics count n
+        lookups for a batch of that many samples.
         """
         at = torch.arange(samples, device=items.device)
         lengths = items.numel() // samples + (at < items.numel() % samples).long()
@@ -89,7 +89,7 @@ class ItemRows(nn.Module):
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items with a positive reward, int64 [L], and how many of each user, int64 [B]."""
+    """Items with a positive reward, int64 [L], and their number by user, int64 [B]."""
     keep = histories.rewards > 0
     user = rows_of(histories.lengths)[keep]
     return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
@@ -109,7 +109,7 @@ def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.
     return nn.functional.dropout(weights, dropout, training)
 
 
-class Drawn:
+class Candidates:
     """The items that one training step scores: all of them, or a sample.
 
     With a sample, the partition function is estimated per user u as the exact sum over S_u plus
@@ -119,7 +119,7 @@ class Drawn:
 
     Args:
         num_items: rows of the table, row 0 included.
-        num_sampled: 0 = all items; else so many draws, see `NegativeSampler`.
+        num_sampled: number of draws, see `NegativeSampler`; 0 = all items.
         device: where the model computes.
     """
 
@@ -133,7 +133,8 @@ class Drawn:
         self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
-        """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""
+        """The ids that a training step looks up, given the users' own items int64 [L]: all, or own
+        + sampled."""
         return self.items if self.all else torch.cat([own, self.items])
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
@@ -147,14 +148,14 @@ class Drawn:
 
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
-                    lengths: torch.Tensor, candidates: Drawn) -> torch.Tensor:
+                    lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
     """``-sum_{i in S_u} log p(i | z_u)``, the mean over users; float32 [].
 
     Args:
         own: scores of each user's own items, float32 [L]; unused when all items are scored.
         others: scores of the candidates, float32 [B, n].
-        items, lengths: the users' items int64 [L], and how many each has, int64 [B].
-        candidates: what the columns of `others` are.
+        items, lengths: the users' items int64 [L], and their number by user, int64 [B].
+        candidates: the items of the columns of `others`.
     """
     row, users = rows_of(lengths), max(lengths.numel(), 1)
     if candidates.all:
@@ -170,7 +171,7 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
 
 def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: int
          ) -> torch.Tensor:
-    """bool [B, n]: does user b have sampled item j?"""
+    """Whether user b has sampled item j, bool [B, n]."""
     found = torch.zeros(users, sampled.numel(), dtype=torch.bool, device=items.device)
     order = sampled.argsort()
     ids = sampled[order].contiguous()

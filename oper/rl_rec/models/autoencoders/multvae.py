@@ -23,7 +23,7 @@ from torch import nn
 
 from oper.ranges import Count, Positive, ShareBelowOne
 from oper.rl_rec.models.autoencoders.item_tables import (
-    Drawn,
+    Candidates,
     ItemBags,
     ItemRows,
     annealed,
@@ -63,7 +63,7 @@ class MultVAEConfig(ModelConfig):
 
 
 class MultVAE(Recommender):
-    """See the top of this file.
+    """The model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
@@ -101,7 +101,7 @@ class MultVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts ``nll`` and ``kl``."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mean, log_var = self.infer(items, lengths)
         g = self.decode(sample(mean, log_var, self.training))
         mine, rows = candidates.rows(self.item_out, items, lengths.numel())
@@ -114,7 +114,7 @@ class MultVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Lookups of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        candidates = Candidates(self.num_items, self.config.sampled, items.device)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]

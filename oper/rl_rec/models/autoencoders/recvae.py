@@ -1,4 +1,4 @@
-"""RecVAE: MultVAE with a composite prior and turns of encoder and decoder.
+"""RecVAE: MultVAE with a composite prior, and alternating training of encoder and decoder.
 
 Shenbin, Alekseev, Tutubalina, Malykh and Nikolenko, WSDM 2020.
 
@@ -47,7 +47,7 @@ class RecVAEConfig(ModelConfig):
         dim: d, latent columns.
         dropout: chance that an item is dropped from the input while the encoder trains.
         gamma: weight of the divergence, per item of a user.
-        rounds: turns of encoder and decoder over the whole training.
+        rounds: alternations of encoder and decoder over the whole training.
     """
 
     hidden: Positive = 600
@@ -83,7 +83,7 @@ class Encoder(nn.Module):
 
 
 class RecVAE(Recommender):
-    """See the module's text.
+    """The model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
@@ -122,7 +122,8 @@ class RecVAE(Recommender):
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Whose turn it is; the old encoder is refreshed where the decoder's turn begins."""
+        """Choose whether this step trains the encoder or the decoder; the old encoder is refreshed
+        when the decoder's turn begins."""
         turn = max(1, num_steps // (4 * self.config.rounds))
         place = step % (4 * turn)
         self.trains_decoder = place >= 3 * turn
