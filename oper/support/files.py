@@ -471,7 +471,7 @@ def _read_member(
     array = np.empty(shape, want)  # no larger than the file
     data = array.reshape(-1).view(np.uint8)
     if file.readinto(data.data) != num_bytes or (
-            zlib.crc32(data, zlib.crc32(start)) != info.CRC):
+            zlib.crc32(data.data, zlib.crc32(start)) != info.CRC):
         raise FileFormatError(what, name, "another CRC-32", f"{info.CRC:08x}",
                               "the file is truncated or damaged, write it again")
     return array
