@@ -184,15 +184,16 @@ class TableDirectory:
         """The given positions (int64 [n]) by tier, for every tier that has any.
 
         Yields:
-            The tier; indices of its positions; their owners (one number if the tier has only one);
-                and their row numbers among the owner's rows of the tier (int64 [m] each).
+            The tier; indices of its positions; their owners; and their row numbers among the
+                owner's rows of the tier (int64 [m] each; owners are read-only).
         """
         for layout in self.tiers:
             at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
             if at.size:
                 turn, k = _divided(positions[at] - layout.tier.start, layout.pattern.size)
                 who = layout.pattern[k]
-                yield layout, at, who, turn * layout.weight[who] + layout.within[k]
+                number = turn * layout.weight[who] + layout.within[k]
+                yield layout, at, np.broadcast_to(who, at.shape), number
 
     def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
         """Positions (int64 [n]) of the rows that valid slots (int64 [n]) of `rank` hold."""

@@ -137,7 +137,8 @@ def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> No
 def test_a_killed_server_and_worker_come_back_to_the_newest_step(tmp_path: Path) -> None:
     """The supervisor is killed between two tables of a delta: what is half copied is not read."""
     trained(tmp_path, 3, 1000)
-    with serving(tmp_path, **{DIE_AT: "7"}) as served:  # two tables by delta: in the fourth
+    # A delta copies two tables and a weight: in the fourth.
+    with serving(tmp_path, **{DIE_AT: "10"}) as served:
         wait_for(lambda: served.serves(3))
         with world(1, train, str(tmp_path), 400, 1000) as running:
             served.process.wait(60)
