@@ -219,6 +219,15 @@ def test_a_member_that_lies_is_refused(path: Path, member: bytes) -> None:
         read_arrays(path, KIND, 2)
 
 
+def test_a_small_member_that_claims_much_is_refused(path: Path) -> None:
+    """Before memory is allocated for it."""
+    text = b"{'descr': '<u2', 'fortran_order': False, 'shape': (10000000000,), }\n"
+    rewrite(path, {"arrays": {"ids": ["<u2", [10**10]]}},
+            members={"ids.npy": b"\x93NUMPY\x02\x00" + bytes(4) + text})
+    with pytest.raises(FileFormatError, match="write it again"):
+        read_arrays(path, KIND, 2)
+
+
 def test_a_member_may_have_more_padding(path: Path) -> None:
     """NumPy's versions differ in how much."""
     whole = npy(ARRAYS["ids"])

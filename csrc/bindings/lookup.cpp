@@ -36,14 +36,14 @@ namespace {
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
   int64_t sum = 0;
-  bool negative = false;
+  bool fit = true;
   for (int64_t i = 0; i < n; ++i) {
     out[i] = sum;
-    negative |= lengths[i] < 0;
+    fit &= lengths[i] >= 0 && lengths[i] <= total;
     sum += lengths[i];
   }
   out[n] = sum;
-  return !negative && sum == total;
+  return fit && sum == total;
 }
 
 // 0, 1, 2, ...: the bounds of bags with one id each. Grows; old blocks stay for their users.

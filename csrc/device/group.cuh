@@ -277,6 +277,9 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
   constexpr int G = Shape::G, kColumns = G * Shape::V * Shape::E;
   constexpr int kSums = G >= 16 ? 1 : 16 / G;
   const bool is_full = kColumns % 16 == 0 && dim == kColumns;
+#if defined(OPER_EMULATED)
+  if (dim > kColumns) std::abort();  // it would be read past the buffer
+#endif
   group.sync();
   if (is_full) {
     products.store(buffer, dim, group.lane, Shape::E > 1);

@@ -244,7 +244,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     if code == Status.BAD_LENGTHS:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
         raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
-                                (int(offsets[-1]), least),
+                                (sum(batch.lengths.tolist()), least),
                                 f"{batch.ids.numel()} as there are ids, none negative",
                                 "correct the batch")
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1

@@ -465,7 +465,7 @@ def _read_member(
     file.seek(info.header_offset + 26)
     file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)  # behind name and extra field
     start = file.read(len(expected))
-    if start != expected:
+    if len(expected) != info.file_size - num_bytes or start != expected:
         raise FileFormatError(what, name, (info.file_size, start[:96]),
                               f"{(dtype, shape, num_bytes)}", "write it again")
     array = np.empty(shape, want)  # no larger than the file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from dataclasses import replace
@@ -68,6 +69,22 @@ def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: s
     case = dlrm_case(optimizer, weighted=True, id_dtype=torch.int32, length_dtype=torch.int32)
     assert_same(*both(emulation, case, plans_for(case.tables, world_size)["mixed1"],
                       ALL_OPTIMIZERS[optimizer]))
+
+
+def test_scaled_gradients(emulation: pytest.MonkeyPatch) -> None:
+    """On one rank sums are scaled where they end, while other rows' sums go on beside them."""
+    emulation.setattr(runtime_support, "open_tables",
+                      functools.partial(open_tables, gradient_scale=0.5))
+    case = dlrm_case("rowwise_adagrad")
+    assert_same(*both(emulation, case, uniform_plan(case.tables, 1), OPTIMIZERS["rowwise_adagrad"]))
+
+
+def test_shapes_of_several_widths(emulation: pytest.MonkeyPatch) -> None:
+    """Narrow rows whose kernel also sees the widths of other tables."""
+    tables = tuple(TableSpec(f"t{d}", 40, d, (f"f{d}",), "sum", "float32", "rowwise_adagrad")
+                   for d in (501, 20, 32))
+    case = Case(tables, tuple(t.features[0] for t in tables))
+    assert_same(*both(emulation, case, uniform_plan(tables, 1), OPTIMIZERS["rowwise_adagrad"]))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

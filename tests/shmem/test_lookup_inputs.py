@@ -248,3 +248,13 @@ def test_reads_of_parts_and_states(tables: ShardedTables) -> None:
         tables.read("users", part="momentum1")
     tables.read("users").zero_()  # a copy
     assert torch.equal(tables.read("users"), want)
+
+
+def test_lengths_whose_sum_overflows_are_refused() -> None:
+    """In 64 bits they add up to the number of ids."""
+    lengths = torch.tensor([2**63 - 1, 2**63 - 1, 6, 0])
+    batch = Lookup(torch.zeros(4, dtype=torch.int64), lengths, CASE.key_of, 2)
+    tables = open_tables(CASE, uniform_plan(TABLES, 1), SingleGroup(), None)
+    with pytest.raises(InvalidInputError, match=f"{2**64 + 4}"):
+        tables.lookup(batch)
+    tables.close()

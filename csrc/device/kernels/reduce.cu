@@ -136,6 +136,7 @@ class Reducer {
 
   OPER_DEVICE Pair locate(const Raw& raw) const {
     Pair pair{};
+    pair.table = a_.table_begin;  // of this class of rows, also where groups only keep in step
     if (!raw.is_there) return pair;
     pair.is_last = raw.after != raw.key;
     pair.divisor = pair.weight = 1.0f;
@@ -215,7 +216,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64
     // A graph may outlive the choice of its kernel: its tables may be frozen since.
     if (a.optimizers[t].optimizer.kind == Optimizer::kNone) is_there = false;
     const RowOptimizer<Shape, kKindOf<kTo>> optimizer(table, a.dim, a.optimizers[t], group, buffer);
-    if (a.grad.scale != 1.0f) sum.scale(a.grad.scale);
+    if (is_there && a.grad.scale != 1.0f) sum.scale(a.grad.scale);
     const float norm = group.any(optimizer.clips()) ? optimizer.sum_of_squares(sum) : 0.0f;
     if (is_there) optimizer.clip_and_decay(facts.slot, sum, norm);
     const float squares = is_row_wise(optimizer.kind()) ? optimizer.sum_of_squares(sum) : 0.0f;

@@ -27,7 +27,9 @@ OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t 
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     least = own[k] < least ? own[k] : least;
-    own[k] = own[k] < 0 ? 0 : own[k];
+    // No batch has so many ids; sums of fewer than 2^32 such lengths do not overflow.
+    constexpr int64_t kMost = int64_t{1} << 31;
+    own[k] = own[k] < 0 ? 0 : own[k] < kMost ? own[k] : kMost;
     sum += own[k];
   }
   if (least < 0) report(error, 5, -1, least);
@@ -150,7 +152,10 @@ bool kernels_overlap() {
     int device = 0, major = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    return major >= 9;
+    // Code that was compiled for older devices does not wait for the earlier kernel.
+    cudaFuncAttributes code{};
+    return major >= 9 && cudaFuncGetAttributes(&code, write_bounds_kernel) == cudaSuccess &&
+           code.ptxVersion >= 90;
   }();
   return overlap;
 }

@@ -22,7 +22,8 @@ int64_t start_blocks(const Length* lengths, int64_t num_keys, int64_t size, int6
     }
   }
   offsets[num_keys * size] = sum;
-  return signs < 0 ? -1 : sum;
+  // Sums of smaller lengths do not overflow, and no batch has so many ids.
+  return static_cast<uint64_t>(signs) >> 32 != 0 ? -1 : sum;
 }
 
 int64_t start_bounds(const void* lengths, bool are_32_bit, int64_t num_keys, int64_t batch_size,

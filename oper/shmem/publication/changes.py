@@ -65,8 +65,9 @@ def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: t
 
 def _is_finite(values: torch.Tensor) -> bool:
     # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
-    return not values.dtype.is_floating_point or math.isfinite(
-        values.sum(dtype=torch.float32)) or bool(torch.isfinite(values).all())
+    if values.dtype.is_floating_point and math.isfinite(values.sum(dtype=torch.float32)):
+        return True
+    return bool(torch.isfinite(values).all())
 
 
 def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:

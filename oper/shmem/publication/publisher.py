@@ -178,9 +178,8 @@ class Publisher:
         writes = [write for name, found in rows.items()
                   for ids, stored in packed_rows(layout, name, *found)
                   for write in layout.writes(name, ids, stored)]
-        prepared = Prepared(writes, [
-            (e, dense[e.key].detach().cpu().contiguous().view(1, dense[e.key].numel()))
-            for e in changed_entries(layout, dense)])
+        prepared = Prepared(writes, [(e, _as_row(dense[e.key]))
+                                     for e in changed_entries(layout, dense)])
         with self._state.lock:  # nobody gives the rows' memory back
             if self._state.epoch:
                 torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
@@ -462,3 +461,8 @@ def _send(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) -
     else:
         connection.sendall(head)
     connection.sendall(text)
+
+
+def _as_row(value: torch.Tensor) -> torch.Tensor:
+    """A dense weight's numbers as one row [1, n], in the order of memory."""
+    return value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(1, value.numel())
