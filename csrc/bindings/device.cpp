@@ -289,9 +289,7 @@ Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
 }
 
 // In place of what a refused batch has none of.
-Tensor nothing(const Tensor& like) {
-  return torch::stable::new_empty(like, {0}, ScalarType::Long);
-}
+Tensor nothing(const Tensor& like) { return torch::stable::new_empty(like, {0}, ScalarType::Long); }
 
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,

@@ -79,7 +79,9 @@ void publication_unpin(int64_t control, int64_t slot, int64_t epoch) {
 
 // Those of the given slots that have readers in a buffer.
 std::vector<int64_t> publication_busy(int64_t control, int64_t buffer, std::vector<int64_t> slots) {
-  const auto is_idle = [&](int64_t k) { return control_at(control).slots[k].in_use[buffer & 1].load() == 0; };
+  const auto is_idle = [&](int64_t k) {
+    return control_at(control).slots[k].in_use[buffer & 1].load() == 0;
+  };
   slots.erase(std::remove_if(slots.begin(), slots.end(), is_idle), slots.end());
   return slots;
 }

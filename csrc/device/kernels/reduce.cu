@@ -263,10 +263,10 @@ OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int num
 // Blocks that a multiprocessor must hold: all optimizers together take more registers than one, and so do
 // warps that hold many rows.
 template <class Shape, To kTo>
-constexpr int kReduceBlocks = Shape::V * Shape::E > 8 ? 1
-                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer || Shape::G < 16
-                                  ? 2
-                                  : 3;
+constexpr int kReduceBlocks =
+    Shape::V * Shape::E > 8                                             ? 1
+    : Shape::V * Shape::E > 4 || kTo == To::kOptimizer || Shape::G < 16 ? 2
+                                                                        : 3;
 
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {
