@@ -14,9 +14,10 @@
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
     check(cudaGetLastError(), "cannot launch " #kernel);             \
   } while (false)
-// For a kernel that may take its place on the device while the kernel before it on the stream still runs
-// (sm_90 and newer). It calls `wait_for_earlier_kernel` before it touches memory that another kernel
-// touches; the one before it may call `let_next_kernel_begin`.
+// For a kernel that may start while its predecessor on the stream still runs (programmatic dependent
+// launch, sm_90 and newer). It calls `wait_for_earlier_kernel` before it reads what the predecessor writes,
+// or writes what that one uses; the predecessor may call `let_next_kernel_begin`. What still earlier
+// kernels wrote it may read at once only if the predecessor was not launched early itself.
 #define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
   do {                                                                                 \
     cudaLaunchAttribute attribute{};                                                   \

@@ -34,8 +34,8 @@ constexpr Optimizer kKindOf =
 template <class Shape, bool kUpdate>
 constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
 
-// Rows of gradients, and of the table where it is updated, on their way at once: as many as fit
-// beside the optimizer's buffer into a block's shared memory.
+// Rows of gradients, and of the table where it is updated, in flight at once: up to four, fewer if a
+// block's shared memory has no space for them beside the optimizer's buffer, or the group fewer lanes.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);

@@ -11,6 +11,7 @@ namespace oper::device {
 namespace {
 
 constexpr int kPerThread = 8, kPerBlock = 256 * kPerThread;
+int64_t num_blocks(int64_t count) { return (count + kPerBlock - 1) / kPerBlock; }
 
 // Lengths number `first`, `first + step`, ... of a thread, negative ones as 0; returns their sum.
 OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t step,
@@ -74,12 +75,12 @@ __global__ void __launch_bounds__(256)
 
 }  // namespace
 
-int64_t sum_scratch_bytes(int64_t count) { return 8 * ((count + kPerBlock - 1) / kPerBlock); }
+int64_t sum_scratch_bytes(int64_t count) { return 8 * num_blocks(count); }
 
 void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const ErrorSink& error,
                  cudaStream_t stream) {
   int64_t* totals = static_cast<int64_t*>(scratch);
-  const int blocks = static_cast<int>((lengths.count + kPerBlock - 1) / kPerBlock);
+  const int blocks = static_cast<int>(num_blocks(lengths.count));
   if (blocks == 1) {
     OPER_LAUNCH(write_bounds_kernel, 1, 256, stream, lengths, totals, bounds, error);
     return;

@@ -43,8 +43,6 @@ class Delta:
         since: the step that it continues.
         world_size: number of ranks that write it; 0 = not known yet.
         files: by rank, the parts in order; only ranks that have written all of them.
-        opened: those parts whose descriptions have been read, until `find` or garbage collection
-            closes them.
     """
 
     number: int
@@ -52,7 +50,6 @@ class Delta:
     since: int = -1
     world_size: int = 0
     files: dict[int, list[Path]] = field(default_factory=dict)
-    opened: dict[Path, ArrayFile] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +117,6 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
     folder = folder_of(place) / base_of(checkpoint)
     while (folder / f"{len(found):06d}").is_dir():
         found.append(look(folder / f"{len(found):06d}", len(found)))
-        found[-1].opened.clear()  # there may be more deltas than a process can have files
         if not found[-1].is_complete:
             break
     return found
@@ -142,8 +138,8 @@ def look(folder: Path, number: int) -> Delta:
         files = [paths[k] for k in range(len(paths)) if k in paths]
         if len(files) < len(paths):
             continue
-        last = delta.opened[files[-1]] = open_part(files[-1])
-        meta = last.meta
+        with open_part(files[-1]) as last:
+            meta = last.meta
         if not meta["last"]:
             continue
         if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (

@@ -144,7 +144,7 @@ class Follower:
         dense: dict[str, torch.Tensor] = {}
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
-            file = delta.opened.get(path) or open_part(path)
+            file = open_part(path)
             made = max(made, int(file.meta.get("time_us", 0)))
             try:
                 for k, (_, table, column, parts) in enumerate(file.meta["items"]):
