@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -216,7 +217,7 @@ def wait_for(condition: Any, seconds: float = 180) -> None:
 
 def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
     """What `run` returns, and (file, function) of each call of ours, those of autograd's threads
-    included."""
+    included. Not of finalizers, which the garbage collector may run at any time."""
     seen: list[tuple[str, str]] = []
     package = str(Path(cli.__file__).parent)
 
@@ -225,6 +226,8 @@ def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
         if event == "call" and code.co_filename.startswith(package):
             seen.append((code.co_filename, code.co_qualname))
 
+    gc.collect()
+    gc.disable()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -232,4 +235,5 @@ def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
     return found, seen
