@@ -152,7 +152,7 @@ def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsy
     Path(edited).write_text(Path(made).read_text().replace('  "message_bits": [8, 16],\n', ""))
     assert Plan.load(edited).message_bits == EXACT
     assert cli.main(["verify", edited, "--stats", file]) == 1
-    assert "bits of messages differ" in capsys.readouterr().out
+    assert "message bits differ" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "4"])
     assert ended.value.code == 2 and "answers=4" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_what_is_refused() -> None:
     for bad in (0.0, -1.0, float("nan"), float("inf"), "1e-4"):
         with pytest.raises(InvalidInputError, match="error_budget"):
             choose_dtypes(TABLES, given, known, bad)  # type: ignore[arg-type]
-    with pytest.raises(PlanInfeasibleError, match="what the widest type loses"):
+    with pytest.raises(PlanInfeasibleError, match="the error of the widest types"):
         choose_dtypes(TABLES, given, known, 1e-12)
     edges = np.array([0, 17, 4000])
     known["hot"] = nominal_errors(TABLES[0], edges)

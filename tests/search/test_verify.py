@@ -82,13 +82,13 @@ def _negative(proof: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "word"), [
-    (_higher_price, "its prices show"),
+    (_higher_price, "its prices prove"),
     (_no_half, "cannot be read"),
     (_negative, "a price of the proof is -1"),
     (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
     (lambda p: p.update(parts=[]), "no part of the proof bounds"),
     (lambda p: _name_classes(p, 99), "cannot be read"),
-    (lambda p: _name_classes(p, -1), "names class -1"),
+    (lambda p: _name_classes(p, -1), "negative class index: -1"),
     (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
     (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
     (lambda p: p.update(problem="0" * 64), "another problem"),
@@ -114,7 +114,7 @@ def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
     for tree in trees:
         tree["at_us"] /= 50.0
     found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
-    assert not found.certified and "its prices show" in found.why
+    assert not found.certified and "its prices prove" in found.why
 
 
 def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
@@ -124,7 +124,7 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     found = verify_plan(replace(plan, step_us=between), problem)
     assert not found.certified and "its placement takes" in found.why
     higher = replace(plan, lower_bound_us=plan.step_us * 0.9999)
-    assert "its prices show" in verify_plan(higher, problem).why
+    assert "its prices prove" in verify_plan(higher, problem).why
     entry = plan.tables[0]
     rows = entry.table.num_rows
     moved = tuple(replace(p, tiers=(Tier(0, rows, "owned", (1,)),)) for p in entry.pieces)
