@@ -103,8 +103,8 @@ class _Table:
     energy: float
 
     def ranges(self, price: float) -> list[int]:
-        """The end edge of each type's range, widest type first, at `price` bytes per unit of error.
-        """
+        """Indices of the edges at which the types' ranges end, widest type first, if a unit of
+        error costs `price` bytes."""
         cost = self.num_bytes + (price * self.error if price else 0.0)  # errors may be infinite
         every = np.arange(self.edges.size)
         least, begins = cost[0], []

@@ -5,7 +5,7 @@ of the problem for which its bound was computed, and its gap is certified only i
 
 * the digest equals that of the problem that the plan is evaluated for,
 * the plan fits, satisfies the constraints and lies in the relaxed space, and
-* the bound is not above the plan's step. Bounds are stored uncapped, so that an error shows here.
+* the bound is not above the plan's step. It is tested before it is capped, so an error shows.
 
 The plan also stores the proof, the tree and the prices of its leaves. `verify_plan` checks it
 without any of the code that computed it.

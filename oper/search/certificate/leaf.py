@@ -110,13 +110,12 @@ class Checker:
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
     def _spared(self, kind: str, g: int) -> float:
-        """The factor `spared` of a row about links: the share of E that the ranks of the owner's
-        host can send themselves, and therefore need not read; 0 for other rows.
+        """The factor k of a row about links, `T + k (T - R) >= load + s E`; 0 for other rows.
 
-        E bytes are owned in total, and e of them by the ranks of one host. A rank of that host that
-        takes s seconds per byte reads `E - e` bytes. The host sends `e (others)` bytes within a
-        phase of length T, of which R is the ranks' own work if the exchange waits for it:
-        `e (others) <= (T - R) sum 1 / s`. So `T + spared (T - R) >= load + s E`.
+        A rank that takes s seconds per byte reads the `E - e` bytes that other hosts own. Its own
+        host owns e bytes, and sends them to all other ranks within a phase of length T, of which R
+        is own work if the exchange waits for it. So `e (others) <= (T - R) sum 1 / s` over the
+        host's ranks, and `s e <= k (T - R)`.
         """
         if kind != SPREAD:
             return 0.0

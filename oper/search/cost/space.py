@@ -180,8 +180,8 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
 def has_copies(model: CostModel) -> bool:
     """Whether plans without pushed rows may have replicas on one rank of every host.
 
-    They may if the space allows it and all ranks are alike. With unequal ranks, the relaxation's
-    average over classes would not bound the choice of ranks.
+    They may if the space allows it and all ranks are alike. With unequal ranks, the relaxation
+    would not bound all choices of the rank.
     """
     return ("per_host" in model.problem.allow and bool(copy_sets(model.machine))
             and len(model_classes(model).ranks) == 1)

@@ -48,8 +48,8 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
     the rank's fast memory, the others in slow memory. The objective is the largest cost of a rank,
     `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`. There is no slow memory
     here, so the colder rows are striped over all ranks and read across links. Hot rows are pooled
-    at their rank (pushed). Returns None if nothing fits, or if the number of binaries exceeds
-    `_MAX_BINARIES`.
+    at their rank (pushed). Returns None if nothing fits, or if tables x ranks exceeds
+    `_MAX_BINARIES`; near this limit, the MILP places whole tables only.
     """
     world = problem.machine.world_size
     cells = len(problem.tables) * world

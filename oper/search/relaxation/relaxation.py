@@ -170,7 +170,7 @@ class Relaxation:
                 if option.kind == kind:
                     out[:, :, o] = [units.by_owner(x, option.rank_class) for x in asked]
         for o, option in enumerate(self.options):
-            if option.kind == COPIES:  # owner rows get 0: a copy's holder may be the owner
+            if option.kind == COPIES:  # owner rows stay 0, a valid lower bound
                 for k, t in enumerate(self.tables):
                     out[0, k, o, :, :number] = [rows.of_tally(x)
                                                 for x in copy_tallies(self.model, t)]

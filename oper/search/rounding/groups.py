@@ -57,7 +57,7 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
 
 
 class _Units:
-    """Units of tables that are kept together, by one of their tables; the largest units first.
+    """Units of tables that are kept together, keyed by one table each; the largest units first.
 
     Attributes:
         tables: the tables of each unit.

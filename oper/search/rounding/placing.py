@@ -27,7 +27,7 @@ class Placer:
 
     Attributes:
         load: float64 [W], bytes of distinct rows that each rank serves from the tiers placed so
-            far; prevents that one rank gets the hottest rows of all stripes.
+            far; used so that no rank gets the hottest rows of all stripes.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
