@@ -94,7 +94,7 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
     empty = np.zeros(0, np.int64)
     if missing == 0 or least <= 1:
         if missing:
-            return np.array([1]), np.array([missing])  # counts below 2: each value was seen once
+            return np.array([1]), np.array([missing])  # assume values seen once
         return empty, empty
     values = np.arange(1, min(least, missing + 1), dtype=np.int64)
 
