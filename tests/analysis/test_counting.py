@@ -1,4 +1,4 @@
-"""Exact counts, bag lengths, buckets and merging against a brute-force count."""
+"""Exact counts, bag lengths, buckets and merging, compared with a brute-force count."""
 
 from __future__ import annotations
 

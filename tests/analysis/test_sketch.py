@@ -1,4 +1,4 @@
-"""Sketches against exact counts and against Apache DataSketches."""
+"""Sketches compared with exact counts and with Apache DataSketches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
 
 
 def test_heavy_hitters_beside_apache_datasketches() -> None:
-    """At equal numbers of entries our error bound and real errors are no worse than theirs."""
+    """With equal numbers of entries, the error bound and the errors are no larger than Apache's."""
     datasketches = pytest.importorskip("datasketches")
     ids = zipf(200_000, 600_000, 1.05)
     true = Counter(ids.tolist())
@@ -173,7 +173,7 @@ def test_a_counter_beyond_its_budget_keeps_its_bounds_when_the_hot_ids_change(
     assert counts_by(*counter.sample.result()).items() <= true.items()
 
 
-def test_adaptive_counters_merge_whatever_they_have_become() -> None:
+def test_exact_and_sketched_counters_merge() -> None:
     rng = np.random.default_rng(0)
     for budgets in ((1 << 30, 1 << 30), (1 << 30, 0), (0, 0)):
         counters = [AdaptiveCounter(b) for b in budgets]
@@ -255,7 +255,7 @@ def test_files_of_sketched_parts_merge(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert again.tables["t"].num_accesses == 360_000
 
 
-def test_what_cannot_be_merged() -> None:
+def test_statistics_that_cannot_be_merged() -> None:
     modelled = TableStats(10, tail_values=np.array([1, 2]), tail_num_rows=np.array([5, 5]))
     part = AccessStats(15, {"t": modelled})
     with pytest.raises(InvalidInputError, match="modelled"):

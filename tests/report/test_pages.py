@@ -1,4 +1,4 @@
-"""Pages of statistics and benchmark records, also in a real browser where there is one."""
+"""Pages of statistics and benchmark records, also in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ RECORD = {"benchmark": "train", "cases": [
     for name in ("one", "two")]}
 
 
-def test_records_tell_steps_phases_and_links() -> None:
+def test_records_show_steps_phases_and_links() -> None:
     page = bench_page(RECORD)
     check_page(page)
     for words in ("Contenders: training steps", "phase by phase", "Bytes by link", "table_wise",
@@ -119,7 +119,7 @@ def test_records_tell_steps_phases_and_links() -> None:
 
 @pytest.fixture(scope="module")
 def drifting() -> list[AccessStats]:
-    """Three days, on each of which a fifth of the hot ranks has passed to other rows."""
+    """Three days; from day to day, a fifth of the hot rows is replaced by other rows."""
     rng = np.random.default_rng(0)
     found = []
     rows = np.arange(4000)
@@ -169,7 +169,7 @@ def test_drift_says_when_another_plan_pays(
 
 
 def ink(path: Path, width: int) -> tuple[float, float]:
-    """Mean brightness of a screenshot, and the share of its pixels that differ from the ground."""
+    """Mean brightness of a screenshot, and share of pixels that differ from the background."""
     from matplotlib import image
 
     pixels = image.imread(path)[..., :3]

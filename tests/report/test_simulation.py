@@ -95,7 +95,7 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     assert "timeline" in out and "cross host" in out and "forward" in out
 
 
-def test_what_cannot_be_replayed_is_said(made: Path, tmp_path: Path, capsys) -> None:
+def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> None:
     plan = str(made / "two.json")
     other = (made / "two.json").read_text().replace('"features": ["C1"]', '"features": ["other"]')
     (tmp_path / "other.json").write_text(other)

@@ -1,4 +1,4 @@
-"""Planning of very large tables: histogram and head stand for the counts of single rows."""
+"""Planning of very large tables from a histogram and a head, without counts of single rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[
 
 
 def test_billions_of_rows_are_planned_in_little_memory() -> None:
-    """4e9 rows, whose dense counts alone would take 32 GB, within 4 GiB in a process of its own."""
+    """4e9 rows (dense counts would take 32 GB) within 4 GiB, in a separate process."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1])])
     out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""Fewer bits of messages in the cost model: bytes across hosts, the bound, its proof, replays."""
+"""Message bits in the cost model: bytes between hosts, the bound and its proof, replays."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_partial_sums_shrink_and_ids_do_not() -> None:
 
 
 def test_sums_of_other_bits_in_each_direction() -> None:
-    """Exact where both directions are alike or neither has codes; else at most what begins them."""
+    """Exact if both directions have the same bits or none is quantised; else up to one header."""
     for a in (32, 16, 8):
         for g in (32, 16, 8):
             m = Messages(MessageBits(a, g))
@@ -114,8 +114,8 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
 
 @pytest.mark.parametrize("bits", [(32, 32), *BITS], ids=str)
 def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) -> None:
-    """One rank per host: what crosses hosts in a step is what `WireReplay` counts, but for headers,
-    numbers of asked rows, and a word at most per pair of ranks and table."""
+    """With one rank per host, bytes between hosts equal those of `WireReplay` except for headers,
+    numbers of requested rows, and up to one word per pair of ranks and table."""
     problem, chances = stated(gpus(3, per_host=1))
     problem = replace(problem, message_bits=MessageBits(*bits))
     specs = [t.spec for t in problem.tables]

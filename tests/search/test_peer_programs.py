@@ -1,4 +1,4 @@
-"""Peers that solve a program or walk a chain: what is characteristic of each."""
+"""Characteristic results of the peers that solve a program or run a Markov chain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lookups_by_rank(plan, stated):
 
 
 def test_recshard_balances_lookups_exactly_where_everything_fits():
-    """Graham's worst case for three ranks: largest first makes 11 of what can be 9."""
+    """Graham's worst case for three ranks: largest-first gives 11 where 9 is optimal."""
     rng = np.random.default_rng(0)
     specs = [TableSpec(f"t{k}", 500, 8 * size, (f"f{k}",))
              for k, size in enumerate((5, 5, 4, 4, 3, 3, 3))]

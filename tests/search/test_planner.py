@@ -80,7 +80,7 @@ def test_hotness_order_travels_with_tables_that_need_it(tmp_path):
     assert Plan.load(tmp_path / "plan.json").to_text() == plan.to_text()
 
 
-def test_everything_pinned_is_only_scored():
+def test_fully_pinned_plans_are_only_evaluated():
     specs, stats = tables_and_stats(2, 9)
     held = Constraints({s.name: TableConstraint(tiers=(Tier(0, s.num_rows, "owned", (0,)),))
                         for s in specs})

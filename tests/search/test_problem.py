@@ -67,7 +67,7 @@ def test_a_billion_rows_need_no_dense_array():
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("period", [1, 3, 8])
-def test_stripes_share_out_exactly_what_the_tier_holds(in_order, period):
+def test_stripes_add_up_to_their_tier(in_order, period):
     table, _ = one_table(num_rows=300, in_order=in_order)
     for ordered in ({True, in_order} if in_order else {True, False}):
         shares = table.shares(5, 211, period, ordered)

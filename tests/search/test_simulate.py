@@ -1,4 +1,4 @@
-"""Replayed batches: their loads agree with the cost model, their events with the clock."""
+"""Replayed batches: loads agree with the cost model, and timelines with sums of durations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def draw(problem: Problem, chances: list[np.ndarray], rng: np.random.Generator) 
 
 
 def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
-    """Every other replicated tier of a plan for several hosts on one rank of each."""
+    """A plan in which every other replicated tier is copied to only one rank per host."""
     sets, turn = copy_sets(problem.machine), itertools.count(seed)
 
     def moved(x: Tier) -> Tier:
@@ -165,8 +165,8 @@ STEP = StepLoad((made("forward", [10, 20], [5, 30]), made("backward", [40, 8], [
                  made("update", [3, 6], [0, 0])), np.array([15.0, 5.0]))
 
 
-def test_ranks_meet_where_the_runtime_lets_them_wait() -> None:
-    """Not between forward and backward: rank 1 waits less there than the phases' sum says."""
+def test_barriers_are_those_of_the_runtime() -> None:
+    """There is none between forward and backward, so rank 1 waits less than the phases' sum."""
     timeline = run([STEP, STEP], Schedule(True), 2)
     # Rank 0: 10 + 1 and 40 + 1; rank 1: 30 (its link) + 1 and 8 + 1; then 6 + 1 on rank 1.
     assert timeline.ends_us == pytest.approx([52 + 7, 2 * (52 + 7)])

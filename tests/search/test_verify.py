@@ -1,4 +1,4 @@
-"""The checker of certificates: what holds is certified, what was tampered with is not."""
+"""The checker of certificates: valid plans are certified, edited ones are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support import run_command
 
 @pytest.fixture(scope="module")
 def case() -> tuple[Plan, Problem]:
-    """Tables that are pushed, over hosts, with a tree of some depth."""
+    """A plan with tables pushed between hosts, whose proof has a tree with several levels."""
     specs, stats = tables_and_stats(4, 3, lengths=(20, 50), min_rows=5000)
     specs = [replace(s, dim=64) for s in specs]
     problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096, allow=EVERYTHING)
@@ -106,7 +106,7 @@ def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
 
 
 def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
-    """A cut is checked by what it says: where it is moved, the bound of a half is another."""
+    """The checker uses the value of a branching: if it is changed, the bound is another."""
     plan, problem = case
     proof = copy.deepcopy(plan.notes["certificate"])
     trees = [p["tree"] for p in proof["parts"] if "load" in p["tree"]]
@@ -141,8 +141,8 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
 @QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_what_the_planner_certifies_the_checker_does(problem: Problem, seed: int) -> None:
-    """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs; no random
-    plan is below what a proof shows."""
+    """With constraints, pins, unequal ranks, copies, host memory, overlaps and random costs; no
+    random plan is faster than the proved bound."""
     try:
         plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
     except PlanInfeasibleError as error:

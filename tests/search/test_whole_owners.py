@@ -1,4 +1,4 @@
-"""Owners of a table that no rank may hold are whole: what their partial sums cost at least."""
+"""Least cost of partial sums of a table that needs several owners, whose number is whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_owners_of_a_share_send_less(pieces, seed, owner, share):
         assert least >= full * max(1.0, share / owner) * (1 - 1e-8)
 
 
-def test_the_last_of_them_pays_for_being_begun(pieces):
+def test_a_partial_owner_pays_its_first_sums(pieces):
     def sums(share: float, owner: float) -> float:
         return float(pieces.sum_bytes(np.array([0]), np.array([share]), np.array([owner]))[0])
 
@@ -54,7 +54,7 @@ def test_the_last_of_them_pays_for_being_begun(pieces):
 @pytest.mark.parametrize("num_options", [1, 2, 3])
 @pytest.mark.parametrize("must", [False, True])
 def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
-    """All sets of six blocks and their classes, of many tables, against the library's bound."""
+    """All sets of six blocks and classes, for many tables, compared with the library's bound."""
     num_tables, n, num_points = (300 if num_options > 1 else 6000), 6, 200
     rng = np.random.default_rng(num_options)
     grid = np.geomspace(1e-6, 1.0, num_points)
