@@ -22,8 +22,8 @@ struct OperPacking {
   const int64_t* num_candidates;  // [T]
   const double* stay;          // [N, C, G], load of a column of rows that are not pushed, without `fill`
   const double* stay_once;     // [N, C, G], the part of it per piece, whatever the width
-  const double* fill;          // [N, C, G], the same for owners of pulled rows: sum over the class
-  const double* fill_once;     // [N, C, G]
+  const double* fill;          // [N, C, G], load of a column of pulled rows on all owners of a class
+  const double* fill_once;     // [N, C, G], the part of it per piece, whatever the width
   const double* column;        // [N, C, G], load of a column of the pushed rows on their owner
   const double* stream;        // [N, C, G], load of an id stream on its owner
   const double* column_read;   // [N, C, C, G], and on readers, by class of owner and reader

@@ -29,7 +29,7 @@ from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 
 _NARROW = 0.0005  # share of the bound; loads underestimated by less are not branched on
-_FAR = 8.0  # a load with a lower limit of 0 is cut as if the limit were this fraction of the load
+_FAR = 8.0  # for the cut, a lower limit counts as at least 1 / _FAR of the largest load
 _CANDIDATES = 3  # loads, and tables, that are tried in strong branching
 _PRICED = 1500  # tables that one round of all candidates may price; candidates are limited by it
 _ROUND = 20  # cost of a round besides pricing, in tables priced: measured with 4 to 100 tables
