@@ -200,10 +200,10 @@ def run_verify(args: argparse.Namespace) -> int:
             **{k: x if math.isfinite(x) else None for k, x in value.items()},
             "leaves": found.num_leaves}))
         return 0 if found.certified else 1
-    print(f"step        {found.step_us:12.1f} us   evaluated anew")
+    print(f"step        {found.step_us:12.1f} us   evaluated again")
     if math.isfinite(found.bound_us):
         print(f"bound       {found.bound_us:12.1f} us   the least of {found.num_leaves} "
-              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, computed anew from the prices")
+              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, recomputed from the prices")
     if math.isfinite(found.cutoff_us):
         print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
     if found.certified:

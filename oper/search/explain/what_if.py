@@ -82,7 +82,7 @@ def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:
-    """Evaluate a plan, and plan anew, before and after a change; returns values that JSON can
+    """Evaluate a plan, and a new plan, before and after a change; returns values that JSON can
     represent.
 
     Args:
