@@ -228,7 +228,7 @@ def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
         raise InvalidInputError(
             "cannot read a KeyedJaggedTensor", "len(lengths), sum(lengths)",
             (lengths.size, int(lengths.sum())),
-            f"a multiple of {len(names)} features and len(values)={values.size}",
+            f"a multiple of {len(names)} (features), and len(values)={values.size}",
             "build it with one length per feature and sample")
     per_feature = lengths.reshape(len(names), -1)
     ends = np.concatenate([[0], np.cumsum(per_feature.sum(axis=1))])

@@ -149,8 +149,8 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
 
 def _from_mapping(value: Any) -> Constraints:
     is_mapping = isinstance(value, Mapping)
-    require(_WRONG, "remove the keys that are not known",
-            ("keys", sorted(map(str, value)) if is_mapping else value,
+    require(_WRONG, "pass an object, without unknown keys",
+            ("keys", sorted(map(str, set(value) - _KEYS)) if is_mapping else value,
              is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
     require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",

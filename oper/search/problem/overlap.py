@@ -44,7 +44,7 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
     what = "invalid overlap with dense compute"
     value = {} if value is None else value
     require(what, "pass a mapping such as {'update': 400}",
-            ("overlap", value, isinstance(value, Mapping), "microseconds by phase"))
+            ("overlap", value, isinstance(value, Mapping), "a mapping from phases to microseconds"))
     out: Overlap = {}
     for name, given in value.items():
         require(what, "name a phase of the objective",
