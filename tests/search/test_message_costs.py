@@ -146,7 +146,7 @@ def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsy
     words = ["plan", file, "--topology", "h100-2x8", "--dim", "16", "--batch-size", "64",
              "-o", made, "--message-bits"]
     assert cli.main([*words, "8,16"]) == 0
-    assert "between hosts answers of 8 bits, gradients of 16" in capsys.readouterr().out
+    assert "between hosts: answers of 8 bits, gradients of 16 bits" in capsys.readouterr().out
     assert Plan.load(made).message_bits == MessageBits(8, 16)
     assert cli.main(["verify", made, "--stats", file]) == 0
     Path(edited).write_text(Path(made).read_text().replace('  "message_bits": [8, 16],\n', ""))

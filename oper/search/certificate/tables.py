@@ -35,9 +35,8 @@ _BISECTIONS = 40
 _ROUNDING = 1e-9
 #: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
-#: Kinds of rows about the owner of the piece with the largest load in a phase and group: its time
-#: is the piece's load plus what it reads; the same for links, where it need not read what its own
-#: host owns; and the same with the ranks of the first host, the assumed owner, as own classes.
+#: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
+#: work; links; links with the first host, the assumed owner, distinguished.
 KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
 
 

@@ -270,7 +270,7 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
     ways.append("more ranks, or less dense compute")
     held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
     return PlanInfeasibleError(
-        "no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
+        "no plan meets the latency bound (modelled)", "request_rate, bound_ms",
         (goal.request_rate, goal.bound_ms),
         f"smallest sufficient change: {', or '.join(ways)} (with {held} of tables and buffers)",
         "make one of these changes")

@@ -109,8 +109,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
              f"step        {found.step_us:12.1f} us"]
     bits = problem.message_bits
     if bits != EXACT:
-        lines.insert(2, f"between hosts answers of {bits.answers} bits, gradients of "
-                        f"{bits.gradients}")
+        lines.insert(2, f"between hosts: answers of {bits.answers} bits, gradients of "
+                        f"{bits.gradients} bits")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
