@@ -64,7 +64,7 @@ def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_afte
     true = replayed(keys, num_rows, rule)
     assert found.keys == np.unique(keys).size and found.rows == true.rows
     assert found.occupied == pytest.approx(true.occupied, rel=0.03)
-    # Evicting the least frequent keeps what came early, too: what is foreseen is the best case.
+    # LFU eviction also keeps keys that came early: the forecast is the best case.
     slack = 0.05 if eviction == "lru" else 0.25
     assert found.default_share == pytest.approx(true.default_share, rel=slack)
     assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=slack)

@@ -43,7 +43,7 @@ class FakeJagged:
 
 
 def fake_jagged() -> FakeJagged:
-    # Keys in another order than the tables' features, and one that no table wants.
+    # Keys in another order than the tables' features, and one that no table has.
     return FakeJagged(["c", "x", "b", "a"], [5, 5, 0, 4, 3, 9, 1, 2, 3],
                       [1, 1, 1, 0, 1, 0, 0, 1, 1, 2, 0, 1])
 

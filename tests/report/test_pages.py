@@ -105,7 +105,7 @@ def test_records_show_steps_phases_and_links() -> None:
                   "memory domain", "ratio step"):
         assert words in page
     assert page.count("<svg") == 4
-    # Records that hold other things under these names are shown without them.
+    # Values of other types under these names are not shown.
     odd = {"benchmark": "x", "cases": [{"name": "a", "plans": 3, "oper_phases_ms": [1],
                                         "bytes_read": {"forward": 5}}]}
     check_page(bench_page(odd))
@@ -198,9 +198,9 @@ def page_of(kind: str, stats: AccessStats, drifting: list[AccessStats]) -> str:
 def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessStats], kind: str,
                       width: int, dark: bool) -> None:
     page = tmp_path / "page.html"
-    # The page tells its own layout: how wide the content is, how wide each plot and how far to the
-    # right each entry of a legend, how high its smallest text, and what is cut off and cannot be
-    # scrolled to.
+    # The page reports its layout: the width of the content, the width of each plot and the right
+    # edge of each legend entry, the height of the smallest text, and elements that are cut off and
+    # cannot be scrolled to.
     probe = """<script>addEventListener('load', () => {
       const all = what => [...document.querySelectorAll(what)];
       const boxes = what => all(what).map(e => e.getBoundingClientRect());

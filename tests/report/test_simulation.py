@@ -78,7 +78,7 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     value = simulated(capsys, *words, "--seed", 5)
     assert value["world_size"] == 16 and value["bytes_read"]["rows"]["cross host"] > 0
     assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.15)
-    # Between servers distinct rows travel, half as wide on request.
+    # Distinct rows are sent between servers, with half the bits if requested.
     sent = value["bytes_sent"]
     assert 0 < sent["rows"]["cross host"] < value["bytes_read"]["rows"]["cross host"]
     half = simulated(capsys, *words, "--seed", 5, "--message-bits", "16,32", "--clipped", "*")

@@ -84,7 +84,7 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     return Topology("hosts", domains, costs)
 
 
-# On links, the owner of a hottest row that may not be copied carries more than an even stripe.
+# With shared links, the owner of the hottest uncopied row has more than an even stripe's load.
 @pytest.mark.parametrize(("topology", "allow"), [
     (_hosts(2, 1), EVERYTHING), (_hosts(1, 4), EVERYTHING), (_hosts(3, 2), EVERYTHING),
     (gpus(16), EVERYTHING), (gpus(8, slow=4), EVERYTHING),
@@ -113,7 +113,7 @@ def test_modelled_step_equals_evaluation() -> None:
     annealed = _annealing(stated)
     few, many = annealed.run(10, 0.0, 5), annealed.run(40_000, 0.0, 5)
     assert many.step_us <= few.step_us
-    # Stripes by weights among them, whose hottest rows go to owners in the order of the pattern.
+    # Some stripes have weights; their hottest rows go to owners in the order of the pattern.
     relaxation = annealed.relaxation
     placed = Placer(relaxation).place(many.parts, many.units)
     evaluation = evaluated(relaxation, placed)
@@ -141,7 +141,7 @@ def test_a_continued_run_is_never_worse(slow: int) -> None:
     longer = annealed.run(40_000, 0.0, 2, start=first)
     assert longer.step_us <= first.step_us and longer.num_moves == 40_000
     assert longer.step_us < first.step_us * (1 - 1e-3)
-    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # which is left as it was
+    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # the start is not modified
 
 
 def test_search_stops_at_goal_and_time_limit() -> None:

@@ -26,7 +26,7 @@ def test_every_peer_gives_a_valid_plan_above_the_bound(name, objective):
     plan.check_for([t.spec for t in stated.tables], 4)
     found = evaluate(plan, stated)
     assert found.fits
-    if objective == "training":  # serving plans may not push, the peers' do
+    if objective == "training":  # inference plans may not push, but the peers' plans do
         assert found.step_us >= space_bound(stated) * (1 - 1e-9)
 
 
@@ -68,7 +68,7 @@ def test_no_peer_beats_the_plan(seed, objective):
     plan = plan_problem(stated)
     assert plan.lower_bound_us <= plan.step_us
     scored = score_peers(stated)
-    if objective == "inference":  # peers that push would need barriers, which serving has not
+    if objective == "inference":  # peers that push would need barriers
         scored = {n: s for n, s in scored.items() if n.startswith(("ugache", "flexshard"))}
     assert scored
     assert plan.step_us <= min(scored.values()) * 1.0001

@@ -61,7 +61,7 @@ def test_prices_alone_give_the_bound_and_errors_only_weaken_it():
         prices = found.relaxation.project_prices(
             found.prices * rng.uniform(0, 3, found.prices.size))
         value = found.node.price(prices).value
-        # Any prices whatever bound the relaxation from below.
+        # Any prices give a lower bound of the relaxation.
         assert found.node.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
 
 
@@ -113,7 +113,7 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
     assert bound.lower_bound_us <= optimum * (1 + 1e-9)
     plan = plan_problem(stated, target_gap=0.01)
     if placements == ("owned",) and all(len(e.tiers) == 1 for e in plan.tables):
-        # Whole tables only: the search cannot beat the optimum, and comes close to it.
+        # Uncut tables only: the search cannot beat the optimum, but comes close to it.
         assert optimum <= plan.step_us * (1 + 1e-6)
     assert plan.step_us <= optimum * 1.03
     assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)

@@ -49,7 +49,7 @@ TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
              "uneven": linked(gpus(5, per_host=3), lambda d: d.host % 2),
              "domains": linked(gpus(4), lambda d: d.ranks[0] % 2),
              "pairs": linked(gpus(6, per_host=2), lambda d: d.ranks[0] % 2)}
-# Links that ranks share: of hosts, of equal ranks or not, alike or not; and of racks.
+# Links shared by the ranks of a host (ranks or links equal or not), and by racks.
 TOPOLOGIES |= {"shared": shared(gpus(6, per_host=3)), "shared-pairs": shared(TOPOLOGIES["pairs"]),
                "shared-uneven": shared(TOPOLOGIES["uneven"]),
                "shared-mixed": shared(TOPOLOGIES["mixed"]),
@@ -123,7 +123,7 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
     """Of all nodes that contain a plan, the smallest has the largest bound."""
-    # Costly: readers of pushed rows do more than their owners, in some phases.
+    # Costly: in some phases, readers of pushed rows have more work than owners.
     costs = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "tier_ns": 3.0,
              "push_tier_ns": 4.0, "push_bag_ns": 30.0, "table_us": 5.0} if costly else {}
     many = stated(seed, name, costs=costs)
@@ -216,7 +216,7 @@ def test_tighten_bound_raises_the_bound_of_a_plan():
     assert better.lower_bound_us > first.lower_bound_us
     assert better.tables == plan.tables and better.notes["bound_method"] == "branching"
     near = tighten_bound(plan, problem, goal_gap=plan.gap + 0.5)
-    # Near enough already: nothing is solved.
+    # The gap is already small enough: nothing is solved.
     assert near.lower_bound_us == pytest.approx(plan.lower_bound_us, rel=1e-12)
     assert tighten_bound(plan, problem, max_work=14000).lower_bound_us == better.lower_bound_us
 
@@ -266,7 +266,7 @@ def test_largest_mass_meets_the_limits():
     for k, (t, at) in enumerate(zip(relaxation.tables, pairwise(pieces.first.tolist()),
                                     strict=True)):
         blocks = t.blocks[t.blocks[:, IDS] > 0]
-        blocks = blocks / blocks[:, [IDS]] * t.total[IDS]  # each as if it had all ids
+        blocks = blocks / blocks[:, [IDS]] * t.total[IDS]  # each block scaled to all ids
         for (width, _), mass in zip(pieces.widths[k], fit.mass[slice(*at), 0].tolist(),
                                     strict=True):
             if 0 < mass < 1:
@@ -291,7 +291,7 @@ def test_owners_within_limits_send_at_least_least_sums(seed, name):
     for k, t in enumerate(relaxation.tables):
         for j, (width, _) in enumerate(pieces.widths[k][::3]):
             for number in (2, 5):
-                # What of its blocks is pushed, and to whom: hot rows to some, cold ones to others.
+                # Shares of the blocks that are pushed, and their owners (by hotness).
                 part = rng.dirichlet(np.full(number, rng.choice([0.1, 1.0, 10.0])),
                                      len(t.blocks)) * rng.integers(0, 2, len(t.blocks))[:, None]
                 owners = part.T @ t.blocks
@@ -322,7 +322,7 @@ def test_implied_loads_are_lower_bounds(seed):
     for k, t in enumerate(relaxation.tables):
         for width, _ in pieces.widths[k]:
             part = rng.uniform(0, 1, len(t.blocks)) ** rng.choice([1, 20])
-            for features in (part @ t.blocks, t.total):  # who has all rows asks itself for none
+            for features in (part @ t.blocks, t.total):  # the latter without own requests
                 load = np.maximum(pieces.load(k, 0, width, features).ravel(), 0.0)
                 implied = pieces.implied(load)
                 assert (implied * load[:, None] <= load * (1 + 1e-9) + 1e-9).all()
@@ -374,7 +374,7 @@ def test_pieces_add_up_to_the_columns(ranks):
             for kind, (low, high) in enumerate(pieces.widths[k][:number]):
                 cost = pushed(kind)
                 least = min(least, cost)
-                low = low if number > 1 else MIN_COLUMNS  # what fits whole fits in any width
+                low = low if number > 1 else MIN_COLUMNS  # as one piece, it fits in any width
                 for width in range(low, high + 1, COLUMN_STEP):
                     by_width[width] = min(by_width[width], cost)
             whole = [0.0]

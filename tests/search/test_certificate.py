@@ -95,7 +95,7 @@ def test_a_bound_applies_to_one_problem() -> None:
     assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
     for other in others:
         assert "another problem" in not_certified(plan, other)
-    # A bound that is not about this problem is where nothing begins.
+    # A bound of another problem is not used as a start.
     forged = replace(plan, lower_bound_us=plan.step_us)
     better = tighten_bound(forged, others[1], max_work=280)
     assert better.lower_bound_us < plan.step_us * (1 - 1e-9) or (
@@ -179,7 +179,7 @@ def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:
     assert "not certified: the plan lies outside the space" in told(edited)
     value = json.loads(told(edited, "--json"))
     assert value["gap"] is None and "replicated on ranks [0, 2]" in value["not_certified"]
-    # Another batch size: the bound is made anew.
+    # Another batch size: the bound is recomputed.
     value = json.loads(told(plan, "--json", "--batch-size", "512"))
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
 
@@ -213,7 +213,7 @@ def constrained(draw: st.DrawFn) -> Problem:
     topology = replace(topology, hosts_share_links=draw(st.booleans()))
     if hosts > 1 and draw(st.booleans()):
         topology = racked(topology, *draw(st.sampled_from([(5.0, 5.0), (25.0, 8.0)])))
-    if draw(st.booleans()):  # as measured, or anything
+    if draw(st.booleans()):  # measured or random constants
         costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
                  if f.name not in ("phase_us", "warm_share")}
         costs["warm_share"] = draw(st.sampled_from([0.0, 0.8]))

@@ -83,7 +83,7 @@ def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarra
 def test_consumption_of_a_piece_equals_the_cost_model(name, field):
     rng = np.random.default_rng(FIELDS.index(field))
     for objective in ("training", "inference"):
-        # Pieces of a table that pushes elsewhere pay the other charge, so that the lesser counts.
+        # Pieces of a table that pushes in other pieces may pay the lesser charge.
         other = {"push_tier_ns": 1.0} if field == "tier_ns" else {}
         free = stated(name, objective, **other)
         dear = stated(name, objective, **other, **{field: 0.7})
@@ -96,7 +96,7 @@ def test_consumption_of_a_piece_equals_the_cost_model(name, field):
             tiers = tiers_of(t, kinds, free.machine.world_size, rng)
             (none, true_none), (asked, true) = (both(x, k, (Piece(0, t.spec.dim, tiers),))
                                                 for x in (free, dear))
-            # Partial sums are tabulated, from below.
+            # Tabulated partial sums are a lower bound.
             assert (asked <= true * (1 + 1e-9)).all() and asked == pytest.approx(true, rel=1e-4)
             if field not in ("warm_share", "wire_ns"):  # of bytes, those of partial sums too
                 assert asked - none == pytest.approx(true - true_none, rel=1e-9, abs=1e-9)
@@ -117,7 +117,7 @@ def test_several_pieces_pay_id_streams_and_all_charges(name):
             pieces = (Piece(0, 8, tiers), Piece(8, t.spec.dim, tiers))
             asked, true = both(free, k, pieces)
             more, truly_more = both(dear, k, pieces)
-            # Squares of one piece are left out.
+            # The squares of one piece are not charged.
             assert (asked <= true + 1e-9).all() and asked == pytest.approx(true, rel=1e-2)
             assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
 

@@ -88,7 +88,7 @@ def test_keep_together_and_keep_apart():
         apart = [ranks_of(plan, f"t{k}") for k in (3, 4, 5)]
         assert sum(len(x) for x in apart) == len(set.union(*apart))
         assert not ranks_of(plan, "t0") & ranks_of(plan, "t6")
-        # The bound is that of all plans, groups or not.
+        # The bound ignores groups.
         whole = make_problem(specs, stats, gpus(4), batch_size=128, allow=allow)
         assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
         assert plan.lower_bound_us >= min(space_bound(whole), plan.step_us) * (1 - 1e-6)

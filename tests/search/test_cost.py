@@ -105,7 +105,7 @@ def test_exchange_between_hosts_adds_to_own_work(per_host, link_in, comes_on_top
     """Reads within a host overlap with own work; nothing is exchanged in backward."""
     stated = flat(gpus(2, per_host=per_host), batch=4096)
     found = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated)
-    for phase in found.phases[-3:]:  # nobody asks for pushed rows
+    for phase in found.phases[-3:]:  # no rows are pushed
         own, link = phase.seconds[[Term.MEMORY, Term.COMPUTE]].sum(axis=0), phase.seconds[link_in]
         assert own.min() > 0 and link.all() == (phase.name != "backward")
         least = own + link if comes_on_top else np.maximum(own, link)

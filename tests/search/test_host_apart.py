@@ -85,7 +85,7 @@ def loads(problem: Problem) -> list[tuple[int, int]]:
     """Loads of the slowest links of a problem's machine."""
     phases, towards = CostModel(problem).phases, neighbourhoods(problem.machine)[1]
     inward, outward = (GROUPS.index(towards.removesuffix("in") + x) for x in ("in", "out"))
-    # Towards the owner: ids, on a single host with answers to others; then gradients.
+    # Links into the owner: ids (on a single host, also answers); then gradients.
     return [(0, inward), (phases.index("forward"), outward), (len(phases) - 1, inward)]
 
 
@@ -102,7 +102,7 @@ def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
     rng = np.random.default_rng(seed)
     steps = [evaluate(pushing_plan(many, rng), many).step_us for _ in range(20)]
     steps += [evaluate(_lopsided(many, rng), many).step_us for _ in range(30)]
-    # A plan that was searched for is a far sharper witness than a random one.
+    # The planner's plan tests the bound more sharply than random plans.
     steps.append(plan_problem(many, target_gap=0.0).step_us)
     assert max(bounds) <= min(steps) * (1 + 1e-9)
 

@@ -28,7 +28,7 @@ for k in range(8):
 plan = make_plan(specs, AccessStats(num_ids, stats, "", False), gpus(8), batch_size=4096)
 assert 0 <= plan.gap <= 0.05, plan.gap
 assert [t.table.num_rows for t in plan.tables] == [s.num_rows for s in specs]
-# Not getrusage: that begins with the peak of the process that started this one.
+# Not getrusage, which includes the peak of the parent process before exec.
 print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
 """
 

@@ -71,7 +71,7 @@ def test_percentiles_are_those_of_an_event_simulation(load: float, max_batch: in
     rate = load * max_batch / service[max_batch] * 1e6
     found = simulate_queue(service, rate, max_batch, wait_ms)
     seen = events(service, rate, max_batch, wait_ms, 40_000, seed=7)
-    # Other arrivals: two estimates of a tail, which is long where the load is high.
+    # Different arrivals: both are estimates of a tail, which is long at high load.
     assert found.p99_ms == pytest.approx(np.quantile(seen, 0.99), rel=0.15)
 
 

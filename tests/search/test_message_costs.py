@@ -103,7 +103,7 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
     assert found.certified, found.why
     exact = make_plan(specs, stats, topology, batch_size=1024)
     assert plan.step_us < exact.step_us
-    # A proof is of its bits: neither the plan nor the problem may have others.
+    # A proof is for its message bits: neither the plan nor the problem may have others.
     for other in (replace(plan, message_bits=EXACT), exact):
         assert not verify_plan(other, problem).certified
     assert not verify_plan(plan, replace(problem, message_bits=EXACT)).certified

@@ -38,7 +38,7 @@ def test_a_rank_is_delayed_by_what_is_longer_than_its_own_dense_compute():
         assert (after.units == before.units).all()
         step += want
     assert found.step_us == pytest.approx(step) and found.step_us < plain.step_us
-    # Dense compute without end leaves the fixed costs.
+    # With unlimited dense compute only fixed costs remain.
     every = dict.fromkeys(("forward", "backward", "update"), 1e9)
     assert evaluate(plan, stated(gpus(3), every)).step_us == pytest.approx(
         sum(p.fixed_us for p in plain.phases))
@@ -53,7 +53,7 @@ def test_no_overlap_by_default():
 
 def test_sorting_ahead_is_a_phase_of_its_own():
     plain, ahead = stated(host(1)), stated(host(1), {"resolve": 7.0})
-    # Gradients of pushed rows are sorted where they arrive, which nothing can run ahead of.
+    # Gradients of pushed rows are sorted after they arrive, which cannot run ahead.
     plan = random_plan(plain, np.random.default_rng(1), KINDS[:3])
     before, after = evaluate(plan, plain), evaluate(plan, ahead)
     assert [p.name for p in after.phases] == ["resolve", "forward", "backward", "update"]

@@ -87,7 +87,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                                   np.zeros_like(checker.visible), 0.0,
                                   ((x.kind, *x.at, float(prices[x.row])),))
                 found = checker.bound(leaf, 0.0)
-                # Of both directions of the links that it is about; no row needs more of the phase.
+                # The load is the larger direction of the row's links.
                 link = [g.split("_")[0] == GROUPS[x.at[1]].split("_")[0] for g in GROUPS]
                 busy = 1e6 * float(phases[x.at[0]].groups[link].max())
                 assert max(mine, found) <= busy * (1 + 1e-9), x

@@ -80,7 +80,7 @@ def test_ugache_deals_less_to_ranks_with_less_memory():
 
 def test_ugache_on_equal_ranks_is_the_closed_form():
     stated = problem(8, 6, gpus(4), "inference")
-    # Links read beside the memory, so that even with room for all a little is left to them.
+    # Links read concurrently with memory, so that some rows are partitioned even if all fit.
     assert replica_share(extraction_lp(stated, 0), stated)[1] > 0.85
     need = sum(t.spec.num_rows * t.spec.row_bytes for t in stated.tables)
     tight = problem(8, 6, gpus(4, memory_bytes=0.5 * need), "inference")

@@ -28,7 +28,7 @@ def test_features_add_up_to_what_presence_says_of_every_row():
     num_ids = 128 * 2
     p = np.zeros(5000)
     p[found.head_ids] = found.head_counts / found.num_accesses
-    # Every row was seen, so that no mass is kept for unseen ones.
+    # Every row was seen, so that unseen rows have no mass.
     assert (p > 0).all()
     assert table.total[ROWS] == 5000
     assert table.total[IDS] == pytest.approx(num_ids)

@@ -196,7 +196,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
             about += [(x.at, x.row, x.kind == SPREAD) for x in relaxation.inequalities
                       if x.kind != APART or is_first]
             for (phase, group), row, has_both in about:
-                # Of the row's own group, and where it is about both directions of a link, of both.
+                # Of the row's group; for links, of both directions.
                 kind = GROUPS[group].split("_")[0]
                 groups = [n for n, x in enumerate(GROUPS) if x.startswith(kind)]
                 busy = 1e6 * phases[phase].groups[groups if has_both else [group]].max()

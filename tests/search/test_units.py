@@ -43,7 +43,7 @@ def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
             for mine, own in zip(found, (once, 2 * once - twice), strict=True):
                 loads = on_links(own)
                 assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
-                # And no other rank has less, or more, of anything.
+                # Other ranks have no other load.
                 assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
                 assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
                 local = model.group_us(own)[..., LOCAL, :].min(axis=-1)
@@ -71,7 +71,7 @@ def test_all_far_loads_of_the_distinguished_host_have_a_row():
     load = 0, GROUPS.index("cross_in")
     relaxation = Relaxation(CostModel(problem), load)
     apart = [x for x in relaxation.inequalities if x.kind == "apart"]
-    # Owners get requests, and send none for their own rows.
+    # Owners receive requests, and send none for their own rows.
     assert {x.at for x in apart} == {load} | {(p, GROUPS.index(g)) for p in (1, 3)
                                               for g in ("cross_in", "cross_out")}
     assert {x.load for x in apart} == {load}

@@ -64,7 +64,7 @@ def _higher_price(proof: dict[str, Any]) -> None:
 def _other_half(proof: dict[str, Any]) -> None:
     part = next(p for p in proof["parts"] if "parts" in p["tree"])
     part["tree"] = part["tree"]["parts"][1]
-    # What is left claims to be all of it, with the prices of half.
+    # The remaining half is passed off as the entire tree.
 
 
 def _no_half(proof: dict[str, Any]) -> None:

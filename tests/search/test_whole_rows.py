@@ -56,7 +56,7 @@ def test_the_bound_is_that_of_the_smaller_space() -> None:
     unsplit = planned("adam", allow=PUSHED - {"columns"})
     assert whole.lower_bound_us == pytest.approx(unsplit.lower_bound_us)
     assert whole.step_us == pytest.approx(unsplit.step_us)
-    assert free.step_us < mixed.lower_bound_us  # what only column splits can reach
+    assert free.step_us < mixed.lower_bound_us  # attainable only with column splits
     for plan in (free, mixed, whole):
         assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
 
