@@ -69,7 +69,7 @@ def test_distance_of_cut_tails() -> None:
                   tail_num_rows=np.array([ROWS - 100]))
     assert distance(cut, cut) == pytest.approx(0.0, abs=1e-9)
     assert 0.0 < distance(table, cut) < 0.3
-    with pytest.raises(InvalidInputError, match="one size"):
+    with pytest.raises(InvalidInputError, match="equal numbers of rows"):
         distance(table, replace(table, num_rows=ROWS + 1,
                                 tail_values=np.array([0]), tail_num_rows=np.array([1])))
 

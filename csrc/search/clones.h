@@ -1,4 +1,4 @@
-// Functions that are compiled for wider vectors, too, and chosen at run time.
+// Functions compiled for several vector widths, selected at run time.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -10,8 +10,8 @@ constexpr int kGroups = 5;
 constexpr int kBisections = 20;
 constexpr int64_t kFeatures = 3;
 
-// A limit of what one owner may be loaded with: of all ids of a table, by the block where that is least
-// and most, and of all blocks; of a byte of partial sums.
+// A limit on the load of one owner. Loads of all lookups of a table: if all were to the block with the
+// least load per id, to the one with the largest, and as they are; and of a byte of partial sums.
 struct Limit {
   double least = 0, most = 0, mean = 0, partial = 0, limit = 0;
 };
@@ -31,7 +31,7 @@ class Fit {
     const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
     table_ = k, class_ = c;
     for (int64_t j = begin; j < end; ++j) {
-      // Loads are linear in the width; `density` holds the whole row's and the narrowest piece's.
+      // Loads are linear in the width; `density` has those of the whole row and of the narrowest piece.
       along_ = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
       part_ = f_.narrow[j] / widest;
       double low = 0, high = 1;
@@ -52,7 +52,7 @@ class Fit {
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }
 
-  // Load g of a unit of all ids; which: 0, 1, 2, of the lightest block, the heaviest, of all.
+  // Load g of all lookups; which: 0 if to the lightest block, 1 if to the heaviest, 2 as they are.
   double density(int64_t g, int64_t which) const {
     return along(f_.density + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures, g, which);
   }
@@ -79,10 +79,11 @@ class Fit {
     return step <= f_.step;
   }
 
-  // An owner whose rows weigh r by mass holds m(r) of it at most, r m + s(m) = limit with the concave
-  // partial sums s, and asks for s(m) / m of them by mass at least. That is concave in r, so that owners
-  // of mixed rows ask for no less than their rows would apart, nor than the chord over all r that blocks
-  // have: partial sums at least, linear in the features. The limit that says most of the whole table is taken.
+  // An owner whose rows have load r per unit of mass holds at most m(r), given by r m + s(m) = limit with
+  // the concave partial sums s, and so sends at least s(m) / m of them per unit of mass. This is concave
+  // in r, so an owner of mixed rows sends no less than the mean of its rows' values, nor than the chord
+  // over the range of r in the table: a lower bound that is linear in the features. The limit whose bound
+  // is largest for the whole table is used.
   void least_sums(double* out) const {
     double best = 0;
     const auto look = [&](const Limit& x, auto unit) {
@@ -98,7 +99,7 @@ class Fit {
     const double bytes = part_ * sums_at(f_.sums, table_, 1.0);
     const double* partial = f_.partial + class_ * f_.num_loads;
     const double* floor = f_.floor + class_ * f_.num_loads;
-    Limit step;  // of all phases together, by one group in each
+    Limit step;  // on the sum of all phases, with one group of each
     step.limit = f_.step;
     double step_unit[kFeatures] = {};
     for (int64_t phase = 0; phase < f_.num_loads; phase += kGroups) {
@@ -113,11 +114,11 @@ class Fit {
       for (int64_t n = 0; n < kFeatures; ++n) step_unit[n] += along(units, top, n);
     }
     if (std::isfinite(step.limit)) look(step, [&](int64_t n) { return step_unit[n]; });
-    // What a table asks in one piece says all that larger owners would.
+    // An owner of the whole table sends as much already: no bound beyond that is needed.
     if (best <= sums_at(f_.sums, table_, 1.0)) std::fill(out, out + kFeatures, 0.0);
   }
 
-  // Partial sums by mass of an owner as large as may be; beyond the whole table they are constant.
+  // Partial sums per unit of mass of the largest possible owner; constant once it is the whole table.
   double by_mass(const Limit& x, double weight) const {
     const double all = sums_at(f_.sums, table_, 1.0);
     if (weight + x.partial * all <= x.limit) return all * weight / (x.limit - x.partial * all);

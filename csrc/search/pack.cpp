@@ -1,6 +1,6 @@
 // Owners of pushed rows, by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983) over the states of
-// pack_state.h. A move changes one or two tables, so that few ranks' loads change, but the whole step
-// is looked at again: that is a pass over [loads, ranks] floats.
+// pack_state.h. A move changes one or two tables, so that only few ranks' loads change, but the entire
+// step is evaluated again, by a pass over [loads, ranks] floats.
 #include "search/pack.h"
 
 #include <algorithm>
@@ -17,19 +17,19 @@
 namespace oper::search {
 namespace {
 
-// Temperatures as shares of the energy, times tables and ranks, at which short searches begin: none
-// suits all problems. What large pieces become is settled early and never changed again, so that many
-// short searches find more than a long one: the best of them go on, and the best of those again
+// Initial temperatures of short searches, as shares of the energy x tables x ranks; no single one suits
+// all problems. The placement of large pieces is decided early and does not change later, so that many
+// short searches find more than a long one. The best of them are continued, and the best of those again
 // (successive halving, Jamieson and Talwalkar 2016).
 constexpr double kHot[] = {3.2, 1.2, 3.2, 1.2};
 constexpr double kHotAgain = 0.005;
-constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // of all moves; the rest is for the best
-constexpr double kShareOfFew = 0.67;                     // first, where only one goes on
-constexpr double kMovesEach = 1500;  // of a short search, by table, at least
-constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // of so many, one goes on
-constexpr double kOtherwise = 0.5;  // of the tables, in two of three
-constexpr double kHottest = 0.008, kCold = 2e-5;  // at first at most, and in the end
-constexpr double kWorthKeeping = 3e-5;  // of the best step, for which a state is copied
+constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // shares of the moves; the best search has the rest
+constexpr double kShareOfFew = 0.67;                     // first share, if only one search is continued
+constexpr double kMovesEach = 1500;  // least moves of a short search, per table
+constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // one of kStartsToKeep continues
+constexpr double kOtherwise = 0.5;  // share of the tables changed initially, in two of three searches
+constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
+constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
 class Packing : private PackMoves {
  public:
@@ -42,14 +42,14 @@ class Packing : private PackMoves {
       return restore(annealed(kHotAgain * double(W), p_.max_moves));
     }
     const double moves = double(p_.max_moves), tables = double(std::max<int64_t>(whole_, 1));
-    // Where ranks own many pieces each, little is settled early, and much afterwards.
+    // If ranks own many pieces each, most of the placement is decided late.
     const double each = kMovesEach * tables * std::max(1.0, tables / double(W));
     const int64_t starts =
         std::clamp(int64_t(kShareFirst * moves / each), kLeastStarts, kMostStarts);
     const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
     const double share = kept > 1 ? kShareFirst : kShareOfFew;
     std::vector<State> found;
-    is_held_ = p_.seed % 2 == 0;  // each suits some problems, and callers try several seeds
+    is_held_ = p_.seed % 2 == 0;  // either suits some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i > 0) reset(p_.candidate, p_.part_width, p_.units);
       construct_all(i % 3 == 0 ? 0.0 : kOtherwise);
@@ -82,7 +82,7 @@ class Packing : private PackMoves {
   }
 
  private:
-  // What an earlier call wrote.
+  // The state in the arrays that an earlier call wrote.
   State given() const {
     State x;
     x.candidate.assign(p_.candidate, p_.candidate + T), x.width.assign(p_.part_width, p_.part_width + T);
@@ -99,14 +99,14 @@ class Packing : private PackMoves {
     return x;
   }
 
-  // The best state of one annealing.
+  // Anneal the present state; returns the best state found.
   State annealed(double begin, int64_t most) {
     best_.step = std::numeric_limits<double>::infinity();
     anneal(begin, most);
     return best_;
   }
 
-  // Anneal the best `kept` of some states further, and put the best first.
+  // Continue annealing the best `kept` of the states, and sort them, the best first.
   void go_on(std::vector<State>& found, int64_t kept, int64_t moves) {
     const auto faster = [](const State& a, const State& b) { return a.step < b.step; };
     std::stable_sort(found.begin(), found.end(), faster);
@@ -162,7 +162,7 @@ class Packing : private PackMoves {
   }
 
   std::chrono::steady_clock::time_point begin_;
-  bool over_ = false;  // the goal is reached, or the time is up
+  bool over_ = false;  // the goal is reached, or the time limit has passed
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Passes over the loads of all ranks and over all loads of a rank, in vectors.
+// Vectorised passes over the loads of all ranks, and over all loads of a rank.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace oper::search {
 
-constexpr int kMostGroups = 7;    // of terms of a phase that run beside each other
-constexpr int kSquarings = 5;     // of what keeps a rank busy, for a power mean
+constexpr int kMostGroups = 7;    // groups of terms per phase, at most
+constexpr int kSquarings = 5;     // the power mean has exponent 2^kSquarings
 
-// Eight ranks at a time. GCC and clang lower vectors that the processor does not have; sums are added
-// in the same order everywhere, so that all processors find the same.
+// Eight ranks at a time. GCC and clang lower vectors that the processor does not have. Sums are added in
+// the same order everywhere, so that results are equal on all processors.
 constexpr int64_t kLanes = 8;
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) Lanes lanes(const float* x) {
 }
 static inline __attribute__((always_inline)) Lanes larger(Lanes a, Lanes b) { return a < b ? b : a; }
 
-// busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
+// busy[r] = largest load of rank r, at least 0; returns the largest busy[r], adds (busy[r] scale)^32.
 static OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
                                     const float* every, const float* fill, int groups,
                                     int64_t begin, int64_t end, float scale, float* busy,
@@ -64,7 +64,7 @@ static OPER_CLONES void accumulate(double* __restrict to, const double* x, const
                                    const double* z, double a, double b, double d, int64_t n) {
   for (int64_t g = 0; g < n; ++g) to[g] += a * x[g] + b * y[g] + d * z[g];
 }
-// The same, and e u + f v.
+// to += a x + b y + d z + e u + f v
 static OPER_CLONES void accumulate(double* __restrict to, const double* x, const double* y,
                                    const double* z, const double* u, const double* v, double a,
                                    double b, double d, double e, double f, int64_t n) {

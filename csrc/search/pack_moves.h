@@ -1,4 +1,4 @@
-// Moves from one state of the search to another, and where pieces are put at first.
+// Moves between states of the search, and the initial placement of pieces.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace oper::search {
 
-constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
-constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
-constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
-constexpr int kDrawn = 12;        // ranks that a move chooses the best of: 4 were too few, 32 gained no more
-constexpr double kSide = 0.5;     // of what a table pushes, that first searches leave it
+constexpr int kColumnStep = 4;    // widths of pieces are multiples of this
+constexpr int kMinColumns = 8;    // least width of a piece, unless the table is narrower
+constexpr int kMaxUnits = 4096;   // units of pulled rows per rank, at most
+constexpr int kDrawn = 12;        // ranks drawn, the best of which is used: 4 were too few, 32 gained no more
+constexpr double kSide = 0.5;     // least share of the initially pushed rows, while is_held_
 
 class PackMoves : protected PackState {
  protected:
@@ -29,7 +29,7 @@ class PackMoves : protected PackState {
       }
   }
 
-  // The ranks that are busiest in a phase are those of the state as it was before a move.
+  // `kept_busy_` has the ranks' times of the accepted state, `busy_` those of the evaluated one.
   void keep_busy() {
     std::swap(busy_, kept_busy_);
     std::fill(busiest_.begin(), busiest_.end(), -1);
@@ -42,7 +42,7 @@ class PackMoves : protected PackState {
     return busiest_[ph];
   }
 
-  // -- where to -----------------------------------------------------------------------------------
+  // -- choice of ranks ----------------------------------------------------------------------------
 
   double marginal_cost(int64_t r) const {
     double sum = 0;
@@ -57,7 +57,7 @@ class PackMoves : protected PackState {
     return sum;
   }
 
-  // Cost of a rank as it was before this move, and that with the loads `more` added and `less` removed.
+  // Cost of a rank before this move; and with the loads `more` added to and `less` removed from it.
   double rank_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) sum += phase_cost(kept_busy_[ph * W + r], ph);
@@ -75,23 +75,23 @@ class PackMoves : protected PackState {
     }
     return sum;
   }
-  double phase_cost(double busy, int64_t ph) const {  // by the eighth power: the busiest phase counts most
+  double phase_cost(double busy, int64_t ph) const {  // eighth power: the busiest phase dominates
     double x = busy * scale_[ph];
     x *= x, x *= x;
     return x * x / scale_[ph];
   }
 
-  // All ranks' in `marginal_`.
+  // Marginal costs of all ranks, into `marginal_`.
   void price_ranks() {
     marginal_.assign(W, 0.0f), looked_at_.resize(W);
     for (int64_t ph = 0; ph < P; ++ph) {
       look_at_phase(ph, looked_at_.data());
       add_fourth_powers(looked_at_.data(), scale_[ph], W, marginal_.data());
     }
-    for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // whose loads this move changes
+    for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // changed by this move
   }
 
-  // A rank that may own table `k` and does not yet; the cheapest of those drawn, or -1.
+  // The cheapest of several drawn ranks that may own table `k` and do not; -1 if there is none.
   int64_t pick_rank(int64_t k) {
     int64_t best = -1;
     double least = 0;
@@ -104,7 +104,7 @@ class PackMoves : protected PackState {
     return best;
   }
 
-  // Owners of weight 1 for a piece, as many as wanted, or as are found.
+  // Add owners of weight 1 to a piece until it has `wanted` or none is found.
   void pick_owners(Piece& x, int wanted) {
     while (x.owners < wanted) {
       const int64_t r = pick_rank(x.table);
@@ -124,7 +124,7 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Pieces of `width` columns dealt among `owners` each, where they cost least.
+  // Cut part `k` into pieces of `width` columns with `owners` owners each, on the cheapest ranks.
   bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
@@ -156,8 +156,8 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Pieces as the relaxation would have them; a share `otherwise` of the tables in other ones, which
-  // single moves of large pieces do not lead to.
+  // Initial pieces: those of the relaxed solution, and for a share `otherwise` of the tables different
+  // ones, which single moves of large pieces would not reach.
   void construct_all(double otherwise) {
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
@@ -175,7 +175,7 @@ class PackMoves : protected PackState {
         }
       }
       owners = std::clamp<int64_t>(owners, 1, max_owners(k));
-      while (!construct(k, width, int(owners))) {  // more pieces than ranks: widen them
+      while (!construct(k, width, int(owners))) {  // more pieces than ranks: make them wider
         while (!of_table_[k].empty()) erase(of_table_[k].back());
         width *= 2;
       }
@@ -205,8 +205,8 @@ class PackMoves : protected PackState {
     return redeal(id);
   }
 
-  // Moves an owner's part to another rank, or swaps it with a part of another table there: of several draws,
-  // the one that costs both ranks least.
+  // Move an owner's part to another rank, or swap it with a part of another table on that rank; of
+  // several drawn candidates, the one with the least cost for both ranks.
   bool exchange(int id) {
     const Piece& x = pieces_[id];
     const int i = int(random_.below(x.owners));
@@ -215,7 +215,7 @@ class PackMoves : protected PackState {
     int partner = -1;
     double least = 0;
     owned_.resize(4 * G), none_.assign(G, 0.0);
-    // What the part puts on a rank of either class, and what the other one does.
+    // Loads of the part, and of the part it is swapped with, on a rank of either class.
     const double* mine = owned(x, i, home, &owned_[0]);
     const double before = rank_cost(from);
     for (int n = 0; n < kDrawn; ++n) {
@@ -254,7 +254,7 @@ class PackMoves : protected PackState {
     replace(id, x);
   }
 
-  int columns(int most) {  // to shift or split off: fine steps mostly
+  int columns(int most) {  // to shift or split off, mostly in small steps
     if (most < kColumnStep) return 0;
     const int steps = most / kColumnStep;
     const int fine = int(random_.below(std::min(steps, 4))) + 1;
@@ -307,24 +307,24 @@ class PackMoves : protected PackState {
     if (most == 1) return false;
     const int i = int(random_.below(x.owners));
     switch (random_.below(5)) {
-      case 0: {  // one owner more
+      case 0: {  // one more owner
         const int64_t r = pick_rank(x.table);
         if (r < 0 || x.owners == most) return false;
         x.add_owner(r, 1 + int(random_.below(x.weight[i])));
         break;
       }
-      case 1:  // one less
+      case 1:  // one owner less
         if (x.owners == 1) return false;
         x.drop_owner(i);
         break;
-      case 2: {  // other weights
+      case 2: {  // shift weight
         if (x.owners == 1) return false;
         const int j = int(random_.below(x.owners));
         if (i == j || x.weight[i] == 1) return false;
         --x.weight[i], ++x.weight[j];
         break;
       }
-      case 3: {  // another gets the hottest rows
+      case 3: {  // swap two owners, which changes who has the hottest rows
         if (x.owners == 1) return false;
         const int j = int(random_.below(x.owners));
         if (i == j) return false;
@@ -346,8 +346,8 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // All pieces of a table get one owner more, or lose one: what keeps a phase long is often their
-  // largest share, and as long as one of them is as it was nothing is gained.
+  // Add an owner to every piece of a table, or remove one. A phase's length is often determined by the
+  // largest share of several pieces, so that changing only one of them would gain nothing.
   bool redeal_all(int id) {
     const int k = pieces_[id].table, most = max_owners(k);
     if (most == 1) return false;
@@ -369,7 +369,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Where ranks share links, what an owner of pulled rows sends is not its own load alone: they stay dealt evenly.
+  // Not if ranks share links: then a rank's pulled rows also load its mates, so they stay even.
   bool refill() {
     if (p_.mate_first[W] > 0) return false;
     const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
@@ -381,7 +381,7 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Another candidate of a table, or `now`; often one beside it.
+  // Another candidate of a table, or `now`; in half of the cases an adjacent one.
   int64_t other_candidate(int64_t k, int64_t now) {
     int64_t next = random_.below(p_.num_candidates[k]);
     if (random_.unit() < 0.5)
@@ -389,8 +389,8 @@ class PackMoves : protected PackState {
     return is_held_ && !is_on_its_side(k, next) ? now : next;
   }
 
-  // Whether a candidate pushes as the relaxation does, or does not as it does not. What large tables do is
-  // settled while it is hot, and the relaxation knows better than a hot search which of them to push.
+  // Whether a candidate pushes about as many rows as the initial one, or none if that pushes none. A hot
+  // search decides this for large tables early, and worse than the relaxation does.
   bool is_on_its_side(int64_t k, int64_t candidate) const {
     const double its = pushed_[p_.first[k] + p_.candidate[k]], now = pushed_[p_.first[k] + candidate];
     return its > 0 ? now >= kSide * its : now == 0;
@@ -411,7 +411,7 @@ class PackMoves : protected PackState {
     return !old.empty() || construct(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
   }
 
-  // Columns of one part of a table go to its other part.
+  // Move columns of one part of a table to its other part.
   bool transfer() {
     const int64_t k = pick_part(), to = partner(k);
     if (T == whole_ || !p_.may_split[k]) return false;
@@ -469,11 +469,11 @@ class PackMoves : protected PackState {
     return construct(k, width, owners);
   }
 
-  std::vector<double> owned_, none_;  // loads of parts
-  std::vector<double> pushed_;  // by candidate, what a column loads its owner with
-  std::vector<float> marginal_, looked_at_;  // of ranks
+  std::vector<double> owned_, none_;  // loads of pieces' parts
+  std::vector<double> pushed_;  // by candidate, largest load of a column on its owner
+  std::vector<float> marginal_, looked_at_;  // by rank
   std::vector<std::pair<float, int32_t>> order_;
-  bool is_held_ = false;  // every table stays on its side
+  bool is_held_ = false;  // candidates are limited by is_on_its_side
 };
 
 }  // namespace oper::search

@@ -1,12 +1,10 @@
-// State of the search over owners of pushed rows: what every rank carries, the pieces, and how a move
-// is undone.
+// State of the search for owners of pushed rows: the ranks' loads, the pieces, and how to undo a move.
 //
 // A table's columns are divided into two parts, one of which may be empty. A state gives every part a
 // candidate (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
-// dealt among a few owners by integer weights. A rank's load is a vector over (phase, group of terms)
-// and memory; what readers carry is alike for all ranks of a class. Pulled rows are dealt in parts that
-// are the same for all tables of a class, so that ranks which own little of the rest can own more of
-// them.
+// distributed among a few owners by integer weights. A rank's load is a vector over (phase, group of
+// terms) and memory; the load of readers is equal for all ranks of a class. Pulled rows are distributed
+// in units that apply to all tables of a class, so that ranks with little other load own more of them.
 #pragma once
 
 #include "search/pack.h"
@@ -22,14 +20,14 @@
 
 namespace oper::search {
 
-constexpr int kMaxOwners = 48;    // of one piece
-constexpr int64_t kLevels = 2;    // of mates: on the owner's host, in its rack
-constexpr int kMaxWeight = 240;   // weights of one piece, together
-constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are told apart
-constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
-constexpr double kMaxShare = 0.2; // of the largest rank in the energy; the rest is a power mean
+constexpr int kMaxOwners = 48;    // owners of one piece
+constexpr int64_t kLevels = 2;    // of mates: 0 on the owner's host, 1 in its rack
+constexpr int kMaxWeight = 240;   // sum of the weights of one piece
+constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are assigned one by one
+constexpr double kOverflow = 1e3; // a memory overflow x multiplies the step by 1 + 1e3 x
+constexpr double kMaxShare = 0.2; // weight of the slowest rank in the energy; the rest is a power mean
 
-constexpr double kLarge = 0.7;    // of the moves, that are about large tables
+constexpr double kLarge = 0.7;    // share of the moves that prefer large tables
 
 struct Random {  // xorshift64*, Vigna 2016
   uint64_t s;
@@ -51,7 +49,7 @@ struct Piece {
 
   Piece() = default;
   Piece(const Piece& x) { *this = x; }
-  Piece& operator=(const Piece& x) {  // mostly a few owners
+  Piece& operator=(const Piece& x) {  // copies only the owners in use, which are few
     table = x.table, width = x.width, owners = x.owners, total = x.total;
     std::memmove(rank, x.rank, size_t(owners) * sizeof *rank);
     std::memmove(weight, x.weight, size_t(owners) * sizeof *weight);
@@ -85,7 +83,7 @@ class PackState {
     reset(p.candidate, p.part_width, p.units);
   }
 
-  // A state without pieces.
+  // Start a state without pieces.
   void reset(const int64_t* candidate, const int64_t* width, const int64_t* units) {
     candidate_.assign(candidate, candidate + T), width_.assign(width, width + T);
     load_.assign(p_.base, p_.base + W * G);
@@ -128,9 +126,9 @@ class PackState {
       fill_[i] += columns * p_.fill[at + i] + sign * p_.fill_once[at + i];
   }
 
-  // The rows that are not pushed are cut into the same columns as those that are: what a cut costs
-  // whatever its width is. Most moves take as many pieces out as they put in, so that this waits for
-  // the end of a move, or of a candidate.
+  // Rows that are not pushed are cut at the same columns as pushed ones, and pay per piece. Most moves
+  // remove as many pieces as they add, so this is updated only at the end of a move, or before the
+  // candidate changes.
   void settle_cuts(int64_t k) {
     const double cuts = cuts_of(k) - counted_cuts_[k];
     if (cuts == 0) return;
@@ -150,7 +148,7 @@ class PackState {
     return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
   }
 
-  // Shares of lookups by owner: rows are dealt in turn, and the hottest ones weigh more than theirs.
+  // Shares of lookups by owner: rows are dealt in turn, the hottest ones with their actual share.
   void deal(Piece& x) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};
@@ -175,7 +173,7 @@ class PackState {
       x.mass[i] = float(mass[i]), x.sums[i] = float(sums(n, std::min(mass[i], 1.0)));
   }
 
-  // The owners of the places 0, ..., `last` of a period: `Tier.pattern` of oper/plan.py.
+  // The owners of the positions 0, ..., `last` of a period, as `Tier.pattern` of oper/plan.py.
   static void spread(const Piece& x, uint32_t last, uint8_t* turn) {
     if (x.total == x.owners) {
       for (uint32_t n = 0; n <= last; ++n) turn[n] = uint8_t(n);
@@ -191,8 +189,8 @@ class PackState {
     }
   }
 
-  // What an owner of a piece carries for it: columns, lookups, columns of partial sums; and, as
-  // lookups are not dealt as evenly as rows and an owner asks itself, too, what that adds.
+  // Amounts that an owner of a piece has: columns, share of lookups, columns of partial sums; columns by
+  // which its lookups exceed its rows' share; share of lookups that it requests from itself.
   struct Carried {
     double columns = 0, ids = 0, sent = 0, uneven = 0, asked = 0;
     Carried operator-(const Carried& x) const {
@@ -214,7 +212,7 @@ class PackState {
       accumulate(to, column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns, y.ids,
                  y.sent, y.uneven, y.asked, G);
   }
-  // Load of owner `i` of a piece, were it on a rank of class `c`; written to `to`, which is returned.
+  // Load of owner `i` of a piece on a rank of class `c`; written to `to`, which is returned.
   const double* owned(const Piece& x, int i, int64_t c, double* to) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     std::fill(to, to + G, 0.0);
@@ -233,11 +231,11 @@ class PackState {
     }
   }
 
-  // The loads of a table's piece `from` become those of `to`; either may have no owners.
+  // Replace the loads of a table's piece `from` by those of `to`; either may have no owners.
   void carry(const Piece& from, const Piece& to) {
     const int64_t n = p_.first[to.table] + candidate_[to.table];
     int64_t c = -1;
-    double a = 0, b = 0, d = 0;  // of the owners of one class, for what they put on readers
+    double a = 0, b = 0, d = 0;  // amounts of the owners of one class, for the loads of readers
     const auto pass_on = [&] {
       if (a != 0 || b != 0 || d != 0) {
         const int64_t at = (n * C + c) * G * C;
@@ -264,7 +262,7 @@ class PackState {
     pass_on();
   }
 
-  // What keeps each rank busy in a phase, by `flat_`; the largest, and the sum of powers.
+  // Largest load of each rank in a phase; returns the maximum and the sum of powers.
   std::pair<float, float> look_at_phase(int64_t ph, float* busy) const {
     float peak = 0, power = 0;
     for (int64_t c = 0; c < C; ++c) {
@@ -280,7 +278,7 @@ class PackState {
     return {peak, power};
   }
 
-  // Energy of the present state; fills peak_, busiest_, step_.
+  // Energy of the present state; sets busy_, peak_ and step_.
   double evaluate() {
     double step = 0, power_mean = 0;
     for (int64_t ph = 0; ph < P; ++ph) {
@@ -304,7 +302,7 @@ class PackState {
 
   // -- pieces -------------------------------------------------------------------------------------
 
-  // Put a piece into the state, take it out, or change its width and owners; `undo` undoes them.
+  // Add a piece, remove it, or change its width and owners; can be undone by `undo`.
   void insert(const Piece& x) {
     if (free_.empty()) {
       free_.push_back(int(pieces_.size()));
@@ -323,7 +321,7 @@ class PackState {
     log_.push_back({id, pieces_[id]});
     link(id, x);
   }
-  // A piece becomes `x`; where one has no owners, it is not in the state, and the last of `free_`.
+  // Set piece `id` to `x`. A piece without owners is not part of the state, and is in `free_`.
   void link(int id, const Piece& x) {
     Piece& was = pieces_[id];
     const auto differs = [&](int i) {
@@ -376,23 +374,23 @@ class PackState {
     share_[r] = float(double(units) / double(std::max<int64_t>(class_units_[p_.class_of[r]], 1)));
   }
 
-  void set_candidate(int64_t k, int64_t candidate) {  // its pieces are out
+  void set_candidate(int64_t k, int64_t candidate) {  // of a part without pieces
     settle_cuts(k);
     set_number(k, candidate_[k], candidate);
   }
 
-  void set_width(int64_t k, int64_t width) {  // its pieces are out, or will follow
+  void set_width(int64_t k, int64_t width) {  // of a part whose pieces are, or will be, changed as well
     set_number(k, width_[k], width);
   }
 
-  void set_number(int64_t k, int64_t& number, int64_t value) {  // what rows of part k that stay ask by
+  void set_number(int64_t k, int64_t& number, int64_t value) {  // of part k; updates unpushed rows' loads
     numbers_log_.push_back({&number, number});
     add_stay(k, -1);
     number = value;
     add_stay(k, 1);
   }
 
-  // A part that has columns, of a large table rather than of a small one: more hangs on it.
+  // A random part with columns, with a preference for large tables, which matter more.
   int64_t pick_part() {
     const double u = random_.unit();
     const int64_t k = p_.order[int64_t(double(whole_) * (random_.unit() < kLarge ? u * u * u : u))];
@@ -405,9 +403,9 @@ class PackState {
   bool may(int64_t k, int64_t r) const { return p_.may[k * W + r]; }
   bool free_for(int64_t k, int64_t r) const { return may(k, r) && !owns_[k * W + r]; }
 
-  // -- the best -----------------------------------------------------------------------------------
+  // -- best state ---------------------------------------------------------------------------------
 
-  // A state to come back to.
+  // A state that can be restored.
   struct State {
     double step = std::numeric_limits<double>::infinity();
     std::vector<int64_t> candidate, width, units;
@@ -432,7 +430,7 @@ class PackState {
   Random random_;
   int groups_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
-  std::vector<int64_t> place_;  // of a table in `order`
+  std::vector<int64_t> place_;  // index of each table in `order`
   std::vector<int64_t> candidate_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_;
@@ -444,8 +442,8 @@ class PackState {
   std::vector<uint8_t> owns_;
   std::vector<std::pair<int64_t, int64_t>> block_;
   std::vector<int64_t> saved_rank_, saved_mark_;
-  std::vector<std::pair<int, Piece>> log_;  // pieces as they were before a move
-  std::vector<std::pair<int64_t*, int64_t>> numbers_log_;  // and candidates and widths
+  std::vector<std::pair<int, Piece>> log_;  // pieces before the move's changes
+  std::vector<std::pair<int64_t*, int64_t>> numbers_log_;  // candidates and widths before them
   int64_t stamp_ = 0;
   double energy_ = 0, step_ = 0;
   State best_;

@@ -15,9 +15,9 @@
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
-constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds a whole piece
-constexpr int64_t kAlone = 30;       // tables, by option, up to which a second thread is not worth its while
+constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
+constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds an entire piece
+constexpr int64_t kAlone = 30;       // tables x options, up to which a second thread does not pay
 
 // to[b] = once[b] + times more[b]
 OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
@@ -34,9 +34,9 @@ OPER_CLONES void lower(double* __restrict least, const double* cost, const doubl
   }
 }
 
-// gain[b] -= fixed[b], at most 1e30; returns the sum of what is at most `limit`, and `limit` of others.
+// gain[b] = min(gain[b] - fixed[b], 1e30); returns the sum of min(gain[b], limit).
 OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n, double limit) {
-  constexpr int64_t kSums = 8;  // in this order whatever the processor
+  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
   double sums[kSums] = {};
   for (int64_t b = 0; b < n; ++b) {
     const double x = gain[b] - fixed[b];
@@ -51,11 +51,11 @@ OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n
   return sum;
 }
 
-// Of the blocks found in class `which` (0: in any): sum of cost - fixed, of ids and of least sums.
+// Over the blocks found in class `which` (0: in any): sums of cost - fixed, of ids and of least.
 OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
                         const double* ids, const double* least, int64_t n, double* total, double* mass,
                         double* sums) {
-  constexpr int64_t kSums = 8;  // in this order whatever the processor
+  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
   double totals[kSums] = {}, masses[kSums] = {}, leasts[kSums] = {};
   const auto add = [&](int64_t b, int64_t i) {
     const bool in = which > 0 ? found[b] == which : found[b] > 0;
@@ -78,12 +78,12 @@ class Pricing {
  public:
   explicit Pricing(OperPricing& p) : p_(p) {}
 
-  // Price one table.
+  // Solve the pricing problem of table `k`.
   void table(int64_t k) {
     begin_ = p_.starts[k], n_ = p_.starts[k + 1] - begin_, k_ = k;
     const int64_t M = p_.num_options;
     all_still_ = all_more_ = mass_all_ = 0;
-    must_ = false;  // some block may be pushed only, and so may all, as a table's blocks may the same
+    must_ = false;  // some block can only be pushed; then all can, because options are per table
     for (int64_t b = 0; b < n_; ++b) {
       all_still_ += p_.stay[begin_ + b], all_more_ += p_.stay_more[begin_ + b];
       mass_all_ += p_.ids[begin_ + b];
@@ -95,7 +95,7 @@ class Pricing {
     kinds_.assign(2 * num_types, Kind{});
     gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
     const double still = p_.pushes[k] > kStill ? kInfinity : still_cost(1.0);
-    // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
+    // Only configurations cheaper than the known one are searched for; at most prices there is none.
     const double known = p_.known[k];
     best_ = std::min(known, still), best_kind_ = -1, least_ = kInfinity;
     for (const Mode mode : {kAllPushed, kTiersPushed})
@@ -103,8 +103,8 @@ class Pricing {
     double value = std::min(best_, least_);
     int64_t at = 0;
     if (p_.columns[k] > 0 && num_types > 0 && std::isfinite(value)) {
-      // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
-      // so in some of its pieces. Types on the way that were passed over are looked at after all.
+      // Pieces must add up to the columns. A table that must push may also have pieces that do not. If
+      // the path uses a kind whose cheapest set was not searched for, that is done now.
       double whole = whole_widths();
       for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths()) look_at(i);
       if (whole < known && path_cost() < known) at = path_parts();
@@ -117,17 +117,17 @@ class Pricing {
   }
 
  private:
-  // Pieces of a type, all of whose rows are pushed or some; kind 2 j or 2 j + 1 of type j.
+  // Pieces of one type, all or some of whose rows are pushed; kind 2 j (all) or 2 j + 1 (some) of type j.
   struct Kind {
-    double least = kInfinity;     // no less does the table cost in such pieces
-    double cost = kInfinity;      // with the cheapest set of pushed blocks that is known
-    bool is_exact = false;        // whether that was looked for, whatever others cost
-    std::vector<int64_t> chosen;  // the set, by class
+    double least = kInfinity;     // lower bound of the cost of the table in such pieces
+    double cost = kInfinity;      // cost with the cheapest set of pushed blocks found
+    bool is_exact = false;        // whether `cost` is within tolerance of `least`, or was searched for
+    std::vector<int64_t> chosen;  // that set: 0, or 1 + the option of each block
   };
   static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
 
 
-  // Where a path through the columns comes from.
+  // The last piece of the shortest path to a column.
   struct Step {
     double cost = kInfinity;
     int64_t width = 0, kind = -1, lane = 0;
@@ -136,13 +136,13 @@ class Pricing {
     }
   };
 
-  // Cost of the table in pieces that push nothing, of which there would be `streams`.
+  // Cost of the table in `streams` pieces that push nothing.
   double still_cost(double streams) const {
     if (must_) return kInfinity;
     return std::min(p_.one[k_], all_still_ + streams * p_.tiers[k_]) + (streams - 1.0) * (p_.piece + all_more_);
   }
 
-  // Write part `at` of the configuration, pieces of kind i (-1: nothing is pushed); returns at + 1.
+  // Write part `at` of the configuration: pieces of kind i (-1: nothing is pushed); returns at + 1.
   int64_t part(int64_t at, double share, int64_t i, double streams) {
     const int64_t to = k_ * p_.max_parts + at;
     int64_t* chosen = p_.chosen + at * p_.num_blocks + begin_;
@@ -157,13 +157,13 @@ class Pricing {
     return at + 1;
   }
 
-  // Keep what is in `chosen_` as the cheapest set of kind i; the cheapest of all kinds as well.
+  // Record `chosen_` as the cheapest set of kind i, and of all kinds if it is.
   void keep_set(int64_t i, double cost) {
     kinds_[i].cost = cost, kinds_[i].chosen = chosen_;
     if (cost < best_) best_ = cost, best_kind_ = i;
   }
 
-  // Least id streams of a type of pieces over the classes.
+  // Least id streams of type j over the classes of owners.
   double streams_of(int64_t j) const {
     double least = kInfinity;
     for (int64_t m = 0; m < p_.num_options; ++m) {
@@ -173,7 +173,7 @@ class Pricing {
     return least;
   }
 
-  // Look at all types of pieces, all of whose rows are pushed, or some.
+  // Bound all types of pieces in a mode (all rows pushed, or some).
   void types(int64_t num_types, Mode mode) {
     chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
     mode_ = mode;
@@ -190,15 +190,15 @@ class Pricing {
     }
   }
 
-  // Look at pieces of kind i whatever others cost.
+  // Search for the cheapest set of kind i, without a limit by the costs of other kinds.
   void look_at(int64_t i) {
     limit_ = kInfinity, mode_ = i % 2 ? kTiersPushed : kAllPushed;
     kinds_[i].least = least_of(i / 2);
     kinds_[i].is_exact = true;
   }
 
-  // Least cost of a table in pieces of type j; of sets that cost more than `limit_`, and than those that
-  // are known, only so much.
+  // Lower bound of the cost of a table in pieces of type j. It is not raised further once it exceeds
+  // `limit_` or the cost of a known set.
   double least_of(int64_t j) {
     const bool must = mode_ == kAllPushed;
     double least = begin_type(j) - offset_;
@@ -207,7 +207,7 @@ class Pricing {
     return least + offset_;
   }
 
-  // What every block costs beside staying, in its cheapest class, and with what its rows send at least.
+  // Set `gain_` to the least excess over staying of each block, over classes, and `class_` to the class.
   void cheapest_classes(bool with_sums) {
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_)
@@ -218,7 +218,7 @@ class Pricing {
     for (int64_t b = 0; b < n_; ++b) gain_[b] = std::min(gain_[b] - fixed_[b], 1e30);
   }
 
-  // Where partial sums are no less than linear in what is pushed, blocks choose for themselves.
+  // Bound with partial sums that are linear in the blocks, so that each block chooses independently.
   double linear(int64_t j, bool must) {
     cheapest_classes(true);
     double least = 0;
@@ -230,9 +230,9 @@ class Pricing {
     return least;
   }
 
-  // If all owners counted as one class, of those that hold most and pay least: a prefix of the blocks, by
-  // what pushing costs per id, or so much that owners are full. No block at all stands for the least part
-  // of one: that is pushed for the charge alone.
+  // Bound with one class of owners in place of all, with the largest capacity and the lowest price: the
+  // best set is a prefix of the blocks by cost of pushing per id, or has a mass at which all owners are
+  // full. The empty prefix stands for an arbitrarily small part of a block, which pays the fixed charge.
   double prefixes(int64_t j, bool must) {
     double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, p_.price[m]);
@@ -251,14 +251,14 @@ class Pricing {
     return least;
   }
 
-  // What a set of blocks may cost beside `offset_` to be worth a closer look.
+  // Absolute tolerance of a set's cost.
   double close() const {
     return p_.close * (std::abs(rest_) + (std::isfinite(limit_) ? std::abs(limit_) : 0.0));
   }
   double room(int64_t j) const { return known_of(j) - offset_; }
   double known_of(int64_t j) const { return std::min(limit_, kinds_[kind_of(j, mode_)].cost); }
 
-  // Look at pieces of type j; returns what they cost at least.
+  // Set the unit costs of type j; returns a simple lower bound of the cost in such pieces.
   double begin_type(int64_t j) {
     set_type(j);
     const double streams = streams_of(j);
@@ -271,7 +271,7 @@ class Pricing {
     }
     offset_ = rest_ + (streams - 1.0) * p_.piece +
               (mode_ == kTiersPushed ? streams * p_.tiers_pushed[k_] : 0.0);
-    // Every id pays the least share of partial sums: that of all ids, or of a full owner's.
+    // Every id pays at least the share of partial sums that it has in a full owner, or in all ids.
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_) {
       const double most = std::min(mass_all_, full_of(j, m));
@@ -281,7 +281,7 @@ class Pricing {
     return offset_ + spare(&gain_[0], &fixed_[0], n_, mode_ == kAllPushed ? kInfinity : 0.0);
   }
 
-  // What pushing each block to each class costs in pieces of type j, partial sums apart.
+  // Set the costs of pushing each block to each class in pieces of type j, without partial sums.
   void set_type(int64_t j) {
     const int64_t M = p_.num_options, n = n_, begin = begin_;
     of_class_.clear();
@@ -291,7 +291,7 @@ class Pricing {
       const double more = p_.streams[type_of(j, m)] - 1.0;
       const int64_t at = m * p_.num_blocks + begin;
       blend(&pushed_[m * n], p_.go + at, p_.more + at, more, n);
-      // A rank that owns the whole piece does not ask itself.
+      // An owner of an entire piece sends no requests to itself.
       const bool asks = mode_ == kTiersPushed || mass_of(j, m) < kWhole;
       for (int64_t b = 0; b < n && asks; ++b)
         pushed_[m * n + b] += (more + 1.0) * p_.own[k_ * M + m] * p_.ids[begin + b];
@@ -305,8 +305,8 @@ class Pricing {
     }
   }
 
-  // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
-  // each costs is what `set_type` found.
+  // Record the set `found_` (with all blocks in one class if `only` > 0) if it is the cheapest so far,
+  // at the costs of `set_type`.
   void keep(int64_t j, int64_t only) {
     const int64_t n = n_;
     double total = 0;
@@ -322,17 +322,17 @@ class Pricing {
     keep_set(kind_of(j, mode_), total + offset_);
   }
 
-  // Cost of a block that is not pushed, in pieces of so many streams.
+  // Cost of a block that is not pushed, in a table cut into `streams` pieces.
   double stay_of(double streams, int64_t block) const {
     return p_.stay[block] + (streams - 1.0) * p_.stay_more[block];
   }
   double full_of(int64_t j, int64_t m) const { return mass_of(j, m) * p_.total_ids[k_]; }
-  // Cost of the partial sums of so many ids pushed to class m, from below.
+  // Lower bound of the cost of the partial sums of `ids` ids pushed to class m.
   double sums_cost(int64_t j, int64_t m, double ids) const {
     return p_.price[m] * sums_of(full_of(j, m), ids);
   }
-  // Bytes of partial sums of owners who hold `full` ids at most: owners are whole, and as sums are
-  // concave, all but one of them are full.
+  // Lower bound of the bytes of partial sums of owners who hold at most `full` ids each: the sums are
+  // concave, so all owners but one are full.
   double sums_of(double full, double ids) const {
     const double total = p_.total_ids[k_];
     if (ids <= full) return sums_at(p_.sums, k_, ids / total);
@@ -340,13 +340,13 @@ class Pricing {
     return sums_at(p_.sums, k_, full / total) * std::round(before / full) +
            sums_at(p_.sums, k_, (ids - before) / total);
   }
-  // The most ids below `ids` that fill all their owners.
+  // The largest multiple of `full` below `ids`.
   static double full_before(double full, double ids) {
     return full * std::floor(ids / full * (1 - kRounding));
   }
 
-  // Order the blocks by gain per id; `look` sees what each prefix costs, and parts of a block that fill
-  // owners, as of -1 blocks.
+  // Order the blocks by gain per id and call `look(count, cost)` for each prefix, and with count -1 for
+  // masses inside a block at which all owners are full.
   template <class Look>
   void walk(double full, double price, Look look) {
     const double* ids = p_.ids + begin_;
@@ -361,7 +361,7 @@ class Pricing {
       look(count, total + (mass > 0 ? price * sums_of(full, mass) : 0.0));
       if (count == n_) break;
       const int b = order_[count];
-      // What lies between is concave, and so is what lies between the first and last of these.
+      // Between these masses the cost is concave: the first and the last multiple inside the block.
       const double last = full_before(full, mass + ids[b]);
       for (const double at : {std::min(last, full * (std::floor(mass / full) + 1)), last}) {
         if (at > mass && at < mass + ids[b])
@@ -371,17 +371,17 @@ class Pricing {
     }
   }
 
-  // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
-  // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
-  // the widest ones has to be narrower, and pay for an id stream as well. A path through the columns, in
-  // two lanes by whether some rows are pushed so far.
+  // The cheapest way to make up a table's columns from pieces, each with the width of some type and its
+  // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower ones, with
+  // an id stream of their own. Shortest path over columns, in two lanes: nothing pushed so far, or
+  // something.
   double whole_widths() {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
-    by_width_.assign(count + 1, {kInfinity, 0});  // a piece so wide, and its kind
+    by_width_.assign(count + 1, {kInfinity, 0});  // cost and kind of the cheapest piece of each width
     for (int64_t m = 0; m < p_.num_options; ++m)
       for (int64_t j = 0; 2 * j < int64_t(kinds_.size()); ++j) {
         const int64_t at = type_of(j, m);
-        // What fits a class as a whole has no narrower types there, and a part in those of others.
+        // A class that can hold the table as one piece has only that type.
         if (at < 0 || p_.mass[at] <= 0 || (j > 0 && at == type_of(0, m))) continue;
         const int64_t low = std::llround(p_.narrowest[at]) / step,
                       high = std::llround(double(columns) / p_.streams[at]) / step;
@@ -411,7 +411,7 @@ class Pricing {
     return least;
   }
 
-  // `look` sees the steps of the path that `whole_widths` found, from its end.
+  // Call `look` for the steps of the path of `whole_widths`, last to first.
   template <class Look>
   void along_path(Look look) const {
     int64_t lane = lane_;
@@ -422,7 +422,7 @@ class Pricing {
     }
   }
 
-  // A kind on the path that only a bound is known of; -1 if there is none.
+  // A kind on the path that is not exact; -1 if there is none.
   int64_t passed_over() const {
     int64_t kind = -1;
     along_path([&](const Step& x) {
@@ -431,7 +431,7 @@ class Pricing {
     return kind;
   }
 
-  // What the sets on the path cost; their bounds may be lower.
+  // Cost of the sets on the path, which may exceed the path's lower bound.
   double path_cost() const {
     const double columns = double(p_.columns[k_] / p_.step);
     double cost = 0;
@@ -442,7 +442,7 @@ class Pricing {
     return cost;
   }
 
-  // Write the parts of the path; returns how many.
+  // Write the parts of the path; returns their number.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
     std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> parts;  // kind and width; how often
@@ -459,9 +459,9 @@ class Pricing {
     return number;
   }
 
-  int64_t type_of(int64_t j, int64_t m) const {  // -1: option m has no such type
+  int64_t type_of(int64_t j, int64_t m) const {  // -1 if option m has no such type
     const int64_t at = k_ * p_.num_options + m, count = p_.first[at + 1] - p_.first[at];
-    if (count == 1) return p_.first[at];  // as one piece, whatever is cut elsewhere
+    if (count == 1) return p_.first[at];  // one piece, even if the table is cut for other options
     return j < count ? p_.first[at] + j : -1;
   }
   double mass_of(int64_t j, int64_t m) const {
@@ -473,18 +473,18 @@ class Pricing {
       if (may_push(j, m)) return true;
     return false;
   }
-  // Whether a class may own such pieces: then it may own all blocks of the table.
+  // Whether a class may own pieces of type j; then it may own every block of the table.
   bool may_push(int64_t j, int64_t m) const {
     return mass_of(j, m) > 0 && std::isfinite(p_.go[m * p_.num_blocks + begin_]);
   }
   OperPricing& p_;
   int64_t k_ = 0;
-  int64_t begin_ = 0, n_ = 0;  // its blocks
+  int64_t begin_ = 0, n_ = 0;  // blocks of table k_
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
   int64_t best_kind_ = -1;  // -1: nothing is pushed
   double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
-  double limit_ = kInfinity;  // what sets may cost to be worth a look
+  double limit_ = kInfinity;  // sets that cost more are not searched for
   Mode mode_ = kAllPushed;
   static constexpr int64_t kIsPushed = 1, kLanes = 2;
   int64_t lane_ = 0;
@@ -511,7 +511,7 @@ extern "C" __attribute__((visibility("default"))) int oper_price(OperPricing* pr
   if (p.num_options * p.num_tables > kAlone) {
     try {
       other = std::thread(work);
-    } catch (const std::system_error&) {  // no thread to be had
+    } catch (const std::system_error&) {  // continue with one thread
     }
   }
   work();

@@ -1,76 +1,76 @@
-// Pushed pieces in the lower bound, called from oper/search/relaxation/pieces.py and oper/search/pricing/node.py.
+// Pricing of tables and limits of pushed pieces; called from oper/search/pricing and .../relaxation.
 #pragma once
 
 #include <cstdint>
 
 #include "search/argument.h"
 
-// Bytes of partial sums by share of a table's mass, T tables: 0, then a geometric grid up to 1.
+// Bytes of partial sums by share of a table's lookups, for T tables: a geometric grid up to share 1.
 struct OperSums {
   int64_t num_points;     // N, shares first, first * ratio, ..., 1
   double first, ratio;
   const double* bytes;    // [T, N]
 };
 
-// Largest mass of one owner, by type of piece; see `Pieces`.
+// Largest mass of one owner, by type of piece; see `Pieces.fit`.
 struct OperFit {
   OperArgument argument;
   int64_t num_tables, num_classes, num_loads;  // T, C, G (phases x 5)
   OperSums sums;
-  // Of pieces as wide, and as narrow, as they get; see `Pieces._set_loads`.
-  const double* density;  // [T, C, 2, G, 3], what all ids of a table ask by block, least, most; of all blocks
-  const double* per_unit; // [T, C, 2, G, 3], what a unit of each feature asks, but rows
-  const double* asks;     // [T, C, G], of these what an owner of all rows does not ask
-  const double* partial;  // [C, G], a byte of partial sums
-  const int64_t* first;   // [T + 1], where each table's types begin, N of them
+  // Third axis: pieces of all columns, and of the narrowest width; see `Pieces._set_loads`.
+  const double* density;  // [T, C, 2, G, 3], load of all lookups: to the lightest block, heaviest, as are
+  const double* per_unit; // [T, C, 2, G, 3], load of a unit of each feature except rows
+  const double* asks;     // [T, C, G], the part of the loads that an owner of all rows does not have
+  const double* partial;  // [C, G], load of a byte of partial sums
+  const int64_t* first;   // [T + 1], first of each table's types, of N in total
   const double* total_ids;  // [T]
-  const double* narrow;   // [N], narrowest width of each type, the whole row first
-  const double* floor;    // [C, G], what the owner does anyway
-  const double* most;     // [G], largest load of a piece
-  double step;            // largest sum over phases
-  double* mass;           // [N, C], out: 0 where no piece fits
-  double* least_sums;     // [N, C, 3], out: bytes of partial sums of a unit of each feature, at least
+  const double* narrow;   // [N], narrowest width of each type; a table's first type is the whole row
+  const double* floor;    // [C, G], load that every plan puts on the owner
+  const double* most;     // [G], upper limit of the load of a piece
+  double step;            // upper limit of the sum over phases
+  double* mass;           // [N, C], out: 0 if no piece fits
+  double* least_sums;     // [N, C, 3], out: least bytes of partial sums per unit of each feature
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
 };
 
-// The cheapest configuration of every table; see `Node.price`. Of many tables by two threads; they are
-// priced apart, so that nothing depends on them.
+// The cheapest configuration of every table; see `Node.price`. Many tables are priced by two threads;
+// tables are independent, so that results do not depend on the threads.
 //
-// A configuration cuts the table by columns into pieces. P kinds of pieces are told apart at most.
+// A configuration cuts the table by columns into pieces of at most P kinds.
 struct OperPricing {
   OperArgument argument;
   int64_t num_tables, num_options, num_blocks;   // T; M pushed options; K
   int64_t max_parts;            // P
   int64_t step;                 // widths of pieces are multiples of this
-  double close;   // share of the cost by which a bound of several options may miss it
+  double close;   // relative tolerance of a bound over several options
   double piece;                 // cost of every further piece of a table
   OperSums sums;
-  const int64_t* starts;        // [T + 1], blocks
-  const double* stay;           // [K], cost when not pushed
-  const double* stay_more;      // [K], least cost of every further stream then
+  const int64_t* starts;        // [T + 1], first block of each table
+  const double* stay;           // [K], cost of a block that is not pushed
+  const double* stay_more;      // [K], and of every further stream, least over options
   const double* one;            // [T], cost of the table in one tier that is not pushed
   const double* tiers;          // [T], charge of a piece of several tiers, none of them pushed
-  const double* tiers_pushed;   // [T], and of one that is pushed in part
-  const double* go;             // [M, K], cost when pushed as one id stream
+  const double* tiers_pushed;   // [T], and of a piece some of whose rows are pushed
+  const double* go;             // [M, K], cost of a block that is pushed, as one id stream
   const double* more;           // [M, K], cost of every further stream
   const double* own;            // [T, M], cost of an id that a rank pushes to itself
-  const double* features;       // [3, K], but rows
+  const double* features;       // [3, K], all except rows
   const double* ids;            // [K]
   const double* total_ids;      // [T]
   const double* price;          // [M], of a byte of partial sums
   const int64_t* first;         // [T * M + 1], types of a table in an option
   const double *streams, *mass; // by type
-  const double* least_sums;     // by type, 3 each, bytes of partial sums of a unit of each feature, at least
+  const double* least_sums;     // by type, 3 each: least bytes of partial sums per unit of each feature
   const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
-  const int64_t* columns;       // [T], width of the tables that are cut by columns, 0 for others
-  const uint8_t* pushes;        // [T], 0: as is cheapest; 1: no row is pushed; 2: some row is
-  const double* known;          // [T], cost of the cheapest configuration that is known, or infinity
+  const int64_t* columns;       // [T], columns that pieces must add up to; 0 for tables not cut so
+  const uint8_t* pushes;        // [T], 0: undecided; 1: no row is pushed; 2: some row is
+  const double* known;          // [T], cost of the cheapest known configuration, or infinity
   double* value;                // [T], out: lower bound of the least cost
-  int64_t* num_parts;           // [T], out: 0 where nothing is cheaper than what is known
+  int64_t* num_parts;           // [T], out: 0 if nothing is cheaper than the known configuration
   int64_t* kind;                // [T, P], out: type of the pieces that push
-  int64_t* mode;                // [T, P], out: one tier, several, all pushed, some pushed
-  double* share;                // [T, P], out: of the table's columns
-  double* part_streams;         // [T, P], out: the table's columns over those of one piece
+  int64_t* mode;                // [T, P], out: 0 one tier, 1 several, 2 all pushed, 3 some pushed
+  double* share;                // [T, P], out: share of the table's columns
+  double* part_streams;         // [T, P], out: the table's columns / those of one piece
   int64_t* chosen;              // [P, K], out: 0, or 1 + the pushed option
 };
 

@@ -1,4 +1,4 @@
-// Bytes of partial sums of a share of a table's mass.
+// Bytes of partial sums of a share of a table's lookups.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 #include "search/price.h"
 
-// Linear between the points of the grid: from below, because the bytes are concave in the share.
+// Linear interpolation on the grid: a lower bound, because the bytes are concave in the share.
 inline double sums_at(const OperSums& s, int64_t table, double share) {
   const double* y = s.bytes + table * s.num_points;
   if (share <= 0) return 0.0;

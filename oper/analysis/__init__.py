@@ -1,7 +1,4 @@
-"""From lookups to access statistics: exact counts, presence, skew and drift.
-
-Needs NumPy only.
-"""
+"""Access statistics from lookups: exact counts, presence, skew and drift. Needs only NumPy."""
 
 from oper.analysis.capacity import KeyForecast, forecast
 from oper.analysis.collector import Collector, collect, tables_of

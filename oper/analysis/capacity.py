@@ -1,11 +1,11 @@
-"""How a log's keys would use a dynamic table of a given size, and statistics of its rows.
+"""Forecast of a dynamic table's behaviour on a log of keys, and statistics of its rows.
 
-A model, not a replay: lookups are taken as independent draws from the counted frequencies. Keys are
-hashed into buckets, and a bucket can be full before the table is: the expected number of rows in
-use is that of a Poisson number of keys in each. Where keys lose their rows, ``"lru"`` follows the
-approximation of Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has its row if
-it was seen within the last T lookups, where T is chosen so that the keys held equal the rows in
-use; ``"lfu"`` keeps the keys that are seen most often.
+This is a model, not a replay: lookups are independent draws from the counted frequencies. Keys are
+hashed into buckets, and a bucket can be full before the table is; the expected number of rows in
+use follows from a Poisson distribution of the keys per bucket. Eviction ``"lru"`` is approximated
+as by Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has a row if it was seen
+within the last T lookups, with T such that the number of these keys equals the rows in use;
+``"lfu"`` keeps the keys that are seen most often.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _WHAT = "cannot forecast a dynamic table"
 
 @dataclass(frozen=True, slots=True)
 class KeyForecast:
-    """What happens to the keys of a log in a dynamic table that begins empty.
+    """Expected behaviour of a dynamic table that is empty at the start of a log.
 
     Attributes:
-        rows: rows that keys may have.
+        rows: rows that keys can have, without the default row.
         keys: distinct keys of the log.
-        occupied: rows that keys hold at its end.
+        occupied: rows that keys have at the end of the log.
         default_share: share of the lookups that read the default row.
-        inserts_per_lookup: keys that get a row, per lookup.
-        evictions_per_lookup: keys that lose their row to another one, per lookup.
+        inserts_per_lookup: number of times that a key gets a row, per lookup.
+        evictions_per_lookup: number of times that a key loses its row to another key, per lookup.
         unseen_mass: Good-Turing estimate of the share of the next lookups that bring new keys.
     """
 
@@ -50,10 +50,10 @@ class _Held:
     """Classes of keys of equal count, hottest first; float64 [K] each.
 
     Attributes:
-        keys: distinct ones.
-        held: keys that have a row at the end.
-        hits, misses: lookups that read rows of their own, and the default row.
-        inserts: times that a key gets a row.
+        keys: number of distinct keys.
+        held: number of keys that have a row at the end.
+        hits, misses: number of lookups that read a key's own row, and the default row.
+        inserts: number of times that a key gets a row.
     """
 
     keys: np.ndarray
@@ -68,8 +68,8 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
     """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
-        table: statistics of the keys.
-        num_rows: rows of the dynamic table, the default row included.
+        table: statistics of the keys, see `KeyCounter`.
+        num_rows: rows of the dynamic table, including the default row; at least 2.
         admit_after, eviction: see `oper.DynamicTable`.
 
     Raises:
@@ -85,15 +85,15 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
 
 def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
                  ) -> TableStats:
-    """Statistics of the rows of a dynamic table, from which its plan can be made.
+    """Return statistics of the rows of a dynamic table, from which a plan of it can be made.
 
-    Which row a key will get is not known, so the head holds the default row alone, and the tail
-    says how many rows have each access count. A row that several keys hold one after the other
-    counts the lookups of all of them. Arguments and errors: see `forecast`.
+    The row that a key will get is unknown, so the head contains only the default row, and the tail
+    has the number of rows by access count. If several keys have a row one after the other, their
+    lookups add up. Arguments and errors are those of `forecast`.
     """
     of = _held(table, num_rows, admit_after, eviction)
     num_missed = round(float(of.misses.sum()))
-    # Whole rows, hottest first; classes of less than one count with those behind them.
+    # Whole rows, hottest first; classes of less than one row are merged with colder ones.
     ends = np.rint(np.cumsum(of.held)).astype(np.int64)
     is_row = np.diff(ends, prepend=0) > 0
     rows = np.diff(ends[is_row], prepend=0)
@@ -108,18 +108,18 @@ def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, evictio
     return TableStats(
         num_rows, np.zeros(head.size, np.int64), head, values, rows, table.length_values,
         table.length_counts, table.presence_samples,
-        # Each miss is a key of its own, and all of them read one row.
+        # A lookup that misses counts as a distinct key, but all misses read the default row.
         np.maximum(1.0, table.presence_rows - share * ids + head.size), table.presence_windows)
 
 
 def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> _Held:
-    require(_WHAT, "correct the argument",
+    require(_WHAT, "pass num_rows and admit_after in range, and eviction 'lru' or 'lfu'",
             ("num_rows", num_rows, num_rows >= 2, ">= 2, for the default row and a key"),
             ("admit_after", admit_after, admit_after >= 1, ">= 1"),
             ("eviction", eviction, eviction in ("lru", "lfu"), "lru or lfu"))
     counts, keys = table.count_histogram()
     counts, keys = counts[counts > 0].astype(float), keys[counts > 0].astype(float)
-    waits = np.minimum(counts, admit_after)  # lookups before a key has a row
+    waits = np.minimum(counts, admit_after)  # lookups of a key until it has a row
     admitted = np.where(counts >= admit_after, keys, 0.0)
     in_use = _rows_in_use(float(admitted.sum()), num_rows - 1)
     if eviction == "lfu":
@@ -130,13 +130,14 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
         stays = _seen_lately(counts / max(1.0, float(counts @ keys)), admitted, in_use)
         held = admitted * stays
     hits = admitted * (counts - waits) * stays
-    # A key that misses gets a row, even if only until the next new key.
+    # A key that misses gets a row, even if it loses it at the next new key.
     inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays))
     return _Held(keys, held, hits, counts * keys - hits, inserts)
 
 
 def _rows_in_use(num_keys: float, num_rows: int) -> float:
-    """Expected rows that keys hold which are hashed into the buckets of `num_rows` rows."""
+    """Expected number of rows in use if `num_keys` keys are hashed into the buckets of a table of
+    `num_rows` rows."""
     num_buckets = -(-num_rows // KEY_BUCKET_ROWS)
     mean = num_keys / num_buckets
     if mean == 0:
@@ -145,12 +146,13 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
     places = np.arange(size + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, size + 1)))])
     below = np.cumsum(np.exp(places * np.log(mean) - mean - log_factorial))
-    more = np.maximum(0.0, 1.0 - below)  # that a bucket gets more than 0, 1, ... keys
+    more = np.maximum(0.0, 1.0 - below)  # probability of more than 0, 1, ... keys in a bucket
     return float(num_buckets * more[:size].sum() + larger * more[size])
 
 
 def _seen_lately(share: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
-    """Probability that a key, of a share of the lookups, was seen within the last T; see above."""
+    """Probability that a key with a share of the lookups was seen within the last T lookups, for T
+    as in the module's docstring."""
     def seen(log_t: float) -> np.ndarray:
         found: np.ndarray = -np.expm1(-share * np.exp(log_t))
         return found

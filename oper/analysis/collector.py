@@ -1,4 +1,4 @@
-"""From a loader of lookups to access statistics, without importing torch or torchrec."""
+"""Access statistics from a loader of lookups, without importing torch or torchrec."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ def collect(
     bucket_of: Callable[[Any], str] | None = None,
     source: str = "collected",
 ) -> AccessStats:
-    """Count the lookups of a model's tables, exactly.
+    """Count the lookups of a model's tables exactly and return the statistics.
 
     Args:
-        batches: each one a `KeyedJaggedTensor`, an object with `sparse_features` (TorchRec's
-            `Batch`), a mapping ``{feature: (ids, lengths)}`` or ``{feature: ids}`` (one id per
-            sample), or a tuple or list that contains some of these. A feature that a batch lacks
-            counts as not looked up. Take batches of the training part only.
+        batches: an iterable of batches. A batch is a `KeyedJaggedTensor`, an object with
+            `sparse_features` (TorchRec's `Batch`), a mapping ``{feature: (ids, lengths)}`` or
+            ``{feature: ids}`` (one id per sample), or a tuple or list that contains some of these.
+            Features may be missing in a batch. Pass only batches of the training split.
         model_or_tables: a module that contains `EmbeddingBagCollection`, `EmbeddingCollection`,
-            `nn.EmbeddingBag` or `nn.Embedding` (those by their path in the module, which is also
-            their feature name), or a sequence of `TableSpec`.
-        options: presence windows and memory.
-        bucket_of: label of a batch's time bucket, for drift; buckets should come in order.
-        source: where the lookups come from, as free text.
+            `nn.EmbeddingBag` or `nn.Embedding` (the last two get their path in the module as table
+            and feature name), or a sequence of `TableSpec`.
+        options: presence windows and limits of memory and time.
+        bucket_of: returns the label of a batch's time bucket, for drift; batches of a bucket should
+            be consecutive.
+        source: description of the origin of the lookups, free text.
 
     Returns:
         Statistics by table name. Presence is measured on sampled windows (see `PresenceSampler`),
         everything else on all ids.
 
     Raises:
-        InvalidInputError: an id out of range, a batch of an unknown kind, a model without tables,
-            or a table whose features no batch has.
+        InvalidInputError: an id is out of range, a batch has an unknown type, the model has no
+            tables, or no batch has a feature of some table.
     """
     if _is_kjt(batches) or isinstance(batches, Mapping) or not (
             hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
@@ -58,11 +59,11 @@ def collect(
 
 
 class Collector:
-    """Adds batches to `AccessStats` one at a time, e.g. in a running training loop."""
+    """Counts batches one at a time, e.g. in a running training loop, for `AccessStats`."""
 
     def __init__(self, model_or_tables: Any, options: CountOptions | None = None) -> None:
-        """Start counting the tables that `collect` would; one without features looks up the
-        feature of its own name."""
+        """Start a count; arguments as for `collect`. A table without features has one feature of
+        the table's name."""
         options = options or CountOptions()
         self._tables = tables_of(model_or_tables)
         self._counters = options.counters([t.name for t in self._tables],
@@ -72,14 +73,14 @@ class Collector:
         self._share = options.max_overhead
         self._begin: float | None = None
         self._longest = 0.0
-        self.seconds = 0.0     # spent on counting, with `max_overhead`
-        self.num_left_out = 0  # batches
+        self.seconds = 0.0     # time spent on counting; measured only with `max_overhead`
+        self.num_left_out = 0  # batches skipped because of `max_overhead`
 
     def add(self, batch: Any, bucket: str | None = None) -> None:
-        """Count one batch (the forms that `collect` takes); raises InvalidInputError.
+        """Count one batch of a form that `collect` takes; raises InvalidInputError as it does.
 
-        With `max_overhead` a batch is left out (and counted in `num_left_out`) while counting it,
-        at the cost of the most expensive batch so far, would exceed that share of the time since
+        With `max_overhead`, a batch is skipped (and counted in `num_left_out`) if the time spent
+        on counting plus that of the slowest batch so far would exceed this share of the time since
         the first call.
         """
         if self._share is None:
@@ -102,7 +103,7 @@ class Collector:
             found, samples = _read(source)
             num_samples = max(num_samples, samples)
             twice = sorted(features.keys() & found.keys())
-            require("cannot read a batch", "pass one part of the batch",
+            require("cannot read a batch", "pass only one part that has these features",
                     ("features", twice, not twice, "each feature once"))
             features.update(found)
         for table, counter in zip(self._tables, self._counters, strict=True):
@@ -113,11 +114,11 @@ class Collector:
         self._num_samples += num_samples
 
     def finish(self, source: str = "collected") -> AccessStats:
-        """The statistics of all batches; raises InvalidInputError if a table was never looked up.
-        """
+        """Return the statistics of all batches; raises InvalidInputError if no batch has a feature
+        of some table."""
         unseen = [t.name for t in self._tables
                   if not self._seen.intersection(t.features or (t.name,))]
-        require("no lookups of some tables",
+        require("cannot collect statistics of tables without lookups",
                 "pass batches with these features, or only the other tables",
                 ("tables", unseen, not unseen, "a feature of each in the batches, which have "
                  f"{sorted(self._seen)[:12]}"))
@@ -128,12 +129,12 @@ class Collector:
 
 
 def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
-    """The tables of a module tree or of a sequence of `TableSpec`.
+    """Return the tables of a module tree or of a sequence of `TableSpec`.
 
-    Modules are recognised by what they offer: `embedding_bag_configs()`, `embedding_configs()`, or
-    `num_embeddings` with `embedding_dim`. Tables of two collections that share a name are prefixed
-    by the path of their collection, as `oper.shard` does. Raises InvalidInputError when there is
-    none.
+    Modules are recognised by their methods and attributes: `embedding_bag_configs()`,
+    `embedding_configs()`, or `num_embeddings` and `embedding_dim`. If tables of two collections
+    have the same name, the path of the collection becomes a prefix, as in `oper.shard`. Raises
+    InvalidInputError if there is no table.
     """
     if hasattr(model_or_tables, "named_modules"):
         found = list(_module_tables(model_or_tables))
@@ -155,11 +156,11 @@ def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
 
 
 def _module_tables(model: Any) -> Iterator[tuple[str, TableSpec]]:
-    """The tables under their own names, each with the path of its module."""
+    """Yield the tables with their own names, each preceded by the path of its module."""
     collections: list[str] = []
     for path, module in model.named_modules():
         if any(path == c or path.startswith(f"{c}." if c else "") for c in collections):
-            continue  # inside a collection that has been listed as a whole
+            continue  # inside a collection whose tables are already listed
         for method in ("embedding_bag_configs", "embedding_configs"):
             if callable(getattr(module, method, None)):
                 collections.append(path)
@@ -171,7 +172,7 @@ def _module_tables(model: Any) -> Iterator[tuple[str, TableSpec]]:
         else:
             rows, dim = (getattr(module, n, None) for n in ("num_embeddings", "embedding_dim"))
             if isinstance(rows, int) and isinstance(dim, int):
-                # As oper.shard names it; the feature of a bare module is the empty path.
+                # The names that oper.shard uses; a bare module has the empty path.
                 yield path, TableSpec(path or "weight", rows, dim, (path,))
 
 
@@ -180,7 +181,7 @@ def _is_kjt(value: Any) -> bool:
 
 
 def _sources(batch: Any) -> list[Any]:
-    """The KJTs and mappings in a batch."""
+    """The `KeyedJaggedTensor`s and mappings in a batch."""
     if isinstance(batch, Mapping) or _is_kjt(batch):
         return [batch]
     if hasattr(batch, "sparse_features"):
@@ -193,7 +194,7 @@ def _sources(batch: Any) -> list[Any]:
     raise InvalidInputError(
         "cannot read a batch", "type", type(batch).__name__,
         "a KeyedJaggedTensor, an object with sparse_features, {feature: (ids, lengths)}, or a "
-        "tuple with one of these", "pass the part with the ids")
+        "tuple with one of these", "pass the part of the batch that has the ids")
 
 
 def _read(source: Any) -> tuple[dict[str, Lookups], int]:
@@ -208,7 +209,7 @@ def _pair(name: str, value: Any) -> Lookups:
     if isinstance(value, tuple | list) and len(value) == 2 and not np.isscalar(value[0]):
         return Lookups(_array(value[0]), None if value[1] is None else _array(value[1]))
     array = _array(value)
-    require(f"cannot read feature {name!r}", "convert it",
+    require(f"cannot read feature {name!r}", "convert the ids to a 1-d integer array",
             ("ids", (array.dtype.name, array.shape), array.dtype.kind in "iu" and array.ndim == 1,
              "(ids, lengths) or a flat integer array"))
     return Lookups(array)
@@ -227,7 +228,7 @@ def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
         raise InvalidInputError(
             "cannot read a KeyedJaggedTensor", "len(lengths), sum(lengths)",
             (lengths.size, int(lengths.sum())),
-            f"a multiple of {len(names)} features and len(values)={values.size}",
+            f"a multiple of {len(names)} (features), and len(values)={values.size}",
             "build it with one length per feature and sample")
     per_feature = lengths.reshape(len(names), -1)
     ends = np.concatenate([[0], np.cumsum(per_feature.sum(axis=1))])
@@ -240,9 +241,9 @@ def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
 
 
 def _array(value: Any) -> np.ndarray:
-    """A NumPy view (or copy from a device) of a tensor, array or sequence."""
+    """A NumPy view (or a copy from a device) of a tensor, array or sequence."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     array = np.asarray(value)
-    # An empty list has no integer type of its own.
+    # An empty list would become a float array.
     return array if array.size or array.dtype.kind in "iu" else array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Exact counting of accesses per row, bag lengths, presence and time buckets of one table."""
+"""Counts of one table's lookups: exact counts per row, bag lengths, presence and time buckets."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from oper.ranges import Count, rules_of
 from oper.stats import TableStats, TimeBucket
 from oper.support.native import merge_counts, sampled
 
-_BUCKET_ENTRIES = 1 << 16  # ids of a time bucket that is not counted exactly
+_BUCKET_ENTRIES = 1 << 16  # hottest ids that a time bucket keeps if its counts are not exact
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class CountOptions:
-    """How tables are counted.
+    """Memory and time limits of counting.
 
     Attributes:
-        presence_samples: window sizes n at which presence is measured.
-        dense_budget_bytes: memory for dense counters (4 bytes per row) over all tables; tables that
-            do not fit are counted in a hash table, exactly as well, at a fraction of the speed.
-        sparse_budget_bytes: memory of the counts of one such table (11 to 43 bytes per touched row,
-            twice that with ids or accesses beyond 32 bits, a quarter more while it grows); beyond
-            it heavy hitters are kept with a bounded error and the tail is estimated from a sample
-            of its rows (see `oper.analysis.sketch`).
-        max_overhead: share of the time that a live `Collector` may take, e.g. 0.02: batches that
-            would take more are left out; None = count every batch.
+        presence_samples: window sizes n, in samples, at which presence is measured.
+        dense_budget_bytes: memory for dense counters (4 bytes per row) of all tables. Tables that
+            do not fit are counted in hash tables, which is also exact, but several times slower.
+        sparse_budget_bytes: memory of one such hash table (11 to 43 bytes per touched row, twice
+            that if ids or accesses exceed 32 bits, and a quarter more while it grows). Beyond it,
+            heavy hitters are kept with a bounded error, and the tail is estimated from a sample of
+            its rows (see `oper.analysis.sketch`).
+        max_overhead: share of the time that a live `Collector` may take, e.g. 0.02; it skips
+            batches that would exceed this share. None = count every batch.
     """
 
     presence_samples: tuple[int, ...] = PRESENCE_SAMPLES
@@ -43,12 +43,12 @@ class CountOptions:
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "cannot count lookups", "change this field of CountOptions", *rules_of(self),
+            self, "cannot count lookups", "correct this argument of CountOptions", *rules_of(self),
             ("max_overhead", self.max_overhead is None or 0 < self.max_overhead <= 1,
-             "a share above 0, or None"))
+             "a share above 0 and at most 1, or None"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
-        """Which tables get a dense counter: the smallest first, until the budget is used up."""
+        """Which tables get a dense counter: the smallest ones, as long as the budget lasts."""
         result, left = [False] * len(num_rows), self.dense_budget_bytes
         for k in sorted(range(len(num_rows)), key=lambda k: num_rows[k]):
             left -= 4 * num_rows[k]
@@ -58,28 +58,27 @@ class CountOptions:
         return result
 
     def counters(self, names: Sequence[str], num_rows: Sequence[int]) -> list[TableCounter]:
-        """One counter per table, given the tables' names and numbers of rows."""
+        """Create one counter per table, given the tables' names and numbers of rows."""
         return [TableCounter(name, rows, dense, self.presence_samples, self.sparse_budget_bytes)
                 for name, rows, dense in zip(names, num_rows, self.dense_tables(num_rows),
                                              strict=True)]
 
 
 class AdaptiveCounter:
-    """Counts ids exactly while the distinct ones fit a memory budget, and with sketches after that.
-    """
+    """Counts ids exactly while the distinct ids fit a memory budget, and by sketches after that."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Start counting exactly."""
+        """Start with exact counts in a hash table of at most `budget_bytes` bytes."""
         self._tally = Tally(budget_bytes)
         self._pending: list[np.ndarray] = []  # sampled ids
         self._num_pending = 0
-        self.is_exact = True  # whether every id has been counted
+        self.is_exact = True  # whether all counts are exact, that is, no sketch is used yet
         self.num_accesses = 0
         self.heavy, self.sample = HeavyHitters(), DistinctSample()
 
     @property
     def num_ids(self) -> int:
-        """Distinct ids so far; an estimate once sketches are used."""
+        """Number of distinct ids so far; an estimate once sketches are used."""
         if self.is_exact:
             return self._tally.num_ids
         self._flush_sample()
@@ -106,14 +105,14 @@ class AdaptiveCounter:
                 self._tally.purge(max(self.heavy.num_entries, self._tally.num_ids // 2))
 
     def _end_exact(self) -> None:
-        """Go over to sketches: the table keeps the heavy hitters, the sample is taken from it."""
+        """Switch to sketches: the hash table keeps the heavy hitters and yields the sample."""
         if not self.is_exact:
             return
         self.is_exact = False
         level = max(0, (self._tally.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
         self.sample.level = max(level, self.sample.level)
         self.sample.add(*self._tally.sample(self.sample.level))
-        # However small the budget, room for the heavy hitters and as many others.
+        # Whatever the budget, make room for the heavy hitters and as many other ids.
         self._tally.max_bytes = max(self._tally.max_bytes, 64 * self.heavy.num_entries, 1 << 17)
 
     def _add_sampled(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
@@ -132,7 +131,7 @@ class AdaptiveCounter:
             self._pending, self._num_pending = [], 0
 
     def _flush(self) -> None:
-        """Give what was counted to the sketches; the table is empty afterwards."""
+        """Move the counts to the sketches; the hash table is empty afterwards."""
         self._flush_sample()
         tally = self._tally
         tally.purge(self.heavy.num_entries)
@@ -141,8 +140,8 @@ class AdaptiveCounter:
         self._tally = Tally(tally.max_bytes)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids in ascending order and their counts: of all ids, or lower bounds for the heavy
-        hitters."""
+        """Ids in ascending order and their counts, int64 [K] each: all ids and exact counts, or
+        heavy hitters and lower bounds of their counts."""
         if self.is_exact:
             return self._tally.result()
         self._flush()
@@ -179,19 +178,19 @@ class _DenseCounter:
         np.add.at(self._counts, ids, np.uint32(1))
 
     def _take(self) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.flatnonzero(self._counts != 0)  # several times as fast as on the counts
+        ids = np.flatnonzero(self._counts != 0)  # several times faster on bool than on uint32
         counts = self._counts[ids].astype(np.int64)
         self._counts[:] = 0
         self._total = 0
         return ids, counts
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Touched ids, ascending, and their counts; the counter is empty afterwards."""
+        """Touched ids, ascending, and their counts; resets the counter."""
         return merge_counts([*self._spilled, self._take()])
 
 
 class LengthCounter:
-    """Counts bag lengths."""
+    """Counts bags by length."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(2, np.int64)
@@ -207,25 +206,26 @@ class LengthCounter:
         self._counts += counts
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bag lengths in ascending order, and how many bags have each, int64 [P]."""
+        """Bag lengths in ascending order, and the number of bags of each; int64 [P] each."""
         values = np.flatnonzero(self._counts)
         return values, self._counts[values]
 
 
 class TableCounter:
-    """Counts the lookups of one table, batch by batch, into `TableStats`."""
+    """Counts the lookups of one table batch by batch, for `TableStats`."""
 
     def __init__(self, name: str, num_rows: int, dense: bool = True,
                  presence_samples: Sequence[int] = PRESENCE_SAMPLES,
                  sparse_budget_bytes: int = 1 << 28) -> None:
-        """Start a counter.
+        """Start a count.
 
         Args:
-            name: the table's name, for messages.
-            num_rows: rows of the table; every id must be below.
-            dense: 4 bytes per row (fast) instead of memory proportional to the touched rows.
+            name: the table's name, for error messages.
+            num_rows: number of rows of the table; ids must be smaller.
+            dense: use 4 bytes per row (fast) instead of memory proportional to the touched rows.
             presence_samples: window sizes at which presence is measured.
-            sparse_budget_bytes: beyond it a counter that is not dense goes over to sketches.
+            sparse_budget_bytes: memory limit of a counter that is not dense; beyond it the counter
+                uses sketches.
         """
         self._name, self._num_rows, self._dense = name, num_rows, dense
         self._budget = sparse_budget_bytes
@@ -243,15 +243,15 @@ class TableCounter:
         """Count one batch.
 
         Args:
-            lookups: the bags of every feature of the table, all of the same samples, in the same
+            lookups: the bags of every feature of the table, with the same samples in the same
                 order.
-            bucket: label of the time bucket. Buckets should come one after the other: each change
+            bucket: label of the time bucket. Batches of a bucket should be consecutive: each change
                 of the label costs a pass over the table's dense counter.
 
         Raises:
             InvalidInputError: an id is out of range, the lengths do not add up to the ids, ids are
-                not integers, or features differ in their numbers of samples. The table's counts are
-                then unchanged.
+                not integers, or features differ in their numbers of samples. The counts are then
+                unchanged.
         """
         for part in lookups:
             self._check(part, lookups[0].num_samples)
@@ -271,11 +271,11 @@ class TableCounter:
         for name, array in (("ids", ids), ("lengths", lengths)):
             if array is not None and (array.ndim != 1 or array.dtype.kind not in "iu"):
                 raise InvalidInputError(what, name, (array.dtype.name, array.shape),
-                                        "a flat integer array", "convert it")
+                                        "a 1-d integer array", "convert it to one")
         if part.num_samples != num_samples:
             raise InvalidInputError(what, "num_samples", (num_samples, part.num_samples),
-                                    "the same samples for every feature of a table",
-                                    "pass one batch at a time")
+                                    "equal for all features of a table",
+                                    "pass the same samples for every feature")
         if lengths is not None and (
                 int(lengths.sum()) != size or (lengths.size and lengths.min() < 0)):
             raise InvalidInputError(what, "sum(lengths)", int(lengths.sum()),
@@ -301,7 +301,7 @@ class TableCounter:
             self._parts.setdefault(self._label, []).append((ids, counts))
 
     def finish(self) -> TableStats:
-        """The statistics of all batches; the counter must not be used afterwards."""
+        """Return the statistics of all batches; the counter must not be used afterwards."""
         self._end_bucket()
         merged = {label: merge_counts(parts) for label, parts in self._parts.items()}
         buckets = tuple(TimeBucket(label, ids.astype(np.int64), counts)
@@ -329,7 +329,7 @@ class TableCounter:
 
 
 def _hottest(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of largest count, ascending, at most `_BUCKET_ENTRIES` of them."""
+    """The `_BUCKET_ENTRIES` ids with the largest counts, ascending, and their counts."""
     if ids.size <= _BUCKET_ENTRIES:
         return ids, counts
     keep = np.sort(np.argpartition(counts, ids.size - _BUCKET_ENTRIES)[-_BUCKET_ENTRIES:])

@@ -1,4 +1,4 @@
-"""Counting raw 64-bit keys, whose number no table size limits."""
+"""Counts of raw 64-bit keys, which unlike ids are not limited by a table's number of rows."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import sketched_histogram
 from oper.stats import TableStats
 
-_HASH_BITS = 40  # of keys whose presence is measured; packed with the number of a sample
+_HASH_BITS = 40  # bits of hashed keys for presence, which are packed with a sample's index
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class KeyCounter:
-    """Counts the lookups of one column of raw keys, batch by batch, into `TableStats`.
+    """Counts the lookups of one column of raw keys batch by batch, for `TableStats`.
 
-    The statistics have no head, since it is unknown which row a key will get, and cannot be merged.
-    They hold a histogram of access counts (exact up to a memory budget, beyond it heavy hitters and
-    a sampled tail), bag lengths, presence, and how many keys were new in each time bucket.
-    `oper.analysis.capacity` predicts from them how large a dynamic table must be.
+    The statistics cannot be merged, and have no head, since it is unknown which row a key will get.
+    They contain a histogram of access counts (exact up to a memory budget, beyond it from heavy
+    hitters and a sampled tail), bag lengths, presence, and the number of new keys in each time
+    bucket. `oper.analysis.capacity` predicts from them how large a dynamic table must be.
     """
 
     def __init__(self, presence_samples: Sequence[int] = PRESENCE_SAMPLES,
                  budget_bytes: int = 1 << 28) -> None:
-        """Start a counter; more distinct keys than fit into `budget_bytes` go to sketches."""
+        """Start a count; sketches are used if the distinct keys exceed `budget_bytes` bytes."""
         self._counter = AdaptiveCounter(budget_bytes)
         self._lengths = LengthCounter()
         self._presence = PresenceSampler(1 << _HASH_BITS, presence_samples)
         self._label: str | None = None
-        self._known = 0  # distinct keys up to the end of the last bucket
+        self._known = 0  # number of distinct keys up to the end of the last bucket
         self._new: list[int] = []
 
     def add(self, lookups: Sequence[Lookups], bucket: str | None = None) -> None:
         """Count one batch.
 
         Args:
-            lookups: the bags of keys, int64, of every feature of the table, all of the same
-                samples.
-            bucket: label of the time bucket; all batches of one come together.
+            lookups: the bags of keys (int64) of every feature of the table, with the same samples.
+            bucket: label of the time bucket; batches of a bucket must be consecutive.
         """
         if bucket != self._label:
             self._end_bucket()
             self._label = bucket
         hashed = []
         for part in lookups:
-            # Keys may be any 64 bits; counters take numbers that are not negative, and the sampler
-            # packs them with the numbers of samples. The upper bits of a product distinguish keys.
+            # Keys may be any 64 bits, but counters need numbers >= 0, and the sampler packs keys
+            # with samples. So keys are hashed: the upper bits of the product distinguish them.
             hashes = part.ids.astype(np.int64).view(np.uint64) * _MULTIPLIER
             self._counter.add((hashes >> np.uint64(1)).view(np.int64))
             self._lengths.add(part)
@@ -64,7 +63,7 @@ class KeyCounter:
         self._new.append(self._known - before)
 
     def finish(self) -> TableStats:
-        """The statistics of all batches; the counter must not be used afterwards."""
+        """Return the statistics of all batches; the counter must not be used afterwards."""
         self._end_bucket()
         counter = self._counter
         _, counts = counter.result()

@@ -1,7 +1,7 @@
-"""Measured presence: how many distinct rows a run of consecutive samples touches.
+"""Measured presence: the number of distinct rows that a window of consecutive samples touches.
 
-The independence formula `1 - (1 - p)^(nL)` overstates presence when ids of neighbouring samples are
-alike (a session, a burst), so it is measured as well.
+The independence formula `1 - (1 - p)^(nL)` overestimates presence if ids of neighbouring samples
+are correlated (sessions, bursts), so presence is also measured.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MAX_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """The bags that one feature looks up in one batch.
+    """The bags of one feature in one batch.
 
     Attributes:
-        ids: integer [L], all bags one after the other.
-        lengths: integer [B], ids per bag; None = one id per bag.
+        ids: integer [L], ids of all bags, concatenated.
+        lengths: integer [B], number of ids per bag; None = one id per bag.
     """
 
     ids: np.ndarray
@@ -32,30 +32,30 @@ class Lookups:
 
     @property
     def num_samples(self) -> int:
-        """Number of bags, which is the number of samples."""
+        """Number of bags, which equals the number of samples."""
         return int(self.ids.size if self.lengths is None else self.lengths.size)
 
 
 class PresenceSampler:
-    """Distinct rows per window of n samples of one table, for a few n at once.
+    """Measures distinct rows per window of n samples of one table, for several n.
 
-    The log is cut into blocks of `max(num_samples)` samples. Only sampled blocks are looked at:
-    every second one at first; whenever more than 16 have been measured every second of them is
-    dropped and the stride doubles. So the measured blocks are spread evenly over a log of any
-    length, at most half of the ids are ever sorted, and the share falls as the log grows. Within a
-    measured block every whole window of n samples counts.
+    The log is cut into blocks of `max(num_samples)` samples, of which some are measured: at first
+    every second one; whenever more than 16 have been measured, every second measurement is dropped
+    and the stride doubles. So measured blocks are spread evenly over a log of any length, at most
+    half of the ids are sorted, and their share falls as the log grows. In a measured block, every
+    complete window of n samples counts.
     """
 
     def __init__(self, num_rows: int, num_samples: Sequence[int] = PRESENCE_SAMPLES) -> None:
         """Start a sampler for a table of `num_rows` rows; `num_samples` are the window sizes n."""
         sizes = sorted(set(int(n) for n in num_samples))
-        require("cannot measure presence", "correct the sizes",
+        require("cannot measure presence", "pass at least one size, all >= 1",
                 ("num_samples", list(num_samples), bool(sizes) and sizes[0] >= 1,
                  "at least one window size, all >= 1"))
         self._sizes = sizes
         self._block = sizes[-1]
         self._bits = (self._block - 1).bit_length()
-        # Row and sample share one sort key; 32 bits sort about twice as fast as 64.
+        # Row and sample are packed into one sort key; 32 bits sort about twice as fast as 64.
         small = num_rows << self._bits <= 2**32
         self._dtype: np.dtype[Any] = np.dtype(np.uint32 if small else np.int64)
         self._stride = 2
@@ -90,13 +90,13 @@ class PresenceSampler:
             first = int(end[start - 1]) if start else 0
             ids = part.ids[first:int(end[start + take - 1])]
             samples = np.repeat(samples, part.lengths[start:start + take])
-        keys = ids.astype(self._dtype)  # a copy of its own
+        keys = ids.astype(self._dtype)  # always a copy, which may be changed in place
         keys <<= self._bits
         keys |= samples
         self._keys.append(keys)
 
     def _close(self, num_samples: int) -> None:
-        """Count the windows within the first `num_samples` samples of the block that ends here."""
+        """Measure the windows of the block that ends here, which has `num_samples` samples."""
         if not self._keys:
             return
         keys = np.concatenate(self._keys)
@@ -104,8 +104,8 @@ class PresenceSampler:
         keys.sort()
         rows = keys >> self._bits
         sample = (keys & ((1 << self._bits) - 1)).astype(np.int32)
-        # Sample of the same row's previous access, -1 for none: an access is the first one of its
-        # row in window k exactly when the previous access lies in an earlier window.
+        # The sample in which the same row was accessed before, -1 for none. An access is the first
+        # of its row in a window exactly if the previous access lies in an earlier window.
         previous = np.full(sample.size, -1, np.int32)
         np.copyto(previous[1:], sample[:-1], where=rows[1:] == rows[:-1])
         record = {}
@@ -121,10 +121,10 @@ class PresenceSampler:
             self._stride *= 2
 
     def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Window sizes int64 [Q], mean distinct rows float64 [Q], windows counted int64 [Q].
+        """Window sizes int64 [Q], mean distinct rows float64 [Q], number of windows int64 [Q].
 
-        The last block of the log counts as far as it has complete windows. Window sizes that were
-        never completed are left out.
+        The last block of the log counts up to its last complete window. Window sizes without a
+        complete window are left out.
         """
         self._close(self._at % self._block)
         sizes, means, counts = [], [], []

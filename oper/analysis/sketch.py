@@ -1,10 +1,10 @@
-"""Counting in bounded memory: heavy hitters with guaranteed error, and a tail from a sample of ids.
+"""Counting in bounded memory: heavy hitters with bounded error, and a tail from a sample of ids.
 
 Heavy hitters are those of Misra and Gries ("Finding repeated elements", 1982), taken batch by
-batch; such summaries merge without losing the guarantee (Agarwal et al., "Mergeable summaries",
-2012). The tail comes from a distinct sample (Gibbons, "Distinct sampling for highly-accurate
-answers", 2001):
-exact counts of the ids whose hash falls below a threshold, which halves when there are too many.
+batch; such summaries can be merged with the same error bound (Agarwal et al., "Mergeable
+summaries", 2012). The tail comes from a distinct sample (Gibbons, "Distinct sampling for
+highly-accurate answers", 2001): exact counts of the ids whose hash is below a threshold, which is
+halved if there are too many.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from oper.rows.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
 from oper.support.native import merge_counts, sampled
 
-HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
-SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
+HEAVY_ENTRIES = 1 << 20   # ids in a heavy-hitter summary
+SAMPLE_ENTRIES = 1 << 18  # ids in a distinct sample
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
-_FEW = 1 << 12  # smaller counts are found with a histogram
+_FEW = 1 << 12  # counts below are found in a histogram, without sorting
 
 
 class _Summary:
-    """Ids with their counts; cut back to `num_entries` ids when there are twice as many."""
+    """Ids with counts; reduced to `num_entries` ids when there are more than twice as many."""
 
     def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -40,7 +40,7 @@ class _Summary:
             self.result()
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and their counts, int64 [M], `num_entries` of them at most."""
+        """Ids, ascending, and their counts; int64 [M] each, at most `num_entries`."""
         if not self._parts:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._parts = [self._kept(*merge_counts(self._parts))]
@@ -51,10 +51,10 @@ class _Summary:
 
 
 class HeavyHitters(_Summary):
-    """A Misra-Gries summary: counts are too low by at most `error`; every id with more is in it.
+    """A Misra-Gries summary: true count - error <= count <= true count.
 
-    `error` is at most (number of ids) / `num_entries`, and far less for skewed ids; true count -
-    error <= count <= true count.
+    Ids with a true count above `error` are always in it. `error` is at most (number of ids) /
+    `num_entries`, and much smaller for skewed ids.
     """
 
     def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
@@ -64,7 +64,7 @@ class HeavyHitters(_Summary):
 
     def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if ids.size > self.num_entries:
-            # What is subtracted from one id is subtracted from num_entries others as well.
+            # Each decrement applies to more than num_entries ids, which bounds the error.
             level = _smallest(counts, ids.size - self.num_entries - 1)
             keep = counts > level
             ids, counts = ids[keep], counts[keep] - level
@@ -79,14 +79,14 @@ class HeavyHitters(_Summary):
 
 
 def _smallest(counts: np.ndarray, place: int) -> int:
-    """The count that has `place` before it in ascending order."""
+    """The count at index `place` in ascending order."""
     few = np.bincount(np.minimum(counts, _FEW), minlength=_FEW + 1)
     level = int(np.searchsorted(np.cumsum(few), place, side="right"))
     return level if level < _FEW else int(np.partition(counts, place)[place])
 
 
 class DistinctSample(_Summary):
-    """Exact counts of the ids whose hash has `level` leading zeros: a share 2^-level of all ids."""
+    """Exact counts of the ids whose hash has `level` leading zeros, about 2^-level of all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Keep at most `num_entries` ids."""
@@ -122,18 +122,19 @@ def sketched_stats(
     presence: tuple[np.ndarray, np.ndarray, np.ndarray],
     buckets: tuple[TimeBucket, ...] = (),
 ) -> TableStats:
-    """Statistics from sketches.
+    """Make statistics from sketches.
 
-    The head holds the ids whose count is off by at most a tenth; half of the error is added to
-    each. All other rows are in the tail's histogram, which is that of the sampled ids outside the
-    head, each standing for 2^level rows, scaled so that head and tail hold all accesses.
+    The head contains the ids whose count has an error of at most a tenth; half of the error is
+    added to each count. All other rows are in the tail's histogram: that of the sampled ids outside
+    the head, each of which represents 2^level rows, scaled so that head and tail contain all
+    accesses.
 
     Args:
-        num_rows: rows of the table.
+        num_rows: number of rows of the table.
         heavy, sample: the two sketches, each of all ids.
-        num_accesses: ids counted.
-        lengths: bag-length values and counts.
-        presence: window sizes, mean distinct rows and windows counted, see
+        num_accesses: number of ids counted.
+        lengths: bag lengths and the number of bags of each.
+        presence: window sizes, mean distinct rows and number of windows, see
             `PresenceSampler.result`.
         buckets: time buckets.
     """
@@ -147,9 +148,9 @@ def sketched_stats(
 
 def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses: int
                        ) -> tuple[np.ndarray, np.ndarray]:
-    """Access counts, ascending, and how many ids have each, int64 [K] both.
+    """Access counts, ascending, and the number of ids with each; int64 [K] each.
 
-    Estimated as in `sketched_stats`, except for ids without a table that limits their number.
+    Estimated as by `sketched_stats`, for ids whose number is not limited by a table.
     """
     ids, counts = _head(heavy, num_accesses)
     num_sampled = sample.result()[0].size
@@ -161,23 +162,20 @@ def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses
 
 
 def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids whose count is off by at most a tenth, ascending, and their counts, int64 [H]."""
+    """Ids whose count has an error of at most a tenth, ascending, and their counts; int64 [H]."""
     ids, counts = heavy.result()
     sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
     ids, counts = ids[sure], counts[sure] + heavy.error // 2
     over = int(counts.sum()) - num_accesses
-    if over > 0:  # halves of the error that were not there
+    if over > 0:  # the added halves of the error were too much
         counts = np.maximum(1, counts - -(-over // max(1, ids.size)))
     return ids, counts
 
 
 def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows: int
           ) -> tuple[np.ndarray, np.ndarray]:
-    """Histogram of `num_rows` rows with `num_accesses` accesses, like the sampled ids' counts.
-
-    Accesses are matched to the last one while rows allow it; when the sample has none left, all
-    rows are as good as equally cold.
-    """
+    """Histogram of `num_rows` rows with `num_accesses` accesses, shaped like the sampled counts of
+    ids outside `head`; all rows are equally cold if the sample has no such ids."""
     ids, counts = sample.result()
     values, found = np.unique(counts[~np.isin(ids, head, assume_unique=True)], return_counts=True)
     rows: np.ndarray = found.astype(np.float64) * 2.0**sample.level
@@ -186,7 +184,7 @@ def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows:
         rows = np.ones(1)
     if values.size and num_accesses > 0:
         mass = np.cumsum(values * rows)
-        # Rows of small counts are many and well known; those of large ones take up the difference.
+        # Small counts have many sampled rows and are accurate; large counts absorb the difference.
         upper = mass > mass[-1] / 2
         lower = float(mass[~upper][-1]) if not upper.all() else 0.0
         if lower < num_accesses:
@@ -206,17 +204,17 @@ def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows:
 
 def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows: int
                ) -> tuple[np.ndarray, np.ndarray]:
-    """Round a histogram with fractional numbers of rows to whole rows, keeping the total of
-    accesses.
+    """Round a histogram with fractional numbers of rows to whole rows and `num_accesses` accesses.
 
     Args:
         values: int64 [K], access counts.
         rows: float64 [K], rows of each; ``values @ rows`` is at most about `num_accesses`.
-        num_accesses: accesses of all rows together, met exactly.
-        num_rows: most rows of the result. Accesses that rounding leaves over go to additional rows.
+        num_accesses: accesses of all rows of the result.
+        num_rows: upper limit of rows of the result; accesses that remain after rounding down are
+            given to additional rows, if the limit allows any.
 
     Returns:
-        Ascending counts int64 [M] and whole rows int64 [M], all >= 1.
+        Ascending counts int64 [M] and numbers of rows int64 [M], all >= 1.
     """
     found = np.floor(rows + 1e-9).astype(np.int64)
     rest, spare = num_accesses - int(values @ found), num_rows - int(found.sum())
@@ -233,21 +231,20 @@ def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows
 def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStats:
     """Merge the statistics of several parts, exact or sketched.
 
-    A table whose parts are all exact stays exact. Otherwise sketches are merged, an exact part
-    being sketched first: errors add up and stay within (ids counted) / `HEAVY_ENTRIES`. Only the
+    A table whose parts are all exact stays exact. Otherwise exact parts are converted to sketches,
+    and sketches are merged: errors add up and stay within (ids counted) / `HEAVY_ENTRIES`. Only the
     order of time buckets depends on the order of the parts.
 
     Args:
         parts: statistics of days, files or workers.
         grown: allow tables to have more rows in some parts than in others, appended at the end, as
-            after ``oper vocabulary extend``: equal row numbers mean equal values.
+            after ``oper vocabulary extend``; equal row numbers must mean equal values.
 
     Raises:
-        InvalidInputError: there are no parts, they are of different tables, or the tail of a table
-            is only modelled (for example from published counts), so that its rows are not known one
-            by one.
+        InvalidInputError: there are no parts, they are of different tables, or a table has no
+            counts of single rows in its tail (for example from published counts).
     """
-    ready: list[tuple[int, AccessStats]] = []  # of falling size, so that few are held at a time
+    ready: list[tuple[int, AccessStats]] = []  # of decreasing size, so that few are held at a time
     for part in parts:
         size, whole = 1, part
         while ready and ready[-1][0] == size:
@@ -255,7 +252,7 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
         ready.append((size, whole))
     if not ready:
         raise InvalidInputError("cannot merge statistics", "parts", 0, "at least one",
-                                "pass some statistics")
+                                "pass the statistics of at least one part")
     while len(ready) > 1:
         (_, one), (_, other) = ready[-2:]
         ready[-2:] = [(0, _merge_two(one, other, grown))]
@@ -263,7 +260,7 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
 
 
 def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
-    """Statistics under the row numbers that ``oper vocabulary extend --reorder`` gave.
+    """Return statistics under the row numbers that ``oper vocabulary extend --reorder`` assigned.
 
     Tables that have grown since they were counted get their new rows first. See `oper.rows.remap`.
 
@@ -295,7 +292,8 @@ def _merge_tables(name: str, one: TableStats, other: TableStats) -> TableStats:
         return one.merge(other)
     if one.num_rows != other.num_rows:
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "num_rows",
-                                (one.num_rows, other.num_rows), "equal", "count again")
+                                (one.num_rows, other.num_rows), "equal numbers of rows",
+                                "count both with the same vocabulary, or merge them as grown")
     (heavy, sample), (more, others) = (_sketches(name, t) for t in (one, other))
     heavy.merge(more)
     sample.merge(others)
@@ -316,12 +314,12 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
     if table.new_ids.size:
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
                                 "row numbers of a vocabulary",
-                                "statistics of keys do not say which keys are "
-                                "hot: preprocess and count the days as one log")
+                                "count the days as one log: statistics of keys do not contain "
+                                "the keys")
     if kept is None:
         raise InvalidInputError(f"cannot merge statistics of table {name!r}", "tail", "modelled",
                                 "exact counts, or sketches made by counting",
-                                "merge the statistics from which it was made")
+                                "merge the statistics from which this table's were made")
     heavy.error, sample.level = kept.heavy_error, kept.sample_level
     heavy.add(kept.heavy_ids, kept.heavy_counts)
     sample.add(kept.sample_ids, kept.sample_counts)

@@ -14,20 +14,20 @@ from oper.stats import AccessStats, TableStats, TimeBucket
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """Skew of one table. Shares are of all accesses; "touched" rows are those that were looked up.
+    """Skew of one table. Shares are of all accesses; "touched" rows have at least one access.
 
     Attributes:
         num_rows: rows of the table.
         num_touched_rows: distinct rows looked up.
         num_accesses: ids looked up.
-        pooling_factor: mean ids per bag.
+        pooling_factor: mean number of ids per bag.
         hottest: share of the hottest row.
         top_1pct: share of the hottest 1 % of the touched rows (rounded up).
         top_10pct: share of the hottest 10 % of the touched rows (rounded up).
-        rows_for_half: hottest rows that together take half of the accesses.
-        rows_for_90pct: hottest rows that together take 90 % of the accesses.
+        rows_for_half: number of hottest rows with half of the accesses.
+        rows_for_90pct: number of hottest rows with 90 % of the accesses.
         unseen_mass: Good-Turing estimate of the probability that the next id is a new one.
-        drift: total variation distance of consecutive time buckets, mean; NaN without buckets.
+        drift: mean total variation distance of consecutive time buckets; NaN with fewer than two.
     """
 
     num_rows: int
@@ -44,7 +44,7 @@ class Skew:
 
 
 def skew(table: TableStats) -> Skew:
-    """Skew of one table's accesses."""
+    """Compute the skew of one table's accesses."""
     values, rows = table.count_histogram()
     values, rows = values[values > 0], rows[values > 0]
     mass = np.concatenate([[0.0], np.cumsum(values * rows, dtype=np.float64)])
@@ -54,7 +54,7 @@ def skew(table: TableStats) -> Skew:
     hottest, top_1pct, top_10pct = (float(share) for share in table.coverage(sizes))
 
     def rows_for(share: float) -> int:
-        # Within one count every row weighs the same, so that mass is linear in rows there.
+        # Rows of one count weigh the same, so between classes mass is linear in rows.
         return math.ceil(float(np.interp(share * mass[-1], mass, ends)) - 1e-9)
 
     return Skew(
@@ -63,64 +63,62 @@ def skew(table: TableStats) -> Skew:
 
 
 def drift(table: TableStats) -> float:
-    """Mean total variation distance between consecutive time buckets, 0 (none) to 1 (disjoint).
+    """Mean total variation distance between consecutive time buckets, 0 (equal) to 1 (disjoint).
 
-    Half the sum over rows of the difference of access shares; includes sampling noise, so that a
-    stationary log of many rare ids is above 0. NaN with fewer than two buckets.
+    The distance is half the sum over rows of the absolute difference of access shares. It includes
+    sampling noise: a stationary log with many rare ids has a drift above 0. NaN with fewer than two
+    buckets.
     """
     found = bucket_distances(table)
     return float(np.mean(found)) if found else float("nan")
 
 
 def bucket_distances(table: TableStats) -> list[float]:
-    """Total variation distance of each time bucket from the one before, 0..1."""
+    """Total variation distance of each time bucket from the previous one, 0 to 1."""
     return [_distance(a, b) for a, b in zip(table.buckets, table.buckets[1:], strict=False)]
 
 
 def distance(old: TableStats, new: TableStats) -> float:
-    """Total variation distance between two statistics of a table, 0 (the same distribution) to 1
-    (disjoint).
+    """Total variation distance between two statistics of a table, 0 (equal) to 1 (disjoint).
 
-    Like `drift`, but between two statistics instead of time buckets. Rows outside a head count as
-    the mean of their tail, so the distance is exact where both heads hold all touched rows
-    (`TableStats.is_exact`).
+    Rows outside of a head count with the mean of their tail, so the distance is exact if both heads
+    contain all touched rows (`TableStats.is_exact`). See `drift` for time buckets.
 
     Raises:
-        InvalidInputError: the tables differ in size, one has no accesses, or they hold raw keys.
+        InvalidInputError: the tables differ in size, one has no accesses, or they are of raw keys.
     """
     if old.num_rows != new.num_rows or not old.num_accesses or not new.num_accesses:
         raise InvalidInputError("cannot compare statistics", "num_rows, num_accesses",
                                 [(s.num_rows, s.num_accesses) for s in (old, new)],
-                                "tables of one size with accesses", "count the same table twice")
+                                "equal numbers of rows, and accesses in both",
+                                "compare statistics of the same table")
     if old.new_ids.size or new.new_ids.size:
         raise InvalidInputError(
             "cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",
-            "statistics of keys do not say which keys are hot: use their new_ids")
+            "compare their new_ids: statistics of keys do not contain the keys")
     ids = np.union1d(old.head_ids, new.head_ids)
     shares = []
     for stats in (old, new):
         rest = stats.num_rows - stats.head_ids.size
         tail = 1.0 - stats.head_counts.sum() / stats.num_accesses
-        share = np.full(ids.size + 1, tail / rest if rest else 0.0)  # the last: in no head
+        share = np.full(ids.size + 1, tail / rest if rest else 0.0)  # last: each row in no head
         share[np.searchsorted(ids, stats.head_ids)] = stats.head_counts / stats.num_accesses
         shares.append(share)
     common = np.minimum(*shares)
     found = 1.0 - common[:-1].sum() - common[-1] * (old.num_rows - ids.size)
-    return max(0.0, float(found))  # shares of one counting need not add up to 1 exactly
+    return max(0.0, float(found))  # rounding may make it slightly negative
 
 
 def _distance(a: TimeBucket, b: TimeBucket) -> float:
     _, at_a, at_b = np.intersect1d(a.ids, b.ids, assume_unique=True, return_indices=True)
     share_a, share_b = a.counts / a.counts.sum(), b.counts / b.counts.sum()
-    # Sum of |x - y| / 2 over all rows equals one minus the sum of min(x, y).
+    # The sum of |x - y| / 2 over all rows equals 1 minus the sum of min(x, y).
     return max(0.0, 1.0 - float(np.minimum(share_a[at_a], share_b[at_b]).sum()))
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:
-    """All tables' skew, JSON-serializable (NaN becomes None).
-
-    For raw keys also the number of new keys in each time bucket.
-    """
+    """Return all tables' skew in a form that JSON can represent (NaN becomes None); for raw keys
+    also the number of new keys in each time bucket."""
     tables = {}
     for name, table in stats.tables.items():
         fields = asdict(skew(table))

@@ -1,4 +1,4 @@
-"""Counts of ids in a table of a bounded size: exact while they fit, by Misra and Gries beyond."""
+"""Counts of ids in a hash table of bounded size: exact while they fit, Misra-Gries beyond."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 from oper.support.native import Counts, address, library
 
-_FEW = 1 << 12  # smaller counts are told apart exactly when a table is purged
+_FEW = 1 << 12  # counts below are distinguished when a table is purged
 _FIRST_BITS = 12
-_NARROW = 1 << 32  # ids and accesses below fit slots of 8 bytes
+_NARROW = 1 << 32  # slots have 8 bytes while ids and accesses are below
 _EMPTY = np.zeros(0, np.int64)
 
 
 class Tally:
     """Counts of non-negative ids in one hash table.
 
-    Open addressing with at most three quarters of the slots taken; a slot has 8 bytes, 16 once ids
-    or accesses exceed 32 bits. `purge` makes space with the method of Misra and Gries ("Finding
+    Open addressing, with at most three quarters of the slots used. A slot has 8 bytes, or 16 once
+    ids or accesses exceed 32 bits. `purge` makes space by the method of Misra and Gries ("Finding
     repeated elements", 1982), applied to many ids at a time (Anderson et al., "A high-performance
     algorithm for identifying frequent items in data streams", 2017).
 
     Attributes:
-        error: the most that `purge` has subtracted from any count.
+        max_bytes: memory limit; while the table grows, it takes up to a quarter more.
+        error: upper limit of what `purge` has subtracted from any count.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """The table takes at most `max_bytes`, and a quarter more while it grows."""
+        """Create an empty table."""
         self.max_bytes = max_bytes
         self.error = 0
         self._num_accesses = 0
@@ -38,14 +39,13 @@ class Tally:
 
     @property
     def num_ids(self) -> int:
-        """Ids that have a count."""
+        """Number of ids that have a count."""
         return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Count `ids` int64 [N], each once or `counts` int64 [N] times.
+        """Count `ids` (int64 [N]), each once or `counts` (int64 [N]) times.
 
-        Returns:
-            How many of them fitted; the table has no space for the others.
+        Returns the number of ids that were counted; the table has no space for the rest of `ids`.
         """
         if not ids.size:
             return 0
@@ -69,13 +69,13 @@ class Tally:
         return ctypes.c_int32(self._wide), address(self._table), ctypes.c_int32(self._bits)
 
     def _grow(self) -> bool:
-        """Four times the slots, or twice as many when no more fit."""
+        """Quadruple the number of slots, or double it if four times as many exceed the limit."""
         bits = self._bits
         return any(self._rebuild(b, self._wide) for b in (
             (bits + 2, bits + 1) if bits else (_FIRST_BITS,)))
 
     def _widen(self) -> bool:
-        """Slots of 16 bytes, if the ids fit as many of them as there may be."""
+        """Switch to slots of 16 bytes if the ids fit within the memory limit then."""
         bits = self._bits
         while bits and 16 << bits > self.max_bytes:
             bits -= 1
@@ -85,7 +85,7 @@ class Tally:
     def _rebuild(self, bits: int, wide: bool) -> bool:
         if bits and (16 if wide else 8) << bits > self.max_bytes:
             return False
-        # Zeros that the system gives: only pages that are used cost anything.
+        # Zero pages are allocated by the system on first use only.
         table = np.zeros((2 if wide else 1) << bits, np.int64) if bits else _EMPTY
         if self._bits:
             library().oper_data_tally_move(*self._where(), ctypes.c_int32(wide), address(table),
@@ -94,7 +94,7 @@ class Tally:
         return True
 
     def _level(self, num_ids: int) -> int:
-        """The smallest count that at most `num_ids` ids exceed, or a smaller one."""
+        """The smallest count that is exceeded by at most `num_ids` ids, but below `_FEW` - 1."""
         few = np.zeros(_FEW, np.int64)
         if self._bits:
             library().oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
@@ -103,10 +103,9 @@ class Tally:
         return min(int(fits[0]), _FEW - 2) if fits.size else _FEW - 2
 
     def purge(self, num_ids: int) -> None:
-        """Keep at most `num_ids` ids, those with the largest counts, and reduce each count by one
-        number.
+        """Reduce all counts by the same number and drop ids at 0, until at most `num_ids` remain.
 
-        That number is added to `error`. More than `num_ids` counts were at least that large, so
+        The number is added to `error`. More than `num_ids` counts were at least that large, so
         `error` stays below (ids counted) / `num_ids`.
         """
         while self.num_ids > num_ids:
@@ -116,7 +115,7 @@ class Tally:
             self.error += level
 
     def sample(self, level: int) -> Counts:
-        """Ids whose hash has `level` leading zeros (see `native.sampled`), with their counts as in
+        """Ids whose hash has `level` leading zeros (see `native.sampled`), and their counts as in
         `result`."""
         room = self.num_ids if not level else 0
         while True:
@@ -131,5 +130,5 @@ class Tally:
             room = found
 
     def result(self) -> Counts:
-        """Ids, ascending, and their counts, int64 [K]: true - error <= count <= true."""
+        """Ids, ascending, and their counts, int64 [K] each; true - error <= count <= true."""
         return self.sample(0)

@@ -1,4 +1,4 @@
-"""Statistics from published counts: a table of (field, value, count) instead of a log."""
+"""Access statistics from published counts: a table of (field, value, count) instead of a log."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
           "count": ("count", "total", "frequency")}
 _MAX_COUNT = 1 << 50
 _MAX_FIT_COUNT = 1 << 20
-_FIT_ROWS = 200  # coldest known values, at least that many, that the tail is fitted to
+_FIT_ROWS = 200  # least number of the coldest known values to which the tail is fitted
 
 
 @dataclass(frozen=True, slots=True)
 class ValueCountOptions:
-    """How published counts become statistics.
+    """Facts about a log that its published counts do not contain.
 
     Attributes:
-        num_samples: rows of the log; None = the largest sum of counts of any field.
-        min_count: values seen less often are not in the file; None = the least count in it.
-        num_rows: distinct values of fields where they are known.
+        num_samples: number of samples of the log; None = the largest sum of counts of any field.
+        min_count: least count that was published; None = the least count in the file.
+        num_rows: number of distinct values by field, for fields where it is known.
     """
 
     num_samples: int | None = None
@@ -41,17 +41,19 @@ class ValueCountOptions:
 
 def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOptions | None = None
                             ) -> AccessStats:
-    """Access statistics of a CSV file (plain or gzip) with columns field, value, count by name.
+    """Make access statistics from a CSV file (plain or gzip) with columns field, value and count.
 
-    Every field is a table with one id per sample. Ids 1, 2, ... go to the values by count; id 0 is
-    the rare or unseen value. Where a field has fewer accesses than there are samples, the missing
-    ones belong to values seen less than `min_count` times. Their rows are modelled by the power law
-    count(rank) ~ rank^-a that the coldest known values follow, continued until the missing accesses
-    are used up, or, where the number of distinct values is known, by the power law that ends there.
+    Every field is a table with one id per sample. Values get ids 1, 2, ... in descending order of
+    count; id 0 represents rare and unseen values. If a field has fewer accesses than there are
+    samples, the missing ones belong to values seen fewer than `min_count` times. These are modelled
+    by the power law count(rank) ~ rank^-a of the coldest known values, continued until the missing
+    accesses are used up, or, if the number of distinct values is known, by the power law that has
+    that number.
 
     Raises:
-        FileFormatError: the header lacks these columns, or a row, which is named, is malformed.
-        InvalidInputError: a field has more accesses than `num_samples`.
+        FileFormatError: the header lacks these columns, or a row is malformed.
+        InvalidInputError: a field has more accesses than `num_samples`, or `options.num_rows` has
+            unknown fields.
     """
     options = options or ValueCountOptions()
     fields = _read(path)
@@ -59,12 +61,12 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
     least = options.min_count or min(int(c.min()) for c in fields.values())
     what = f"cannot use the counts of {os.fspath(path)!r}"
     unknown = sorted(set(options.num_rows or {}) - set(fields))
-    require(what, "name fields that the file has",
+    require(what, "remove the fields that the file does not have",
             ("num_rows", unknown, not unknown, f"fields {sorted(fields)[:12]}"))
     tables, modelled = {}, 0
     for name, counts in fields.items():
         missing = total - int(counts.sum())
-        require(what, "correct the number of samples",
+        require(what, "pass a larger num_samples",
                 (f"accesses of {name!r}", int(counts.sum()), missing >= 0,
                  f"<= num_samples={total}"))
         known = (options.num_rows or {}).get(name)
@@ -88,11 +90,11 @@ def _table(counts: np.ndarray, tail: tuple[np.ndarray, np.ndarray], total: int) 
 
 def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
           ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts 1..least-1 and how many rows have each, together `missing` accesses."""
+    """Counts 1..least-1 and the number of rows with each, with `missing` accesses in total."""
     empty = np.zeros(0, np.int64)
     if missing == 0 or least <= 1:
         if missing:
-            return np.array([1]), np.array([missing])  # each seen once is all that is left
+            return np.array([1]), np.array([missing])  # assume values seen once
         return empty, empty
     values = np.arange(1, min(least, missing + 1), dtype=np.int64)
 
@@ -104,13 +106,13 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
     if num_tail is None:
         slope, density = _fitted(counts, least)
         rows = _continued(values, density * values.astype(np.float64) ** -slope, missing)
-    else:  # the more rows, the steeper
+    else:  # a steeper slope gives more rows
         rows = rows_at(falling_root(lambda slope: num_tail - rows_at(slope).sum(), -4.0, 12.0))
     return whole_rows(values, rows, missing, missing if num_tail is None else num_tail)
 
 
 def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray:
-    """How many rows of each count, the largest counts first, hold the missing accesses."""
+    """Rows of each count that contain the missing accesses, largest counts first."""
     mass = values * rows
     if mass.sum() <= missing:
         return rows * (missing / mass.sum())
@@ -120,10 +122,10 @@ def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray
 
 
 def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
-    """Slope and density of n(c) = density c^-slope, from the coldest known values.
+    """Slope and density of n(c) = density c^-slope, fitted to the coldest known values.
 
-    The slope is that of maximum likelihood (Hill 1975) for a power law cut on both sides.
-    """
+    The slope is the maximum-likelihood estimate (Hill 1975) for a power law truncated on both
+    sides."""
     top = least
     end = min(int(counts.max()), _MAX_FIT_COUNT)
     while top < end and np.count_nonzero(counts < 2 * top) < _FIT_ROWS:
@@ -131,7 +133,7 @@ def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
     near = counts[counts < 2 * top]
     if near.size < 10:
         return 2.0, near.size * float(least)
-    # A power law cut to [least, 2 top): the mean of log(c / least) grows as the slope falls.
+    # For a power law on [least, 2 top), the mean of log(c / least) falls as the slope grows.
     mean = float(np.log((near + 0.5) / least).mean())
     span = float(np.log(2 * top / least))
 
@@ -152,8 +154,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         count = int(text) if text.isdigit() and len(text) < 17 else 0
         if not 1 <= count < _MAX_COUNT or not field or (field, value) in seen:
             raise FileFormatError(what, f"line {line}", (field, value, text),
-                                  "a field, a value not named before, a count >= 1",
-                                  "correct the file")
+                                  "a field, a value not listed before, and a count from 1 to "
+                                  f"{_MAX_COUNT - 1}", "correct or remove this line")
         seen.add((field, value))
         found.setdefault(field, []).append(count)
     if not found:
@@ -163,7 +165,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, str, str]]:
-    """Line number, field, value and count of every row, as text."""
+    """Yield line number, field, value and count of every row, as text."""
     with open(path, "rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
@@ -180,7 +182,7 @@ def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, 
             for row in rows:
                 if len(row) != len(header):
                     raise FileFormatError(what, f"line {rows.line_num}", row,
-                                          f"{len(header)} columns", "correct the file")
+                                          f"{len(header)} columns", "correct or remove this line")
                 yield rows.line_num, row[field], row[value], row[count]
         except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, OSError) as error:
             raise FileFormatError(what, "content", str(error), "a complete CSV file",

@@ -1,4 +1,4 @@
-"""When another plan pays, and moving to it while training continues."""
+"""Re-planning: when another plan pays, and migration to it while training continues."""
 
 from oper.replanning.decision import Replanning, replan, step_us
 from oper.replanning.watch import Event, Replanner, WatchOptions

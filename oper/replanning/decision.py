@@ -1,6 +1,6 @@
-"""Whether a new plan pays: how accesses have drifted, what each plan costs now, what a move costs.
+"""Whether a new plan pays: drift of the accesses, cost of each plan now, cost of the migration.
 
-Works on plain data from analysis and search; `oper.migrate` carries a decision out.
+Uses only plans and statistics; `oper.migrate` executes the decision.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from oper.topology import Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replanning:
-    """What a change of plan would cost and save; all times are modelled.
+    """Costs and savings of changing to a new plan; all times are modelled.
 
     Attributes:
         plan: the plan for the new statistics.
-        distance: by table, total variation distance between the accesses that the old plan was made
-            for and the new ones, 0 to 1; only of tables that both statistics have.
-        old_step_us, new_step_us: a step of the old and of the new plan on the new statistics.
-        moved_bytes: bytes of rows and optimizer state that change their rank.
-        network_bytes: bytes that the memory domains send each other for the move, replicas and
-            requests included.
-        copied_bytes: bytes that the busiest rank copies, since `oper.migrate` fills the whole of
-            its new arena.
-        copy_us: time of the move: that of the busiest link plus that of the copy.
+        distance: by table, total variation distance between the statistics that the old plan was
+            made from and the new ones, 0 to 1; only tables that both have.
+        old_step_us, new_step_us: step of the old and of the new plan on the new statistics.
+        moved_bytes: bytes of rows and optimizer state whose owner changes.
+        network_bytes: bytes that memory domains send each other for the migration, including
+            replicas and requests.
+        copied_bytes: bytes that the busiest rank copies; `oper.migrate` writes its entire new
+            arena.
+        copy_us: duration of the migration: the busiest link's time plus the copy's time.
     """
 
     plan: Plan
@@ -50,8 +50,8 @@ class Replanning:
 
     @property
     def break_even_steps(self) -> float:
-        """Steps after which the saved time exceeds that of the move; infinite if the new plan is no
-        faster."""
+        """Number of steps after which the time saved exceeds `copy_us`; infinite if the new plan is
+        not faster."""
         gain = self.old_step_us - self.new_step_us
         return self.copy_us / gain if gain > 0 else float("inf")
 
@@ -59,19 +59,19 @@ class Replanning:
 def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
            old_stats: AccessStats | None = None, copy_gbps: float = 1.0,
            options: Mapping[str, Any] | None = None) -> Replanning:
-    """Make a plan for new statistics and compare it with the present one.
+    """Make a plan for new statistics and compare it with the current plan.
+
+    Both plans' steps are modelled on the new statistics with each row where the plan places it, so
+    that an outdated hotness order has its cost. In larger tables, the 65,536 hottest rows are
+    represented one by one and the other rows as equally hot.
 
     Args:
         plan: the plan in use.
         stats: recent access statistics of its tables.
         topology: the machine, with as many ranks as `plan`.
-        old_stats: the statistics that `plan` was made from; they give `distance`.
+        old_stats: the statistics that `plan` was made from, for `distance`; None = no distances.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
         options: keyword arguments of `oper.make_plan`.
-
-    Both plans' steps are modelled on the new statistics with each row where the plan puts it, so
-    that an outdated hotness order is charged for. In larger tables the 65,536 hottest rows are
-    followed one by one and the others are treated as equally hot.
 
     Raises:
         InvalidInputError: the plan does not state its batch size, or a rate is not positive.
@@ -80,7 +80,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     check_batch(plan)
     if not copy_gbps > 0:
         raise InvalidInputError("cannot price another plan", "copy_gbps", copy_gbps, "> 0",
-                                "state the rate at which a rank copies rows")
+                                "pass the rate at which a rank copies rows, in GB/s")
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **{"message_bits": plan.message_bits, **dict(options or {})})
@@ -95,15 +95,15 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 
 
 def check_batch(plan: Plan) -> None:
-    """Raise InvalidInputError for a plan that does not state its batch size."""
+    """Raise InvalidInputError if a plan does not state its batch size."""
     if plan.batch_size < 1:
         raise InvalidInputError("cannot price another plan", "plan.batch_size", plan.batch_size,
-                                ">= 1, the samples per rank and step that both are priced for",
-                                "state it in the plan, or use one that oper plan has made")
+                                ">= 1, the samples per rank and step",
+                                "set batch_size in the plan, or use a plan made by oper plan")
 
 
 def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
-    """Modelled step of a plan on statistics other than those of its hotness order.
+    """Modelled step, in microseconds, of a plan on statistics that it was not made from.
 
     Raises:
         InvalidInputError: the plan does not state its batch size.
@@ -123,7 +123,7 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
 
 
 def _by_position(stats: TableStats, entry: TablePlan, world_size: int) -> TableStats:
-    """The statistics with every row named by its position in the plan's order."""
+    """The statistics with every row's id replaced by its position in the plan's order."""
     directory = TableDirectory(entry, world_size)
     ids = directory.position_of(stats.head_ids)
     order = hotness_order(ids, stats.head_counts)
@@ -131,7 +131,7 @@ def _by_position(stats: TableStats, entry: TablePlan, world_size: int) -> TableS
 
 
 def _copied_bytes(plan: Plan) -> int:
-    """Bytes of rows, replicas and states of the rank that holds most."""
+    """Bytes of rows, replicas and optimizer states on the rank that holds most."""
     held = np.zeros(plan.world_size, np.int64)
     for entry in plan.tables:
         for piece in range(len(entry.pieces)):

@@ -1,5 +1,4 @@
-"""The bytes that a move from one plan to another sends between memory domains, and the time for
-it."""
+"""Bytes that a migration between plans sends between memory domains, and the time for them."""
 
 from __future__ import annotations
 
@@ -12,29 +11,29 @@ from oper.rows.directory import TableDirectory, TierLayout
 from oper.tables import OPTIMIZERS, bytes_of_row
 from oper.topology import Topology
 
-_NUM_SAMPLED = 1 << 18  # rows of a tier that stand for all of a larger one
-_SLOT_BYTES = 8  # of a row's number, sent to the rank that is asked for it
+_NUM_SAMPLED = 1 << 18  # rows sampled from larger tiers
+_SLOT_BYTES = 8  # size of a row number in a request
 
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """Bytes that a move between plans transfers.
+    """Bytes that a migration transfers.
 
     Attributes:
         owner_bytes: bytes of rows and optimizer states whose owner changes.
-        between: float64 [D, D]; entry [s, t] is the number of bytes that domain t receives from
-            domain s: rows, replicas and states that `oper.migrate` reads there, and the numbers
-            of requested rows. Rows of which domain t has a replica are not transferred.
+        between: float64 [D, D]; entry [s, t] is the number of bytes that memory domain t receives
+            from domain s: rows, replicas and states that `oper.migrate` reads there, and numbers of
+            requested rows. Rows of which domain t has a replica are not transferred.
     """
 
     owner_bytes: float
     between: np.ndarray
 
     def transfer_us(self, topology: Topology) -> float:
-        """Duration of the transfer in microseconds: bytes over bandwidth of the busiest domain.
+        """Duration of the transfer in microseconds: bytes / bandwidth of the busiest domain.
 
-        A domain's links are assumed to be busy throughout, sending and receiving at once. What
-        crosses hosts and what stays within them is transferred one after the other.
+        All links of a domain are assumed to send and receive concurrently. Transfers between hosts
+        and transfers within hosts are assumed to follow each other.
         """
         host = np.array([d.host for d in topology.domains])
         ranks = np.array([len(d.ranks) for d in topology.domains])
@@ -49,13 +48,13 @@ class Moves:
 
 
 def moves(old: Plan, new: Plan, domain_of: list[int]) -> Moves:
-    """Bytes that a move between plans of the same tables transfers.
+    """Compute the bytes that a migration between plans of the same tables transfers.
+
+    Tiers of more than 262,144 rows are estimated from a random sample of that many rows.
 
     Args:
         old, new: the plans, for equal numbers of ranks.
-        domain_of: index of each rank's memory domain, by rank.
-
-    Tiers of more than 262,144 rows are estimated from a random sample of that many rows.
+        domain_of: index of each rank's memory domain.
     """
     domains = np.asarray(domain_of)
     found = Moves(0.0, np.zeros((domains.max() + 1, domains.max() + 1)))
@@ -76,7 +75,7 @@ def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray
             for j, was in enumerate(before):
                 columns = max(0, min(was.column + was.dim, d.column + d.dim)
                               - max(was.column, d.column))
-                # A state of one number per row comes from the first piece.
+                # Row-wise states (one number per row) are read from the first piece only.
                 states = [4 * (j == 0) if per_row else 4 * columns
                           for _, per_row in OPTIMIZERS[d.table.optimizer].state]
                 _add_rows(found, was, was.position_of(ids),
@@ -86,15 +85,15 @@ def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray
 
 @dataclass(slots=True, eq=False)
 class _Target:
-    """Rows of a tier of the new plan.
+    """Rows of a tier of the new plan, and what they get from one piece of the old plan.
 
     Attributes:
         tier: the tier.
-        owner: int64 [n], who will own each.
-        domains: int64 [W], domain of each rank.
-        scale: rows that each stands for.
-        row_bytes: bytes of the columns that come from one piece of the old plan.
-        states: bytes of each part of the optimizer state that come from there.
+        owner: int64 [n], new owner of each row.
+        domains: int64 [W], memory domain of each rank.
+        scale: number of rows that each represents.
+        row_bytes: bytes of the columns that come from the piece.
+        states: bytes of each optimizer state that come from the piece.
     """
 
     tier: TierLayout
@@ -106,7 +105,7 @@ class _Target:
 
 
 def _add_rows(found: Moves, was: TableDirectory, positions: np.ndarray, to: _Target) -> None:
-    """Add rows that stand at `positions` (int64 [n]) of a piece of the old plan."""
+    """Add the transfers of rows at `positions` (int64 [n]) of a piece of the old plan."""
     num = found.between.shape[0]
     owner = was.locate(positions)[0]
     found.owner_bytes += (to.scale * (to.row_bytes + sum(to.states))
@@ -124,14 +123,14 @@ def _add_rows(found: Moves, was: TableDirectory, positions: np.ndarray, to: _Tar
 
 
 def _add(between: np.ndarray, rows: np.ndarray, num_bytes: int) -> None:
-    """Add rows, [from, to] by domain, of that many bytes each, and the numbers that ask for them.
-    """
+    """Add `rows` (float64 [D, D], from domain, to domain) of `num_bytes` bytes each, and the
+    requests for them."""
     if num_bytes:
         between += rows * num_bytes + rows.T * _SLOT_BYTES
 
 
 def _sample(tier: TierLayout) -> tuple[np.ndarray, float]:
-    """Positions in a tier, all or a sample, and how many rows each stands for."""
+    """Positions of all rows of a tier, or of a sample, and the number of rows each represents."""
     start, stop = tier.tier.start, tier.tier.stop
     num = stop - start
     if num <= _NUM_SAMPLED:

@@ -1,10 +1,11 @@
-"""Re-planning while a model trains: detects slower links, and moves once a move has paid.
+"""Re-planning during training: detects changed links, and migrates once this pays.
 
-How long a link stays slow is unknown. Training on with the old plan costs a little in every step,
-moving costs much once: the ski rental problem. The rule is its classic one: move when what the old
-plan has cost beyond the new one, since the change, has reached the cost of the move. The total is
-then at most twice the cost of the best decision in hindsight. Links are measured by the same rule:
-once the time lost in slower steps has reached the cost of a measurement.
+How long a link stays slow is unknown. Training with the old plan costs a little in every step;
+migration has a large cost once. This is the ski rental problem, and the rule is the classic one:
+migrate when the time lost with the old plan, compared with the new one since the change, equals the
+cost of the migration. The total is then at most twice the cost of the best decision in hindsight.
+By the same rule, links are measured once the time lost in slower steps equals the cost of a
+measurement.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Event:
     """Something that a `Replanner` has detected or done.
 
     Attributes:
-        step: number of training steps up to then.
+        step: number of training steps so far.
         kind: ``"same links"`` (steps changed, links did not), ``"no better plan"`` (links changed),
-            ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"`` (with
-            `WatchOptions.bytes_per_step`: it has begun, and continues in the steps that follow).
-        step_s: seconds of a step in the last window.
-        link_gbps: by host, ascending, as measured last.
-        seconds: time that the call took for it on the slowest rank.
-        replanning: the better plan and what it would bring, where there is one.
+            ``"better plan"`` (links changed; migration follows if this pays) or ``"moved"`` (with
+            `WatchOptions.bytes_per_step`, the migration has begun and continues in later steps).
+        step_s: seconds per step in the last window.
+        link_gbps: last measured GB/s of each host, in ascending order of hosts.
+        seconds: time that `Replanner.step` spent on the event, on the slowest rank.
+        replanning: the better plan with its costs and savings; None if there is none.
     """
 
     step: int
@@ -57,11 +58,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """How a `Replanner` watches and moves.
+    """Options of a `Replanner`.
 
     Attributes:
-        window: steps whose median is compared with the usual one.
-        tolerance: relative difference of steps, and of links, that counts as a change.
+        window: number of steps whose median duration is compared with the usual one.
+        tolerance: relative difference of steps, and of links, above which they count as changed.
         bytes_per_step: as for `oper.migrate`; None = move everything at once.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
 
@@ -76,7 +77,7 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         require_fields(
-            self, _WHAT, "leave it out for the default",
+            self, _WHAT, "pass a value in this range, or omit it for the default",
             ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
             ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
             ("bytes_per_step", self.bytes_per_step is None or self.bytes_per_step >= 1,
@@ -85,27 +86,27 @@ class WatchOptions:
 
 
 class Replanner:
-    """Watches the steps of a sharded model, and moves its tables once a new plan pays.
+    """Watches the steps of a sharded model, and migrates its tables once a new plan pays.
+
+    Creation and `step` are collective. Steps may also be slowed down by other programs; this causes
+    no migration, because links are measured first.
 
     Args:
-        model: what `oper.shard` returned, or a model that contains it; on several hosts.
-        stats: access statistics of its tables; those of rank 0 are used.
-        topology: the machine as it was when the present plan was made.
+        model: the result of `oper.shard`, or a model that contains it; on several hosts.
+        stats: access statistics of its tables; rank 0's are used.
+        topology: the machine at the time when the current plan was made.
         options: how steps are compared and rows are moved.
         plan_options: keyword arguments of `oper.make_plan`.
-        measure_links: returns GB/s by host, in ascending order of hosts; collective, and rank 0's
-            result is used. By default all ranks exchange bytes for a few seconds.
+        measure_links: returns GB/s of each host in ascending order of hosts; collective, and rank
+            0's result is used. Default: all ranks exchange bytes for a few seconds.
 
     Attributes:
-        topology: the machine that the present plan is for.
-        events: what has happened so far, in order.
+        topology: the machine that the current plan is for.
+        events: the events so far, in order.
 
     Raises:
         InvalidInputError: there is only one host, the topology has another number of ranks, the
             tables use several process groups, or the plan does not state its batch size.
-
-    Creation and `step` are collective. Steps slowed down by other programs are noticed as well, but
-    cause no move, since links are measured first.
 
     Example::
 
@@ -124,7 +125,7 @@ class Replanner:
         self._tables = tables_of(model, "nothing to plan again")
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size)
-        require(_WHAT, "watch the parts of the model separately", (
+        require(_WHAT, "create a Replanner for each part of the model that uses one group", (
             "process groups of the tables", [t.group.world_size for t in self._tables],
             len({register_of(t.group) for t in self._tables}) == 1, "one for all tables"))
         self._model, self._stats = model, stats
@@ -134,26 +135,27 @@ class Replanner:
         self.topology = topology
         self.events: list[Event] = []
         self._num_steps = 0
-        self._times: list[float] = []  # of the steps of this window
-        self._last: float | None = None  # end of the step before
-        self._is_settling = True  # the next window is not compared: it begins cold
-        self._usual_s = 0.0  # a step under the present plan and topology; 0 = not known yet
-        self._measuring_s = 0.0  # what measuring the links took last
-        self._changed_s = 0.0  # a step since it changed; 0 = it has not
-        self._num_changed = 0  # steps since then
+        self._times: list[float] = []  # durations of the steps of this window, seconds
+        self._last: float | None = None  # end of the previous step
+        self._is_settling = True  # the next window is not compared, because its caches are cold
+        self._usual_s = 0.0  # usual step with the current plan and topology; 0 = not yet known
+        self._measuring_s = 0.0  # duration of the last measurement of links
+        self._changed_s = 0.0  # step since it changed; 0 = it has not changed
+        self._num_changed = 0  # number of steps since then
         self._better: tuple[Replanning, Topology] | None = None
 
     def step(self) -> Event | None:
-        """Call after every training step, on all ranks.
+        """Compare step times, and measure, plan or migrate if that pays; call it on all ranks after
+        every training step.
 
         Returns:
-            What this call has detected or done, or None; the same on all ranks.
+            The event that this call has caused, or None; the same on all ranks.
 
         Raises:
-            PlanError: no plan exists for the links as they are now; the old plan stays, and
-                watching continues.
-            OperError: memory does not suffice for the arenas of both plans, or planning failed; as
-                above.
+            PlanError: no plan fits the changed links; the old plan stays in use, and watching
+                continues.
+            OperError: memory does not suffice for the arenas of both plans, or planning failed;
+                the old plan stays in use as well.
             InvalidInputError: `measure_links` did not return a positive number for every host.
         """
         now = time.perf_counter()
@@ -169,7 +171,7 @@ class Replanner:
                 if event is not None:
                     self.events.append(event)
         finally:
-            self._last = time.perf_counter()  # what this call takes is no part of a step
+            self._last = time.perf_counter()  # excludes the time of this call
         return event
 
     def _weigh(self, step_s: float) -> Event | None:
@@ -183,7 +185,7 @@ class Replanner:
             self._forget()
             return None
         if self._changed_s and not self._is_like(step_s, self._changed_s):
-            self._forget()  # it has changed again: what was measured no longer holds
+            self._forget()  # changed again, so that the last measurement is outdated
         self._changed_s = self._changed_s or step_s
         self._num_changed += self._options.window
         if self._better is not None:
@@ -201,7 +203,7 @@ class Replanner:
         self._changed_s, self._num_changed, self._better = 0.0, 0, None
 
     def _look(self, step_s: float) -> Event:
-        """Measure the links, and look for a better plan where they have changed."""
+        """Measure the links, and make a new plan if they have changed."""
         links, self._measuring_s = self._timed(self._measured)
         known = _link_gbps(self.topology)
         if all(self._is_like(a, b) for a, b in zip(links, known, strict=True)):
@@ -221,22 +223,22 @@ class Replanner:
         return self._event("better plan", step_s, links, seconds, found)
 
     def _keep_plan(self, topology: Topology, step_s: float) -> None:
-        """Go on with the present plan on these links, as long as steps stay as they are now."""
+        """Keep the current plan on changed links, with `step_s` as the new usual step."""
         self.topology, self._usual_s = topology, step_s
         self._forget()
 
     def _measured(self) -> tuple[float, ...]:
-        """GB/s by host, the same on all ranks."""
+        """Measured GB/s of each host, the same on all ranks."""
         links = self._group.all_gather(tuple(self._measure_links()))[0]
         num_hosts = self.topology.num_hosts
-        require(_WHAT, "correct measure_links", (
+        require(_WHAT, "return one positive number per host from measure_links", (
             "measured links", links,
             len(links) == num_hosts and all(0 < x < float("inf") for x in links),
             f"{num_hosts} numbers > 0, GB/s of each host"))
         return links
 
     def _planned(self, topology: Topology) -> Replanning:
-        """The plan for a topology and what it would bring. Rank 0 makes it for all."""
+        """Rank 0's comparison of a new plan for a topology with the current plan. Collective."""
         made: Replanning | OperError | None = None
         if self._group.rank == 0:
             try:
@@ -244,16 +246,16 @@ class Replanner:
                               copy_gbps=self._options.copy_gbps)
             except OperError as error:
                 made = error
-            except Exception as error:  # others wait for this rank: they must learn of it
+            except Exception as error:  # must reach the other ranks, which wait for this one
                 made = OperError(_WHAT, "error", f"{type(error).__name__}: {error}", "a plan",
-                                 "correct plan_options or the statistics")
+                                 "check plan_options and the statistics")
         found = self._group.all_gather(made)[0]
         if isinstance(found, OperError):
             raise found
         return found
 
     def _plan(self) -> Plan:
-        """The plan that all collections of the model follow."""
+        """A plan with the tables of all collections of the model."""
         entries = [t for tables in self._tables for t in tables.plan.tables]
         return replace(self._tables[0].plan,
                        tables=tuple({t.table.name: t for t in entries}.values()))
@@ -274,7 +276,8 @@ class Replanner:
         return Event(self._num_steps, kind, step_s, tuple(links), seconds, found)
 
     def _timed(self, body: Callable[[], _T]) -> tuple[_T, float]:
-        """What `body` returns, and the seconds that it takes on the slowest rank. Collective."""
+        """Return the result of `body`, and its duration in seconds on the slowest rank. Collective.
+        """
         begin = time.perf_counter()
         found = body()
         return found, max(self._group.all_gather(time.perf_counter() - begin))
@@ -294,24 +297,25 @@ class Replanner:
 def _check(topology: Topology, world_size: int) -> None:
     require(_WHAT, "pass the topology that the model was sharded for",
             ("ranks of the topology", topology.world_size, topology.world_size == world_size,
-             f"{world_size}, those of the model"),
+             f"{world_size}, as many as the model has"),
             ("hosts of the topology", topology.num_hosts, topology.num_hosts > 1,
-             ">= 2, since the links between hosts are watched"))
+             ">= 2, because the links between hosts are watched"))
 
 
 def _hosts(topology: Topology) -> list[int]:
-    """The numbers of the hosts, ascending."""
+    """The host numbers, ascending."""
     return sorted({d.host for d in topology.domains})
 
 
 def _link_gbps(topology: Topology) -> tuple[float, ...]:
-    """GB/s of each host's link, in the order of `_hosts`."""
+    """GB/s of each host's link, in ascending order of hosts."""
     return tuple(sum(d.cross_gbps * len(d.ranks) for d in topology.domains if d.host == host)
                  for host in _hosts(topology))
 
 
 def _with_links(topology: Topology, gbps: Sequence[float]) -> Topology:
-    """The same machine with other links, shared by each host's ranks as before."""
+    """The topology with other GB/s per host; a host's ranks share it in the same ratio as before.
+    """
     factor = {host: new / old for host, new, old in zip(
         _hosts(topology), gbps, _link_gbps(topology), strict=True)}
     return replace(topology, domains=tuple(

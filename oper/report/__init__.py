@@ -1,2 +1,1 @@
-"""Pages with plots, each one file, from plans, statistics and benchmark records; ``oper doctor``,
-which reports on an installation and its machine."""
+"""Self-contained HTML pages about plans, statistics and benchmark records, and ``oper doctor``."""

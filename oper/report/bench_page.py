@@ -1,4 +1,4 @@
-"""Pages about benchmark records."""
+"""HTML pages about benchmark records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_BARS = 40
 
 
 def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A benchmark record; raises FileFormatError."""
+    """Load a benchmark record; raises FileFormatError if the file is not one."""
     what = f"cannot read {os.fspath(path)!r} as a benchmark record"
     value = read_json(path, what)
     try:
@@ -27,17 +27,17 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
             found: dict[str, Any] = value
             return found
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(what, "content", str(error), "what oper bench --json writes",
-                              "pass such a file") from None
+        raise FileFormatError(what, "content", str(error), "a record with benchmark and cases",
+                              "pass a record written by oper bench --json") from None
     raise FileFormatError(what, "cases", value.get("cases"), "cases with names",
                           "pass a record written by oper bench --json")
 
 
 def bench_page(value: Mapping[str, Any]) -> str:
-    """An HTML page with every number of a benchmark record.
+    """Return an HTML page with every number of a benchmark record.
 
-    It shows contenders side by side, phases of a step and bytes by link where the record has them,
-    one plot per figure that several cases share, and a table of all figures.
+    It has plots of contenders, of phases of a step and of bytes by link (if the record has them),
+    one plot per figure that several cases have, and a table of all figures.
     """
     cases = value["cases"]
     numbers = [{k: float(v) for k, v in c.items() if _is_number(v)} for c in cases]
@@ -69,7 +69,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    """Median milliseconds of every contender, with the 10th and 90th percentile."""
+    """Plots of every contender's median milliseconds, with 10th and 90th percentiles."""
     found = []
     for what in ("step", "forward"):
         bars: list[tuple[str, list[tuple[str, Mapping[str, Any]]]]] = []
@@ -85,7 +85,7 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
                 bars.append((c["name"], times))
         if bars:
             title = "training steps" if what == "step" else "forward passes"
-            mark = (" The diamond is what the cost model predicts." if any(
+            mark = (" Diamonds: predictions of the cost model." if any(
                 _is_number(t["predicted_ms"]) for _, times in bars for _, t in times) else "")
             found.append(Plot(f"Contenders: {title}", "Median; the line spans the 10th to the 90th "
                               f"percentile.{mark}", _grouped(bars, what)))
@@ -126,7 +126,7 @@ def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 
 def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Executed and predicted steps of the contenders of a cluster."""
+    """Executed and predicted steps of the contenders of a cluster benchmark."""
     rows = [[c["name"], name, x["runtime"],
              *(f"{x[k]:,.4g}" if _is_number(x.get(k)) else "-"
                for k in ("executed_ms", "predicted_ms")),
@@ -140,17 +140,17 @@ def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    """Bytes that the interfaces of hosts have sent."""
+    """Bytes sent by the hosts' network interfaces."""
     bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])})
             for c in cases if isinstance(c.get("sent_bytes_by_host"), list)]
     if not bars:
         return []
-    return [Plot("Bytes by host", "What each host's interface sends in a step of OPER's plan, as "
-                 "the kernel counts it.", stacked(bars, "megabytes", "hosts"))]
+    return [Plot("Bytes by host", "Bytes that each host's network interface sends in a step of "
+                 "OPER's plan, as counted by the kernel.", stacked(bars, "megabytes", "hosts"))]
 
 
 def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
-    """Bytes that OPER's plan has read, by link."""
+    """Bytes read under OPER's plan, by class of link."""
     bars, rows = [], []
     for c in cases:
         if not isinstance(c.get("bytes_read"), dict):
@@ -165,8 +165,8 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
             bars.append((c["name"], links))
     if not bars:
         return []
-    return [Plot("Bytes by link", "Rows, gradients and partial sums that a step reads, all ranks "
-                 "together, by where they lie.", stacked(bars, "megabytes", "links")),
+    return [Plot("Bytes by link", "Rows, gradients and partial sums that all ranks read in a step, "
+                 "by the link over which they are read.", stacked(bars, "megabytes", "links")),
             Table("Bytes by phase and link", ["case", "phase", "link", "bytes"], rows)]
 
 

@@ -1,5 +1,4 @@
-"""``oper doctor``: what is installed, what the machine offers, what is missing and how to get it.
-"""
+"""``oper doctor``: reports on the installation and the machine, and how to get missing parts."""
 
 from __future__ import annotations
 
@@ -50,13 +49,13 @@ class Report:
 
     Attributes:
         versions: by package; None = not installed.
-        libraries: by library, ``"loads"``, ``"not built"`` or what went wrong.
-        machine: processor, memory and page facts.
+        libraries: by library, ``"loads"``, ``"not built"`` or the error.
+        machine: facts about processor, memory and pages.
         gpus: one line per device.
-        environment: variables that are set, of those OPER reads.
-        problems: what keeps the CPU path from working, including invalid environment variables, and
-            the remedy.
-        hints: what is missing for optional parts, and how to get it.
+        environment: the environment variables read by OPER that are set.
+        problems: problems that prevent use of the CPU path, including invalid environment
+            variables, each with its remedy.
+        hints: missing optional parts, each with its remedy.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -69,12 +68,12 @@ class Report:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper doctor``."""
+    """Add the arguments of ``oper doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Examine the machine; 0 when everything that the CPU path needs is there."""
+    """Print a report; returns 0 if everything that the CPU path needs is available, else 1."""
     report = examine()
     print(json.dumps(asdict(report), indent=2) if args.json else to_text(report))
     return 1 if report.problems else 0
@@ -102,7 +101,7 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
-    """The report as text."""
+    """Format the report as text."""
     def block(title: str, rows: dict[str, Any]) -> list[str]:
         width = max((len(k) for k in rows), default=0)
         return [title, *(f"  {k:<{width}}  {v}" for k, v in rows.items())]
@@ -121,7 +120,7 @@ def to_text(report: Report) -> str:
 
 
 def _failure(module: str) -> str | None:
-    """Why `module` cannot be imported; None when it can."""
+    """The reason why `module` cannot be imported; None if it can."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module(module)
@@ -213,10 +212,9 @@ def _machine() -> dict[str, Any]:
 
 
 def page_kind() -> str:
-    """The kind of memory pages that a shared arena gets on this machine, tested with a few
-    megabytes.
+    """The kind of memory pages that a shared arena gets on this machine, tested with 8 MiB.
 
-    Needs the host library to be loaded.
+    Requires that the host library is loaded.
     """
     import torch
 
@@ -244,7 +242,7 @@ def _gpus() -> list[str]:
         if torch.cuda.is_available():
             found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
             return [f"{p.name}, {format_bytes(p.total_memory)}" for p in found]
-    # A CPU build of torch sees no device; the driver may.
+    # A CPU build of torch reports no device, but the driver may.
     return _lines(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
 
 
@@ -259,7 +257,7 @@ def _nvcc() -> str | None:
 
 
 def _lines(command: list[str]) -> list[str]:
-    """Lines that a command prints; none when it is missing or fails."""
+    """Lines that a command prints; none if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return []
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""How far accesses have drifted from a plan's statistics, and whether a new plan pays off."""
+"""A page on the drift of accesses from a plan's statistics, and on whether a new plan pays."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Drift:
 
     Attributes:
         name: name of the later statistics.
-        distances: by table, total variation distance, 0 to 1.
-        replanning: what a new plan would cost and save; None without a plan.
+        distances: total variation distance by table, 0 to 1.
+        replanning: costs and savings of a new plan; None if no plan was given.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Drift:
 
 def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
            planned: tuple[Plan, Topology] | None = None, copy_gbps: float = 1.0) -> list[Drift]:
-    """Compare statistics with later ones, and price a plan on them.
+    """Compare statistics with later ones, and the plan in use with a new plan on each.
 
     Args:
         old: the statistics that the plan was made from.
         later: names and statistics, in order of time.
-        planned: the plan in use and its machine; None = distances only.
+        planned: the plan in use and its machine; None = compute distances only.
         copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
 
     Raises:
-        InvalidInputError: other tables, or tables without accesses.
-        PlanError: a plan for other tables or ranks.
+        InvalidInputError: statistics are for other tables, or have a table without accesses.
+        PlanError: the plan is for other tables or ranks.
     """
     found = []
     for name, stats in later:
@@ -69,7 +69,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """One line on a drift: its distance and, with a plan, whether a new plan pays."""
+    """One line on a drift: its mean distance and, with a plan, whether a new plan pays."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:
@@ -85,10 +85,10 @@ def verdict(drift: Drift) -> str:
 
 def drift_page(old: AccessStats, found: Sequence[Drift],
                planned: tuple[Plan, Topology] | None = None) -> str:
-    """The page about `drifts`."""
+    """Return an HTML page on the result of `drifts`."""
     blocks: list[Plot | Table] = [
-        Plot("How far lookups have moved", "Total variation distance from the old statistics, 0 = "
-             "alike, 1 = nothing in common; rare ids add noise. The busiest tables.",
+        Plot("Drift of lookups", "Total variation distance from the old statistics: 0 = equal, 1 = "
+             "disjoint; rare ids add noise. Shown for the tables with the most lookups.",
              _distances(old, found))]
     tiles = [("tables", f"{len(old.tables):,}"), ("compared", f"{len(found):,}"),
              ("mean distance, last", f"{found[-1].mean:.3f}" if found else "-")]
@@ -108,7 +108,7 @@ def drift_page(old: AccessStats, found: Sequence[Drift],
 
 
 def _saved(change: Replanning) -> float:
-    """Per cent of a step that another plan saves; 0 where it saves less than can be shown."""
+    """Per cent of a step that another plan saves; 0 if it rounds to 0.0 or -0.0."""
     found = 100 * (1 - change.new_step_us / change.old_step_us)
     return found if abs(found) >= 0.05 else 0.0
 
@@ -125,11 +125,11 @@ def _costs(old: AccessStats, found: Sequence[Drift], plan: Plan, topology: Topol
     rows = [[name, f"{c.old_step_us:,.1f}", f"{c.new_step_us:,.1f}", f"{_saved(c):.1f} %",
              format_bytes(c.moved_bytes), f"{c.copy_us / 1e3:,.1f}", _steps(c)]
             for name, c in changes]
-    note = (f"Modelled for {topology.name}. On the statistics that it was made from a step of the "
-            f"plan takes {start:,.1f} us. A change of plan copies all rows into new arenas: "
-            "it pays off once the time saved per step adds up to that.")
-    return [Plot("What the old plan costs", "A training or inference step, modelled on each of the "
-                 "later statistics: with the plan that runs, and with one made for them.",
+    note = (f"Modelled for {topology.name}. A step of the plan takes {start:,.1f} us on the "
+            "statistics that it was made from. A change of plan copies all rows into new arenas: "
+            "it pays once the time saved in all steps equals the time of the copy.")
+    return [Plot("Cost of the old plan", "A training or inference step, modelled on each of the "
+                 "later statistics: with the plan in use, and with a plan made from them.",
                  _cost_curve(start, changes)),
             Table("When another plan pays", ["statistics", "this plan, us", "another, us", "saves",
                                              "rows that move", "copy, ms", "pays after"],
@@ -150,8 +150,8 @@ def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
 def _cost_curve(start: float, changes: Sequence[tuple[str, Replanning]]) -> str:
     figure, axis = axes("", "microseconds a step")
     for k, (label, values) in enumerate((
-            ("the plan that runs", [c.old_step_us for _, c in changes]),
-            ("a plan made for them", [c.new_step_us for _, c in changes]))):
+            ("the plan in use", [c.old_step_us for _, c in changes]),
+            ("a plan made from them", [c.new_step_us for _, c in changes]))):
         axis.plot(range(len(changes) + 1), [start, *values], **line(k), label=label)
     _name_ticks(axis, ["old", *(name for name, _ in changes)])
     axis.set_ylim(0, 1.1 * max([start, *(c.old_step_us for _, c in changes),

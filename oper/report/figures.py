@@ -1,4 +1,4 @@
-"""Plots as SVG text for pages that are complete in themselves."""
+"""Plots as SVG text for self-contained pages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped pus
                      "owned": "#E69F00", "owned push": "#D55E00",
                      "host memory": "#882255", "copy per host": "#CC79A7"}
 NUM_COLOURS = len(_TERM_COLOURS)
-_MARK = "#7f7f7f"  # seen on light and on dark pages
+_MARK = "#7f7f7f"  # visible on light and on dark pages
 _MAX_CURVES = 10
 _MAX_LABEL = 48  # characters
 MAX_MAPPED = 40  # tables in the placement map
 _WIDTH = 4.8  # inches of every plot, so that its text can be read on a phone
-# Of a legend: label, colour and matplotlib's style of line of every entry.
+# Label, colour and matplotlib line style of every entry of a legend.
 Legend = Sequence[tuple[str, str, str]]
 
 
 def pyplot() -> Any:
-    """Matplotlib's pyplot without a display.
+    """Import Matplotlib's pyplot with a backend that needs no display.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -50,8 +50,8 @@ def pyplot() -> Any:
 
 
 def canvas(height: float, num_rows: int = 1) -> tuple[Any, Any]:
-    """A figure of the common width, `height` inches high, and its `num_rows` axes from top to
-    bottom."""
+    """Create a figure of the common width, `height` inches high, with `num_rows` axes from top to
+    bottom; returns the figure, and the axes (a single one if `num_rows` is 1)."""
     figure, axes = pyplot().subplots(num_rows, 1, figsize=(_WIDTH, height), layout="constrained",
                                      squeeze=False)
     for axis in axes[:, 0]:
@@ -61,13 +61,13 @@ def canvas(height: float, num_rows: int = 1) -> tuple[Any, Any]:
 
 
 def svg_of(figure: Any, name: str, legend: Legend = ()) -> str:
-    """A figure as a self-contained SVG element below its legend.
+    """Convert a figure to a self-contained SVG element, preceded by its legend.
 
-    The legend is text of the page, which breaks its lines where the page is narrow.
+    The legend is HTML text, so that its lines can wrap on narrow pages.
 
     Args:
         figure: a matplotlib figure; closed afterwards.
-        name: makes the identifiers inside differ from those of other figures of the page.
+        name: unique name on the page, from which identifiers inside the SVG are derived.
         legend: the entries.
     """
     import matplotlib
@@ -88,24 +88,25 @@ def svg_of(figure: Any, name: str, legend: Legend = ()) -> str:
 
 
 def short(name: str) -> str:
-    """A name shortened to fit a label."""
+    """Shorten a name to fit a label."""
     return name if len(name) <= _MAX_LABEL else name[:_MAX_LABEL - 1] + "\u2026"
 
 
 def plain(name: str) -> str:
-    """A name as an axis label, with dollar signs escaped so that matplotlib reads no formula."""
+    """Shorten a name for an axis label, and escape dollar signs, which would begin a formula."""
     return short(name).replace("$", r"\$")
 
 
 def loads(found: Evaluation, before: Evaluation | None) -> str:
-    """Microseconds per rank by term, one panel per phase; the plan it is compared with is drawn as
-    marks."""
+    """Plot microseconds per rank by term, with one panel per phase; marks show the loads of the
+    plan `before`."""
     num_ranks = found.held_bytes.size
     figure, axes = canvas(0.4 + 1.5 * len(found.phases), len(found.phases))
     ranks, legend = np.arange(num_ranks), {TERMS[0]: colour(0)}
     for number, (axis, phase) in enumerate(zip(np.atleast_1d(axes), found.phases, strict=True)):
         us = phase.seconds * 1e6
-        # Memory and compute add up; links get bars of their own, above or next to them.
+        # Memory and compute add up. Links have separate bars, which start above own work if it
+        # precedes the exchange.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
         bar = 0.8 / (1 + len(links))
         axis.bar(ranks, us[0], bar, color=colour(0))
@@ -130,7 +131,7 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
 
 
 def coverage(problem: Problem) -> str:
-    """Share of a table's lookups that go to its hottest rows, for the tables looked up most."""
+    """Plot the share of lookups that each share of hottest rows receives, by table."""
     figure, axis = axes("share of rows, hottest first", "share of lookups", "x")
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:_MAX_CURVES]
     for k, t in enumerate(tables):
@@ -142,7 +143,7 @@ def coverage(problem: Problem) -> str:
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
-    """Horizontal bars made of named parts; a part has the same colour in all of them."""
+    """Plot horizontal bars made of named parts; a part has the same colour in all bars."""
     parts = list(dict.fromkeys(part for _, found in bars for part in found))
     figure, axis = canvas(0.7 + 0.28 * len(bars))
     for y, (_, found) in enumerate(bars):
@@ -155,8 +156,7 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
 
 
 def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[float] = ()) -> None:
-    """Label horizontal bars and their value axis; bars run from the top, at 0, 1, ... or `places`.
-    """
+    """Label horizontal bars (at 0, 1, ... from the top, or at `places`) and their value axis."""
     axis.set_yticks(places or range(len(names)), [plain(n) for n in names])
     axis.margins(y=0.01)
     axis.invert_yaxis()
@@ -174,14 +174,14 @@ def colour(k: int) -> str:
 
 
 def line(k: int, marked: bool = True) -> dict[str, Any]:
-    """Style of the k-th curve: colour and dashes together make 21 distinguishable styles."""
+    """Style of the k-th curve: 21 combinations of colour and dashes."""
     look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
                             "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
     return {**look, "marker": "o", "markersize": 3.5} if marked else look
 
 
 def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
-    """A figure for curves and its axes; `log` names the logarithmic ones."""
+    """Create a figure for curves and its axes; `log` contains "x" or "y" for a logarithmic axis."""
     figure, axis = canvas(2.8)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
@@ -193,7 +193,7 @@ def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
 
 
 def with_legend(figure: Any, axis: Any, name: str) -> str:
-    """The figure as SVG, below a legend of its curves."""
+    """Convert a figure to SVG, preceded by a legend of its curves."""
     return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
                                  for x in axis.get_lines()])
 
@@ -208,7 +208,7 @@ def placement_kind(tier: Tier, world_size: int) -> str:
 
 
 def placement_map(plan: Plan, problem: Problem) -> str:
-    """One bar per table, its lookups from the hottest row on, coloured by where rows live."""
+    """Plot one bar per table: its lookups, hottest rows first, coloured by the rows' placement."""
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:MAX_MAPPED]
     figure, axis = canvas(0.6 + 0.22 * len(tables))
     for y, t in enumerate(tables):
@@ -222,7 +222,7 @@ def placement_map(plan: Plan, problem: Problem) -> str:
                 axis.barh(low, part, high, left, align="edge", edgecolor=_MARK, linewidth=0.4,
                           color=PLACEMENT_COLOURS[placement_kind(tier, plan.world_size)])
                 if tier.placement == "owned" and part > 0.04 and high > 0.5:
-                    # The page finds labels inside of bars by this name.
+                    # The page's style sheet selects labels inside bars by this id.
                     axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=8,
                               ha="center", va="center", gid=f"inside{y}-{piece.start}-{tier.start}")
                 left += part

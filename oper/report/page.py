@@ -1,4 +1,4 @@
-"""One self-contained HTML page of figures, plots and tables, for light and dark mode and any width.
+"""A self-contained HTML page of figures, plots and tables, for light and dark mode and any width.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from oper.errors import MissingDependencyError
 
-# Plots take the page's colours for text and axes. Labels inside of coloured bars, whose elements
-# are named "inside...", stay dark on either ground.
+# Plots take the page's colours for text and axes. Labels inside coloured bars, whose ids begin with
+# "inside", stay dark in both modes.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -80,7 +80,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(\.[0-9]+)?(e[-+]?[0-9]+)?( ?(%|[KMGTP]?
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """An SVG element under a heading, explained by a caption."""
+    """An SVG element with a heading and a caption."""
 
     heading: str
     caption: str
@@ -89,7 +89,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a heading; a note before and one after, both optional."""
+    """A table with a heading, and optional notes before and after it."""
 
     heading: str
     head: Sequence[str]
@@ -98,14 +98,14 @@ class Table:
     after: str = ""
 
     def numbers(self) -> list[bool]:
-        """Which columns hold numbers and are therefore right-aligned."""
+        """Which columns contain only numbers and are therefore right-aligned."""
         return [all(_NUMBER.fullmatch(str(row[k])) for row in self.rows)
                 for k in range(len(self.head))]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Preformatted text under a heading."""
+    """Preformatted text with a heading."""
 
     heading: str
     text: str
@@ -113,7 +113,7 @@ class Text:
 
 def render(title: str, about: str, tiles: Sequence[tuple[str, str]],
            blocks: Sequence[Plot | Table | Text]) -> str:
-    """The page as text; names and values are escaped, plots (SVG) are not.
+    """Render the page to HTML; names and values are escaped, plots (SVG) are not.
 
     Raises:
         MissingDependencyError: jinja2 is not installed.

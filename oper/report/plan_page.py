@@ -1,4 +1,4 @@
-"""One page about one plan: loads, coverage, placement, and every figure of the text summary."""
+"""A page about one plan: loads, coverage, placement, and every figure of the text summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINKS = {"memory": "own memory", "link_in": "in, within the host",
 
 
 def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> None:
-    """Write the page of a plan, one HTML file that refers to no other.
+    """Write a self-contained HTML page about a plan.
 
     Raises:
         MissingDependencyError: matplotlib or jinja2 is not installed.
@@ -35,7 +35,7 @@ def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> No
 
 
 def page(plan: Plan, problem: Problem) -> str:
-    """The page of `write_page` as text."""
+    """Return the page of `write_page` as text."""
     found = evaluate(plan, problem)
     before, verdict = _whole_tables(problem), verify_plan(plan, problem)
     topology = problem.topology
@@ -59,7 +59,7 @@ def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
 
 
 def _bytes(found: Evaluation) -> Table:
-    """Modelled bytes by phase and link, of all ranks and of the busiest."""
+    """Modelled bytes by phase and link, of all ranks and of the busiest rank."""
     rows = []
     for phase in found.phases:
         for k, term in enumerate(TERMS):
@@ -80,8 +80,7 @@ def _binding(found: Evaluation) -> str:
 
 
 def _whole_tables(problem: Problem) -> Evaluation | None:
-    """The modelled step if the same tables were placed whole, assigned in descending order of
-    lookups."""
+    """Evaluation of a plan with uncut tables, assigned to ranks in descending order of lookups."""
     plan = peers()[_COMPARED](problem, 0)
     return None if plan is None else evaluate(plan, problem)
 
@@ -120,8 +119,8 @@ def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
              "first.",
              figures.loads(found, before)),
         Plot("Where the rows live", f"The {mapped} tables with the most lookups. Replicated rows "
-             "are read locally by every rank, striped rows are dealt over ranks, owned rows live "
-             "on one.", figures.placement_map(plan, problem)),
-        Plot("How much the hottest rows cover", "Without statistics all rows count as equally "
+             "are read locally by every rank, striped rows are distributed over ranks, owned rows "
+             "live on one rank.", figures.placement_map(plan, problem)),
+        Plot("How much the hottest rows cover", "Without statistics, all rows count as equally "
              "hot.", figures.coverage(problem)),
     ]

@@ -1,4 +1,4 @@
-"""``oper simulate``: real batches through a plan, byte by byte and event by event."""
+"""``oper simulate``: replays real batches through a plan, with bytes and a timeline."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from oper.tables import TableSpec, format_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper simulate``."""
+    """Add the arguments of ``oper simulate``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
-    parser.add_argument("--split", default="train", help="part of that folder (default train)")
+    parser.add_argument("--split", default="train", help="split of that folder (default train)")
     parser.add_argument("--stats", metavar="STATS",
-                        help="statistics to predict by (default: those of the folder's training "
-                             "part); without --trace, batches are drawn from them")
+                        help="statistics for the prediction (default: those of the folder's "
+                             "training split); without --trace, batches are drawn from them")
     verbs.add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
-                        help="number of steps, at most (default 20)")
+                        help="maximum number of steps (default 20)")
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
                         help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
-                             "'*' = all")
-    verbs.add_message_bits(parser, "in place of those of the plan")
+                             "'*' = all tables")
+    verbs.add_message_bits(parser, "replaces the plan's")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
@@ -62,10 +62,10 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Replay batches, print predicted and replayed figures, and write the trace if asked for."""
+    """Replay batches, print predicted and replayed figures, and write the trace if requested."""
     if args.trace is None and args.stats is None:
         raise UsageError("nothing to replay", "trace, stats", None,
-                         "a preprocessed folder, or statistics to draw from",
+                         "a preprocessed folder, or statistics to draw batches from",
                          "pass --trace DIR or --stats FILE")
     plan, problem = verbs.stated(args, _statistics(args))
     if args.message_bits is not None:
@@ -111,15 +111,15 @@ class Simulation:
 
 def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int,
              wire: WireReplay | None = None) -> Simulation:
-    """Replay a plan on up to `steps` steps of batches.
+    """Replay up to `steps` steps of batches through a plan.
 
     Args:
         plan: the plan.
         problem: machine, costs and statistics.
-        batches: the batches of all ranks, one list per step.
-        steps: most steps to replay.
-        wire: counts what memory domains send each other and decides which rows are clipped; None =
-            no clipping.
+        batches: yields for each step the batches of all ranks.
+        steps: maximum number of steps.
+        wire: counts bytes between memory domains; also gives the tables whose gradients are
+            clipped. None = no clipping.
 
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
@@ -147,7 +147,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
-    """Tables named on the command line; raises InvalidInputError for one that is not there."""
+    """Names of the clipped tables; raises InvalidInputError if a table is unknown."""
     known = [t.table.name for t in plan.tables]
     unknown = [n for n in names if n not in known and n != "*"]
     if unknown:
@@ -177,7 +177,7 @@ def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator
 
 def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: int,
                    world_size: int) -> Iterator[list[RankBatch]]:
-    """Full batches of a preprocessed folder in order, each split into the ranks' batches.
+    """Yield full batches of a preprocessed folder in order, each divided among the ranks.
 
     Raises:
         InvalidInputError: the folder lacks a feature of the tables.
@@ -190,7 +190,7 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
     features = [f for t in tables for f in _features(t)]
     missing = [f for f in features if f not in column]
     if missing:
-        raise InvalidInputError(f"cannot replay {path!r}", "features that it lacks", missing[:8],
+        raise InvalidInputError(f"cannot replay {path!r}", "missing features", missing[:8],
                                 f"some of {list(column)[:8]}",
                                 "pass the folder that the plan was made for")
     groups = RowGroups(folder, split, folder.sparse, frozenset(folder.multi_hot))
@@ -216,7 +216,8 @@ def _bags(found: Lookups) -> Bags:
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
                   seed: int) -> Iterator[list[RankBatch]]:
-    """Endless batches of independent ids and bag lengths with the frequencies of `stats`."""
+    """Yield without end batches of independent ids and bag lengths, with the frequencies of
+    `stats`."""
     rng = np.random.default_rng(seed)
     models = {f: _model(t.name, stats.tables[t.name]) for t in tables for f in _features(t)}
     while True:
@@ -229,7 +230,7 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 
 
 def _model(name: str, stats: TableStats) -> TableModel:
-    """Lookups of a table with the counted frequencies; rows without a count are never drawn."""
+    """A generator of lookups with the counted frequencies; uncounted rows are never drawn."""
     counts, rows = stats.count_histogram()
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
     return TableModel(name, Popularity.of(rows, weights), bag_lengths(stats), 0.0, stats.head_ids)
@@ -240,10 +241,10 @@ def _model(name: str, stats: TableStats) -> TableModel:
 
 def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, problem: Problem
             ) -> dict[str, Any]:
-    """Predicted and replayed figures, JSON-serializable.
+    """Return predicted and replayed figures as values that JSON can represent.
 
-    Times and modelled bytes are per step; bytes that the host runtime reads are totals of all
-    steps.
+    Times and modelled bytes are per step; `bytes_read`, `bytes_sent`, `bytes_read_total` and
+    `bytes_by_pair` are totals over all steps.
     """
     steps = len(found.loads)
     link = link_classes(problem.machine.world_size, problem.topology)
@@ -278,7 +279,7 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
 
 
 def as_text(value: dict[str, Any]) -> str:
-    """The figures of `as_json` as text."""
+    """Format the result of `as_json` as text."""
     constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
     lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "

@@ -16,8 +16,8 @@ Named = Sequence[tuple[str, TableStats]]
 
 
 def stats_page(stats: AccessStats) -> str:
-    """Coverage, hotness, bag lengths, presence and drift of all tables; plots of the busiest ones.
-    """
+    """Return a page with coverage, hotness, bag lengths, presence and drift; the plots show the
+    tables with the most lookups."""
     busiest: Named = [(n, t) for n, t in sorted(
         stats.tables.items(), key=lambda item: -item[1].num_accesses)[:_MAX_CURVES]
         if t.num_accesses]
@@ -30,14 +30,14 @@ def stats_page(stats: AccessStats) -> str:
         plots.append(Plot("How often rows are looked up", "Rows by number of lookups, in powers of "
                           f"two.{shown}", _hotness(busiest)))
     if any(t.presence_samples.size for _, t in busiest):
-        plots.append(Plot("Distinct rows of a batch", "Measured presence: mean distinct rows that "
-                          "so many consecutive samples touch." + shown, _presence(busiest)))
+        plots.append(Plot("Distinct rows of a batch", "Measured presence: mean number of distinct "
+                          "rows by number of consecutive samples." + shown, _presence(busiest)))
     if any(t.length_values.size > 1 for _, t in busiest):
         plots.append(Plot("Bag lengths", "Share of bags by ids per bag." + shown,
                           _lengths(busiest)))
     if any(len(t.buckets) > 1 for _, t in busiest):
-        plots.append(Plot("Drift", "Total variation distance of the lookups in neighbouring time "
-                          "buckets, 0 = alike, 1 = nothing in common; rare ids add noise." + shown,
+        plots.append(Plot("Drift", "Total variation distance of the lookups in consecutive time "
+                          "buckets: 0 = equal, 1 = disjoint; rare ids add noise." + shown,
                           _drift(busiest)))
     rows = [[n, f"{s.num_rows:,}", f"{s.num_touched_rows:,}", f"{s.num_accesses:,}",
              f"{s.pooling_factor:.2f}", f"{s.hottest:.3f}", f"{s.top_1pct:.3f}",
@@ -99,7 +99,7 @@ def _lengths(tables: Named) -> str:
 def _drift(tables: Named) -> str:
     from oper.analysis.summary import bucket_distances
 
-    figure, axis = axes("time bucket", "distance from the one before")
+    figure, axis = axes("time bucket", "distance from the previous one")
     for k, (name, t) in enumerate(tables):
         found = bucket_distances(t)
         axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=short(name))

@@ -1,4 +1,5 @@
-"""``oper explain`` with its page; ``oper report``: pages of statistics, plans and records."""
+"""``oper explain`` with an HTML page, and ``oper report``: pages of statistics, plans and records.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from oper.support.flags import number
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper explain``."""
+    """Add the arguments of ``oper explain``, including those of its HTML page."""
     verbs.configure_explain(parser)
     parser.add_argument("--html", metavar="FILE", help="also write a self-contained HTML page with "
                                                        "plots")
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Print what a plan costs; write the page when asked for."""
+    """Print the modelled cost of a plan, and write its HTML page if requested."""
     code = verbs.run_explain(args)
     if args.html is not None:
         from oper.report.plan_page import write_page
@@ -30,18 +31,18 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper report``."""
+    """Add the arguments of ``oper report``."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)")):
         sub = kinds.add_parser(kind, help=f"a page about {about}")
         sub.add_argument("file", metavar="FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     sub = kinds.add_parser(
-        "drift", help="a page about how an old plan performs on later statistics")
+        "drift", help="a page about the cost of an old plan on later statistics")
     sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
     sub.add_argument("--plan", metavar="PLAN",
-                     help="the plan in use, to see when a new one pays off")
+                     help="the plan in use; adds when a new plan pays")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="rate at which a rank copies rows when the plan changes (default 1)")
@@ -50,14 +51,15 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write one page that opens offline."""
+    """Write one self-contained HTML page; returns the exit code."""
     from oper.report import bench_page, stats_page
     from oper.stats import AccessStats
     from oper.support.files import write_text
 
     if args.kind == "plan":
         if args.html is None:
-            raise UsageError("cannot write a page", "--html", None, "a file to write", "name one")
+            raise UsageError("cannot write a page", "--html", None, "a file to write",
+                             "add --html FILE")
         return run_explain(args)
     if args.kind == "drift":
         text = _drift_page(args)
@@ -77,8 +79,8 @@ def _drift_page(args: argparse.Namespace) -> str:
     from oper.stats import AccessStats
 
     if (args.plan is None) != (args.topology is None):
-        raise UsageError("cannot cost a plan", "--plan, --topology", (args.plan, args.topology),
-                         "both", "pass both")
+        raise UsageError("cannot evaluate a plan", "--plan, --topology",
+                         (args.plan, args.topology), "both or neither", "pass both")
     planned = None if args.plan is None else (
         Plan.load(args.plan), topology_preset(args.topology, args.world_size))
     old = AccessStats.load(args.old)

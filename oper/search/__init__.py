@@ -1,8 +1,8 @@
-"""From access statistics and a topology to a plan with a certified lower bound.
+"""Plan where embedding rows live, with a certified lower bound on the modelled step time.
 
 `problem` and `cost` state the problem; `relaxation`, `pricing` and `branching` bound it; `rounding`
-makes the plan; `certificate` checks the bound. The names below load on first use; solvers load only
-when a search runs.
+makes the plan; `certificate` checks the bound. The names below are imported on first use, and the
+solvers only when a search runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner's C++ (``csrc/search``): loaded by ctypes, so that planning needs no torch."""
+"""Calls into the planner's C++ code (``csrc/search``) by ctypes; planning does not need torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oper.errors import MissingDependencyError
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-VERSION = 1  # of all arguments: kSearchVersion in csrc/search/argument.h
+VERSION = 1  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
 
 
 class Sums(ctypes.Structure):
@@ -25,7 +25,7 @@ class Sums(ctypes.Structure):
 
 
 class Argument(ctypes.Structure):
-    """`OperArgument` of ``csrc/search/argument.h``, the header of every argument."""
+    """`OperArgument` of ``csrc/search/argument.h``, the header of every argument structure."""
 
     _fields_: ClassVar[list[Any]] = [("size", _int), ("version", _int)]
 
@@ -96,19 +96,18 @@ def _unusable(name: str, value: Any, constraint: Any) -> MissingDependencyError:
 
 
 def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **values: Any) -> Argument:
-    """Call a function of the native library.
+    """Call a function of the native library and return its argument structure with the outputs.
 
     Args:
-        name: the function.
-        kind: type of its argument.
-        arrays: by field, int64, float64 or uint8; outputs must be contiguous and are written to.
+        name: the function, e.g. ``"oper_price"``.
+        kind: type of its argument structure.
+        arrays: input and output arrays by field, int64, float64 or uint8. Output arrays must be
+            contiguous, because others are copied and the caller's array is left unchanged.
         values: all other fields except size and version.
 
-    Returns:
-        The argument, outputs filled in.
-
     Raises:
-        MissingDependencyError: the library is not built, or was built from other sources.
+        MissingDependencyError: the library is not built, or was built from another version of the
+            sources.
     """
     arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
     assert arrays.keys() >= {x[0] for x in kind._fields_ if x[1] is _array}, "an array is missing"

@@ -29,8 +29,8 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
-_CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
-_WORK = 200_000  # tables priced to tighten a bound for which no time is set
+_CLOSE = 1e-6  # a plan whose gap is at most this is not compared with simple plans
+_WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time limit
 _Proof = dict[str, Any]  # see `_proof`
 
 
@@ -50,32 +50,32 @@ def make_plan(
     overlap: Mapping[str, Any] | None = None,
     message_bits: int | tuple[int, int] | MessageBits = EXACT,
 ) -> Plan:
-    """Plan where every row lives, with a certified lower bound of the modelled step.
+    """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
     Args:
         tables: the tables, in the order of the collection.
-        stats: access statistics; None = plan from sizes alone, with one warning.
+        stats: access statistics; None = assume equally hot rows, and warn once.
         topology: the machine; its number of ranks is the plan's world size.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        constraints: constraints that the plan must keep, see `oper.search.problem.constraints`.
+        constraints: constraints that the plan must satisfy, see `oper.search.problem.constraints`.
         effort: ``"fast"`` or ``"thorough"``.
-        time_budget_s: seconds after which the best plan so far is returned; None = the effort's
-            number of trials decides, and equal seeds give equal plans.
+        time_budget_s: seconds after which the best plan so far is returned. None = stop after the
+            number of trials that `effort` sets; equal seeds then give equal plans.
         target_gap: stop when (step - bound) / bound is at most this.
         seed: seed of the random choices.
-        allow: what the plan may use, names of `oper.search.problem.space.FEATURES`; by default what
-            the runtimes execute well on this topology, and host memory where the rows do not fit
-            without it.
-        overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
-            `oper.search.problem.overlap`; by default nothing hides.
-        message_bits: bits per number in messages between hosts, 32 (exact), 16 or 8; or a pair, for
-            answers to lookups and for gradients; see `oper.messages`.
+        allow: features that the plan may use, from `oper.search.problem.space.FEATURES`. Default:
+            those that the runtimes execute well on this topology, and host memory if the rows do
+            not fit without it.
+        overlap: ``{phase: microseconds}``, dense compute during which a phase can run, see
+            `oper.search.problem.overlap`. Default: no overlap.
+        message_bits: bits per number in messages between hosts: 32 (exact), 16 or 8, or a pair
+            (for answers to lookups, for gradients); see `oper.messages`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
-        PlanInfeasibleError: no plan fits; names need, capacity and the smallest change that makes
-            one fit.
+        PlanInfeasibleError: no plan fits; the message states the memory needed, the capacity, and
+            the smallest change with which a plan fits.
         MissingDependencyError: the planner's native library cannot be used.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
@@ -87,18 +87,18 @@ def make_plan(
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,
                  target_gap: float = 0.01, seed: int = 0, start: Plan | None = None) -> Plan:
-    """Plan a problem that is already stated; arguments and errors as `make_plan`.
+    """Plan a problem made by `make_problem`; other arguments and errors are those of `make_plan`.
 
     Args:
-        start: a plan of the same tables and ranks; if it lies in the problem's space, fits and
-            keeps the constraints, the result is never slower. So planning with more memory, started
-            from a plan made with less, never gives a slower plan.
+        start: a plan of the same tables and ranks. If it uses only allowed features, fits the
+            memory and satisfies the constraints, the result is never slower. Planning with more
+            memory, started from a plan made with less, therefore never gives a slower plan.
     """
     started = time.monotonic()
-    require("cannot search", "choose an effort by name, a gap and a seed of 0 or more, and a "
-            "positive time or none",
+    require("cannot search", "pass effort 'fast' or 'thorough', target_gap and seed of at least 0, "
+            "and a positive time_budget_s or None",
             ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
-            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # which NaN is not
+            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
             ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
             ("seed", seed, seed >= 0, ">= 0"))
     budget = EFFORTS[effort]
@@ -121,8 +121,8 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     plan = replace(plan, notes=notes, message_bits=problem.message_bits)
     lower_us = _proved_us(proof)
     if plan.step_us > lower_us * (1 + _CLOSE):
-        # Even stripes over unequal ranks are one tier, which the search, that deals rows to classes
-        # of equal ranks, has not; and in inference it may miss by the rounding of its stripes.
+        # The search deals rows to classes of equal ranks, so it does not produce even stripes over
+        # unequal ranks as one tier; in inference, rounding may make its stripes slower than these.
         simple = uniform_plan([t.spec for t in problem.tables], problem.machine.world_size)
         plan = _not_slower(plan, simple, problem)
         if not problem.training:
@@ -143,7 +143,7 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
 
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:
-    """The search and the bound, without the constraints that bind several tables."""
+    """Search and bound a problem without `keep_together` and `keep_apart` groups."""
     parts = subspaces(problem, budget.deadline)
     if not fit(parts):
         raise explain_bound(problem, parts[0].bound)
@@ -165,15 +165,15 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
 
 def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
                   max_work: int | None = None, time_budget_s: float | None = None) -> Plan:
-    """Raise a plan's lower bound by branch and price, with more effort than planning itself spends.
+    """Return the plan with its lower bound raised by branch and price, beyond what planning does.
 
     Args:
-        plan: a plan of the problem that fits.
+        plan: a plan of the problem that fits the memory.
         problem: the problem.
         goal_gap: stop when the gap is at most this.
-        max_work: approximate number of tables to price while branching; by default as many as
-            `time_budget_s` allows, or 200,000 if there is no such limit.
-        time_budget_s: seconds after which the bound so far is returned; None = no limit.
+        max_work: approximate number of tables to price while branching. Default: unlimited if
+            `time_budget_s` is given, else 200,000.
+        time_budget_s: seconds after which the best bound so far is returned; None = no limit.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -197,8 +197,10 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
 
 
 def _proof(parts: list[Subspace]) -> _Proof:
-    """The proof of the bound over all parts: no plan is faster than the smaller of `bound_us` and
-    `cutoff_us`, a known step, which may be absent."""
+    """The proof of the bound over all parts: no plan is faster than min(`bound_us`, `cutoff_us`).
+
+    The cutoff is the step of a known plan; None if there is none.
+    """
     lower_us = min(x.lower_bound_us for x in parts)
     cutoff_us = min(x.cutoff_us for x in parts)
     return {"bound_us": min(x.uncapped_us for x in parts),
@@ -213,14 +215,15 @@ def _proved_us(proof: _Proof) -> float:
 
 def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, seed: int
                      ) -> tuple[Subspace, Found]:
-    """The best placement of all parts of the space, and bounds tightened around it.
+    """Return the best placement found in any part, after raising the parts' bounds.
 
-    Every part that may hold the best plan is searched from its best node; the best part again from
-    several, once a known step has made its tree smaller.
+    Every part that may contain the best plan is searched from its node with the least bound. The
+    part with the best placement is then branched on with that step as cutoff, and searched again
+    from several nodes.
     """
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, budget.max_work // 2, np.inf, np.inf, first)  # to begin the search from
+    tighten(parts, budget.max_work // 2, np.inf, np.inf, first)  # gives better starting solutions
     best: tuple[Subspace, Found] | None = None
 
     def is_enough() -> bool:

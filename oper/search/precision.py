@@ -1,11 +1,11 @@
-"""Precision by hotness: which rows of read-only tables are stored as which type.
+"""Mixed precision by hotness: choose the storage type of every row of read-only tables.
 
-Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
-bytes once. Under an error budget the bytes are least when, for a single price of error, every range
-of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
-the price is found by bisection. Many blocks may change to a narrower type at that price; the rest
-of the budget is spent on them table by table, block by block. In each table hotter rows never get a
-narrower type than colder ones, so a table has at most as many ranges as there are types.
+Storing a row as a narrower type adds its squared error to every lookup, and saves bytes once.
+Minimising bytes under a total error budget decomposes by a Lagrange multiplier, the price of error
+(Everett, "Generalized Lagrange multiplier method", 1963): at a given price, every table chooses its
+types independently. The price is found by bisection. Many blocks may change to a narrower type at
+the same price; the remaining budget is spent on them table by table, block by block. Within a table
+hotter rows never get a narrower type than colder rows, so that each type is one range of positions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from oper.tables import TableSpec, bytes_of_row
 
 ROW_TYPES = ("float16", "int8", "int4")  # widest first
 _BISECTIONS = 60
-_PARTS = 64  # of a table at least: what crosses to a narrower type at once
+_PARTS = 64  # a block has at most about this fraction (1 / 64) of a table's rows
 _LARGEST_PRICE = 1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowErrors:
-    """Errors of storing rows as other types, by block of a table's hotness order.
+    """Squared errors of storing rows as other types, by block of a table's hotness order.
 
     Attributes:
         edges: int64 [K + 1], positions; block k is [edges[k], edges[k + 1]).
-        energy: float64 [K], sum of the squares of a row, mean over the block.
-        squared: by type, float64 [K], sum of the squared differences of a row, mean over the block.
+        energy: float64 [K], squared norm of a row, mean over the block.
+        squared: by type, float64 [K], squared norm of a row's rounding error, mean over the block.
     """
 
     edges: np.ndarray
@@ -45,11 +45,12 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A choice of row types.
+    """Row types of every table.
 
     Attributes:
-        dtypes: by table, (last position + 1, type) of each range, hottest first.
-        error: expected squared error of the numbers that lookups read, relative to their squares.
+        dtypes: by table, (exclusive end position, type) of each range, hottest first.
+        error: expected squared error of all numbers that lookups read, divided by the expected sum
+            of their squares.
         num_bytes: bytes of all rows.
     """
 
@@ -60,12 +61,12 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """A table's rows in order of hotness, in blocks.
+    """Blocks of a table's rows in hotness order.
 
     Attributes:
         edges: int64 [K + 1], positions; block k is [edges[k], edges[k + 1]).
-        lookups: float64 [K], expected lookups of all rows of a block, relative to each other.
-        head_ids: int64 [H], ids in order of hotness; empty if ids are positions.
+        lookups: float64 [K], expected lookups of each block, in an arbitrary unit.
+        head_ids: int64 [H], row ids of the first H positions; empty if ids are positions.
     """
 
     edges: np.ndarray
@@ -74,9 +75,9 @@ class Blocks:
 
 
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
-    """Cut a table into blocks of about equal hotness, for which `RowErrors` can be measured.
+    """Cut a table into blocks of about equal hotness, the blocks of which `RowErrors` are measured.
 
-    A block whose rows have a known order has at most a 64th of the table's rows, about.
+    Where the order of the rows is known, a block has at most about 1/64 of the table's rows.
     """
     problem = make_table(spec, stats, 1, 1)
     num_known = spec.num_rows if problem.ids_are_positions else problem.head_ids.size
@@ -93,7 +94,7 @@ def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """Sums over the blocks before each edge, by type [D, K + 1]."""
+    """Cumulative sums over the blocks before each edge; arrays are float64 [num_types, K + 1]."""
 
     edges: np.ndarray
     dtypes: list[str]
@@ -102,12 +103,13 @@ class _Table:
     energy: float
 
     def ranges(self, price: float) -> list[int]:
-        """The edges at which the types end, in order, if each unit of error costs `price`."""
+        """Indices of the edges at which the types' ranges end, widest type first, if a unit of
+        error costs `price` bytes."""
         cost = self.num_bytes + (price * self.error if price else 0.0)  # errors may be infinite
         every = np.arange(self.edges.size)
         least, begins = cost[0], []
         for mine in cost[1:]:
-            before = least - mine  # of ending the wider types at an edge
+            before = least - mine  # cost of ending the wider types at each edge
             best = np.minimum.accumulate(before)
             begins.append(np.maximum.accumulate(np.where(before == best, every, 0)))
             least = best + mine
@@ -117,8 +119,8 @@ class _Table:
         return stops[::-1]
 
     def narrowed(self, within: Sequence[int], beyond: Sequence[int], allowed: float) -> list[int]:
-        """The edges furthest on the way from `within` to `beyond` whose error is still at most
-        `allowed`; that of `within` is."""
+        """Interpolate the edges from `within` towards `beyond` as far as the error is at most
+        `allowed`; the error of `within` is."""
         most = max(1, *(abs(b - a) for a, b in zip(within, beyond, strict=True)))
 
         def after(steps: int) -> list[int]:
@@ -128,7 +130,7 @@ class _Table:
             range(most + 1), allowed, key=lambda k: self.total(self.error, after(k))) - 1))
 
     def total(self, sums: np.ndarray, stops: Sequence[int]) -> float:
-        """Sum over all ranges of bytes or of errors."""
+        """Sum `num_bytes` or `error` over the ranges that end at `stops`."""
         begins = [0, *stops[:-1]]
         return float(sum(mine[stop] - mine[begin]
                          for mine, begin, stop in zip(sums, begins, stops, strict=True)))
@@ -136,17 +138,18 @@ class _Table:
 
 def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
                   errors: Mapping[str, RowErrors], error_budget: float) -> Precision:
-    """The types of rows that take the fewest bytes within an error budget.
+    """Choose the row types that take the fewest bytes within an error budget.
 
     Args:
         tables: the tables.
         stats: access statistics; None = all rows are looked up equally often.
-        errors: by table, for the types that it may have; its `edges` are those of `blocks_of`.
-        error_budget: most squared error relative to the squares of all numbers that lookups read:
-            1e-4 is a root mean square error of 1 %.
+        errors: by table, the errors of the types that the table may use, for the blocks that
+            `blocks_of` returns.
+        error_budget: upper limit of `Precision.error`; 1e-4 is a relative root mean square error
+            of 1 %.
 
     Raises:
-        InvalidInputError: the budget is not a positive number.
+        InvalidInputError: the budget is not a positive number, or `errors` has other blocks.
         PlanInfeasibleError: even the widest types exceed the budget.
     """
     what = "cannot choose types of rows"
@@ -162,12 +165,12 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
 
     lost, stops = at(0.0)
     if lost > allowed:
-        beyond = stops  # with more error than allowed, at the highest price that was tried
+        beyond = stops  # the ranges at the highest price at which the error exceeds the budget
         lost, stops = at(_LARGEST_PRICE)
         if lost > allowed:
             raise PlanInfeasibleError(what, "error_budget", error_budget,
-                                      f">= {lost / energy:.3g}, what the widest type loses",
-                                      "allow more, or keep these tables in float32")
+                                      f">= {lost / energy:.3g}, the error of the widest types",
+                                      "raise the budget, or keep these tables in float32")
         low, high = -float(_BISECTIONS), math.log(_LARGEST_PRICE)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -192,7 +195,7 @@ def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Tab
     blocks = blocks_of(spec, stats)
     rows, lookups = np.diff(errors.edges), blocks.lookups
     require(f"cannot choose types of table {spec.name!r}",
-            "measure the errors by the same statistics",
+            "measure the errors for the blocks that blocks_of returns with the same statistics",
             ("edges", errors.edges[:4].tolist(), np.array_equal(blocks.edges, errors.edges),
              f"{blocks.edges[:4].tolist()}..."))
     dtypes = [dtype for dtype in ROW_TYPES if dtype in errors.squared]

@@ -23,7 +23,7 @@ from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper plan``."""
+    """Add the arguments of ``oper plan``."""
     parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
     _add_overlap(parser)
@@ -37,10 +37,10 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
-                        help="what the plan may use, with commas: replicated, striped, owned, "
-                             "pull, push, columns, host, per_host, or everything, which is all but "
-                             "per_host (default: what runs well on the topology, and host memory "
-                             "where rows do not fit without it)")
+                        help="comma-separated features that the plan may use: replicated, striped, "
+                             "owned, pull, push, columns, host, per_host; or everything (all but "
+                             "per_host). Default: those that run well on the topology, and host "
+                             "if rows do not fit without it")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast",
                         help="how long to search and to raise the bound (default fast)")
     parser.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
@@ -51,17 +51,17 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="start from a plan of the same tables and ranks; the new one is "
                              "never slower")
     parser.add_argument("--request-rate", type=number(above=True), metavar="R",
-                        help="with --latency-bound, for inference: samples per second; chooses "
-                             "replicas and batching with the least memory")
+                        help="samples per second; with --latency-bound and --objective inference, "
+                             "chooses replicas and batching that need the least memory")
     parser.add_argument("--latency-bound", type=number(above=True), metavar="MS",
-                        help="upper limit of the latency's 99th percentile, milliseconds")
+                        help="upper limit of the 99th percentile of latency, milliseconds")
     parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
                         help="dense compute of a batch, microseconds, for --latency-bound")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Make a plan, write it, print what it costs."""
+    """Make a plan, write it to a file and print its modelled cost; returns the exit code."""
     from oper.search.explain.summary import as_json, summary
     from oper.search.planner import plan_problem
 
@@ -87,19 +87,21 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
-    """`run_plan` for a latency bound."""
+    """Run ``oper plan`` with a latency bound."""
     from oper.search.explain.latency import LatencyGoal, plan_latency
 
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
         raise UsageError("cannot plan for a latency bound",
                          "request_rate, latency_bound, objective",
                          (args.request_rate, args.latency_bound, args.objective),
-                         "a rate and a bound, with --objective inference", "pass all three")
+                         "request_rate and latency_bound > 0, and objective 'inference'",
+                         "pass --request-rate, --latency-bound and --objective inference")
     try:
         fixed, per_sample = (float(x) for x in args.dense_us.split(","))
     except ValueError:
         raise UsageError("cannot plan for a latency bound", "dense_us", args.dense_us,
-                         "two numbers and a comma", "e.g. 200,1.5") from None
+                         "two numbers separated by a comma",
+                         "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
@@ -120,10 +122,10 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper explain``, except those of its page."""
+    """Add the arguments of ``oper explain``, except those of its HTML page."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
-    parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate it on (default: "
-                                                          "all rows of a table equally hot)")
+    parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate the plan with "
+                                                 "(default: all rows of a table equally hot)")
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
@@ -138,7 +140,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Print what a plan costs."""
+    """Print the modelled cost of a plan; returns the exit code."""
     from oper.search.certificate.check import verify_plan
     from oper.search.explain import diff as plan_diff, what_if
     from oper.search.explain.summary import as_json, summary
@@ -173,7 +175,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper verify``."""
+    """Add the arguments of ``oper verify``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan'")
     parser.add_argument("--stats", metavar="STATS", required=True,
                         help="the statistics that the plan was made from")
@@ -184,7 +186,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Check the proof of a plan's lower bound; returns 1 if it does not hold."""
+    """Check the proof of a plan's lower bound; returns 0 if it holds, else 1."""
     from oper.search.certificate.check import verify_plan
 
     plan, problem = stated(args, _stats(args))
@@ -198,10 +200,10 @@ def run_verify(args: argparse.Namespace) -> int:
             **{k: x if math.isfinite(x) else None for k, x in value.items()},
             "leaves": found.num_leaves}))
         return 0 if found.certified else 1
-    print(f"step        {found.step_us:12.1f} us   evaluated anew")
+    print(f"step        {found.step_us:12.1f} us   evaluated again")
     if math.isfinite(found.bound_us):
         print(f"bound       {found.bound_us:12.1f} us   the least of {found.num_leaves} "
-              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, computed anew from the prices")
+              f"{'leaves' if found.num_leaves != 1 else 'leaf'}, recomputed from the prices")
     if math.isfinite(found.cutoff_us):
         print(f"cutoff      {found.cutoff_us:12.1f} us   only faster plans were bounded")
     if found.certified:
@@ -214,7 +216,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
-    """The plan and the problem given by the arguments of ``oper explain``."""
+    """The plan and the problem given by the arguments of ``oper explain``, with a valid bound."""
     from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
@@ -223,7 +225,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
     priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)
-    # Of another machine, batch or statistics the bound in the file says nothing.
+    # A bound for another machine, batch size or statistics does not apply.
     if is_for(plan, problem):
         return with_bound(priced, problem, plan.lower_bound_us, proof_of(plan)), problem
     if not found.fits:
@@ -232,8 +234,10 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
-    """A plan file, and the problem for which it is evaluated: its tables on a machine, with a batch
-    size."""
+    """Load the plan file and make the problem that it is evaluated for.
+
+    Arguments that are missing (topology, batch size, constraints) are taken from the plan.
+    """
     plan = Plan.load(args.plan)
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
@@ -242,13 +246,13 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
         raise UsageError(f"cannot price {args.plan!r}", "batch_size", 0,
-                         "the samples per rank and step to price it for, which this plan does "
-                         "not state", "add --batch-size N")
+                         "samples per rank and step, which this plan does not state",
+                         "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
     problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
-    # The space that the plan was made in, and what was written into it by hand.
+    # The features allowed when the plan was made, and those that edits of the file have added.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
     return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow,
                          message_bits=plan.message_bits)
@@ -261,19 +265,20 @@ def _stats(args: argparse.Namespace) -> AccessStats | None:
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
                         type=text_for(lambda text: parse_argument([text])),
-                        help="dense compute that overlaps with a phase, microseconds (one per "
-                             "rank, with commas): forward, backward, update, resolve; default none")
+                        help="microseconds of dense compute that overlap with a phase (forward, "
+                             "backward, update, resolve), or one number per rank, separated by "
+                             "commas; default none")
 
 
 def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the argument for the precision of messages between hosts."""
+    """Add ``--message-bits``, the precision of messages between hosts; `what` ends its help."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
                         help="bits per number in messages between hosts: 32, 16 or 8, or two "
-                             f"with a comma, for answers and for gradients; {what}")
+                             f"numbers (answers,gradients); {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the arguments that select a machine."""
+    """Add ``--topology`` and ``--world-size``."""
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
     parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
@@ -289,7 +294,7 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
                         help="type of every table's rows (default float32; int8 and int4 for "
                              "inference)")
     parser.add_argument("--tables", metavar="FILE",
-                        help="JSON list of tables (name, num_rows, dim, ...) in place of --dim, "
+                        help="JSON list of tables (name, num_rows, dim, ...); replaces --dim, "
                              "--optimizer and --dtype")
 
 
@@ -298,13 +303,13 @@ def _message_bits(args: argparse.Namespace) -> MessageBits:
 
 
 def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
-    """The tables of the file, or one per table of the statistics with the given dim."""
+    """The tables of the file, or one table per table of the statistics with the given dim."""
     if args.tables is None:
         coded = args.dtype in CODE_BITS
         if coded and args.objective == "training":
             raise UsageError("cannot plan training", "--dtype", args.dtype,
-                             "rows that an optimizer can change",
-                             "add --objective inference, or choose another type")
+                             "a type whose rows an optimizer can change",
+                             "add --objective inference, or choose float32 or another float type")
         optimizer = args.optimizer or ("none" if coded else "rowwise_adagrad")
         return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
                           optimizer=optimizer, dtype=args.dtype or "float32")
@@ -312,12 +317,12 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     given = [n for n in ("dim", "optimizer", "dtype") if getattr(args, n) is not None]
     if given:
         raise UsageError("cannot use two sources for the tables", "arguments", ["tables", *given],
-                         "a table file alone, or dim, optimizer and dtype", "leave one out")
+                         "either --tables, or --dim, --optimizer and --dtype", "drop one of them")
     value = read_json(args.tables, f"cannot read {args.tables!r} as tables")
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise InvalidInputError("cannot read tables", "tables", args.tables,
                                 "a JSON list of objects with TableSpec's fields",
-                                "write it as oper.TableSpec.to_json does")
+                                "write the objects with oper.TableSpec.to_json")
     return [TableSpec.from_json(v) for v in value]
 
 
@@ -334,9 +339,9 @@ def _allowed(text: str | None) -> frozenset[str] | None:
 
 
 def read_constraints(path: str) -> dict[str, Any]:
-    """The JSON object in a constraints file; raises OperError if there is none."""
+    """Read a constraints file; raises OperError if it cannot be read or is no JSON object."""
     value = read_json(path, f"cannot read {path!r} as constraints")
     if not isinstance(value, dict):
         raise InvalidInputError(f"cannot read {path!r}", "constraints", value, "a JSON object",
-                                "correct the file")
+                                "write an object with the fields of oper.search.Constraints")
     return value

@@ -1,4 +1,4 @@
-"""What is foreseen of dynamic tables, against tables that see the log."""
+"""Forecasts of dynamic tables compared with tables that process the log."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def counted(keys: np.ndarray, **fields: int) -> TableStats:
 
 
 def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCounts:
-    """A dynamic table's counts after the log."""
+    """Counts of a dynamic table after it has processed the log."""
     bag = module_support.shard(nn.EmbeddingBag(num_rows, 1, mode="sum"), dynamic=rule,
                                optimizer=oper.SGD(lr=0.0))
     for at in range(0, keys.size, BATCH):
@@ -64,7 +64,7 @@ def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_afte
     true = replayed(keys, num_rows, rule)
     assert found.keys == np.unique(keys).size and found.rows == true.rows
     assert found.occupied == pytest.approx(true.occupied, rel=0.03)
-    # Evicting the least frequent keeps what came early, too: what is foreseen is the best case.
+    # LFU eviction also keeps keys that came early: the forecast is the best case.
     slack = 0.05 if eviction == "lru" else 0.25
     assert found.default_share == pytest.approx(true.default_share, rel=slack)
     assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=slack)
@@ -86,7 +86,7 @@ def test_rows_have_the_lookups_of_their_keys(num_rows: int, admit_after: int) ->
     assert rows.pooling_factor == pytest.approx(1, rel=0.01)
 
 
-def test_nothing_was_counted() -> None:
+def test_empty_statistics() -> None:
     empty = KeyCounter().finish()
     assert (empty.num_accesses, empty.num_touched_rows) == (0, 0)
     found = forecast(empty, 10)
@@ -103,7 +103,7 @@ def test_refused_arguments(fields: dict[str, object], name: str) -> None:
 
 
 def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the budget: accesses exactly, hot keys and numbers of keys nearly as they are."""
+    """Beyond the budget, accesses are exact, and hot keys and numbers of keys nearly so."""
     for kind in (HeavyHitters, DistinctSample):
         monkeypatch.setattr(counting, kind.__name__, functools.partial(kind, 4096))
     keys = log_of(40_000, size=400_000)
@@ -117,7 +117,7 @@ def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_takes_statistics_of_its_keys() -> None:
-    """Of keys that come once each all lookups meet row 0; of few hot keys hardly any does."""
+    """If each key occurs once, all lookups read row 0; with few hot keys, hardly any does."""
     shares = {}
     for name, keys in (("new", np.arange(LOOKUPS) * 7), ("hot", log_of(50))):
         table = rows_of_keys(counted(keys), 4_097)
@@ -131,7 +131,7 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
 
 
 def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:
-    """Of as many keys on two days nobody knows whether they are the same."""
+    """Whether two days have the same keys is unknown."""
     table = counted(log_of(500))
     with pytest.raises(InvalidInputError, match="ids='raw keys'"):
         distance(table, table)

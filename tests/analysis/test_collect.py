@@ -1,4 +1,4 @@
-"""`collect` from the kinds of batches and models that users have."""
+"""`collect` with all supported kinds of batches and models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = {
 
 
 class FakeJagged:
-    """The reading methods of a KeyedJaggedTensor, so that the test needs no torchrec."""
+    """The accessors of a KeyedJaggedTensor, so that the test does not need torchrec."""
 
     def __init__(self, keys: list[str], values: list[int], lengths: list[int]) -> None:
         self._keys, self._values, self._lengths = keys, np.array(values), np.array(lengths)
@@ -43,7 +43,7 @@ class FakeJagged:
 
 
 def fake_jagged() -> FakeJagged:
-    # Keys in another order than the tables' features, and one that no table wants.
+    # Keys in another order than the tables' features, and one that no table has.
     return FakeJagged(["c", "x", "b", "a"], [5, 5, 0, 4, 3, 9, 1, 2, 3],
                       [1, 1, 1, 0, 1, 0, 0, 1, 1, 2, 0, 1])
 
@@ -106,7 +106,7 @@ def test_bad_batches(batch: Any, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("batches", [None, 3, BATCH, FakeJagged(["a"], [1], [1])])
-def test_one_batch_is_no_loader(batches: Any) -> None:
+def test_a_single_batch_is_refused(batches: Any) -> None:
     with pytest.raises(InvalidInputError, match="a list of one batch"):
         collect(batches, TABLES)
 
@@ -133,7 +133,7 @@ def test_statistics_survive_the_file_and_merge(tmp_path: Any) -> None:
 
 
 class Module:
-    """A module tree as `named_modules` shows it."""
+    """A module tree with `named_modules`."""
 
     def __init__(self, **children: Any) -> None:
         self.children = children
@@ -207,7 +207,7 @@ def test_real_torch_modules_and_kjts() -> None:
     assert stats.tables["user"].head_counts.tolist() == [2]
 
 
-def test_analysis_imports_neither_torch_nor_other_rooms() -> None:
+def test_analysis_imports_neither_torch_nor_other_packages() -> None:
     code = ("import sys, oper.analysis as a; a.collect, a.skew, a.TableCounter, a.PresenceSampler;"
             "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'torchrec', 'pyarrow')"
             " or m.startswith(('oper.search', 'oper.shmem', 'oper.integration'))];"

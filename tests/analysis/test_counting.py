@@ -1,4 +1,4 @@
-"""Exact counts, bag lengths, buckets and merging against a brute-force count."""
+"""Exact counts, bag lengths, buckets and merging, compared with a brute-force count."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     assert counts_by(merged.head_ids, merged.head_counts) == counts_by(
         expected.head_ids, expected.head_counts)
     assert merged.length_counts.tolist() == expected.length_counts.tolist()
-    # A label comes into being with its first id; the order of days is that of the log.
+    # A bucket exists from its first id; buckets are in the order of the log.
     assert [b.label for b in merged.buckets] == [b.label for b in expected.buckets]
     for a, b in zip(merged.buckets, expected.buckets, strict=True):
         assert a.ids.tolist() == b.ids.tolist() and a.counts.tolist() == b.counts.tolist()

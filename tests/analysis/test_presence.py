@@ -1,4 +1,4 @@
-"""Measured presence against distinct rows counted window by window."""
+"""Measured presence compared with distinct rows counted window by window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import counts_by
 
 
 def brute_force(bags: list[list[int]], block: int, sizes: tuple[int, ...]) -> dict[int, float]:
-    """Mean distinct rows per window, over the whole windows of every second block."""
+    """Mean distinct rows per window, over the complete windows of every second block."""
     means = {}
     for n in sizes:
         found = []

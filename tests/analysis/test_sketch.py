@@ -1,4 +1,4 @@
-"""Sketches against exact counts and against Apache DataSketches."""
+"""Sketches compared with exact counts and with Apache DataSketches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
 
 
 def test_heavy_hitters_beside_apache_datasketches() -> None:
-    """At equal numbers of entries our error bound and real errors are no worse than theirs."""
+    """With equal numbers of entries, the error bound and the errors are no larger than Apache's."""
     datasketches = pytest.importorskip("datasketches")
     ids = zipf(200_000, 600_000, 1.05)
     true = Counter(ids.tolist())
@@ -72,7 +72,7 @@ def test_heavy_hitters_beside_apache_datasketches() -> None:
     their_error = max(abs(theirs.get_estimate(str(i)) - true[i]) for i in hottest)
     assert our_error <= ours.error <= 600_000 / 3072
     assert our_error <= max(their_error, 600_000 * theirs.epsilon)
-    # Both bounds hold for both, and they agree on the hottest.
+    # Both sketches are within their bounds and agree on the hottest ids.
     for i in hottest:
         assert found[i] <= theirs.get_upper_bound(str(i))
         assert theirs.get_lower_bound(str(i)) <= found[i] + ours.error
@@ -161,7 +161,7 @@ def test_a_counter_beyond_its_budget_keeps_its_bounds_when_the_hot_ids_change(
     counter, true = AdaptiveCounter(budget), Counter()
     counter.heavy, counter.sample = HeavyHitters(2000), DistinctSample(2000)
     for day in range(4):
-        ids = (zipf(30_000, 40_000, 1.1) + 7919 * day) % 30_000  # other rows are hot every day
+        ids = (zipf(30_000, 40_000, 1.1) + 7919 * day) % 30_000  # different rows are hot each day
         for part in np.array_split(ids.astype(np.int32), 13):
             counter.add(part)
         true.update(ids.tolist())
@@ -173,7 +173,7 @@ def test_a_counter_beyond_its_budget_keeps_its_bounds_when_the_hot_ids_change(
     assert counts_by(*counter.sample.result()).items() <= true.items()
 
 
-def test_adaptive_counters_merge_whatever_they_have_become() -> None:
+def test_exact_and_sketched_counters_merge() -> None:
     rng = np.random.default_rng(0)
     for budgets in ((1 << 30, 1 << 30), (1 << 30, 0), (0, 0)):
         counters = [AdaptiveCounter(b) for b in budgets]
@@ -184,7 +184,7 @@ def test_adaptive_counters_merge_whatever_they_have_become() -> None:
             counter.add(part)
         counters[0].merge(counters[1])
         ids, counts = counters[0].result()
-        # The sketches are larger than the ids, so that nothing is lost here.
+        # The sketches have room for all ids, so nothing is lost.
         expected = Counter(np.concatenate(parts + parts).tolist())
         assert counts_by(ids, counts) == expected
         assert counters[0].num_accesses == 20_000
@@ -249,13 +249,13 @@ def test_files_of_sketched_parts_merge(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (kept.sample_counts == exact[kept.sample_ids]).all()
     assert np.abs(found.head_counts - exact[found.head_ids]).max() <= kept.heavy_error
     assert abs(found.num_touched_rows / np.count_nonzero(exact) - 1) < 0.1
-    # Merged statistics are statistics: they merge again, and come back from a file.
+    # Merged statistics can be merged again, saved and loaded.
     whole.save(tmp_path / "all.npz")
     again = merge_stats([AccessStats.load(tmp_path / "all.npz"), stats[0]])
     assert again.tables["t"].num_accesses == 360_000
 
 
-def test_what_cannot_be_merged() -> None:
+def test_statistics_that_cannot_be_merged() -> None:
     modelled = TableStats(10, tail_values=np.array([1, 2]), tail_num_rows=np.array([5, 5]))
     part = AccessStats(15, {"t": modelled})
     with pytest.raises(InvalidInputError, match="modelled"):

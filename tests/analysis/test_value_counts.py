@@ -42,7 +42,7 @@ def test_cut_tails_are_continued(tmp_path: Path, exponent: float) -> None:
         stats = stats_from_value_counts(path, ValueCountOptions(total, 50, known))
         table = stats.tables["f"]
         assert table.num_accesses == total and "modelled" in stats.source
-        # A count is a whole number: rows of few accesses are the least certain.
+        # Counts are integers: small counts are the least accurate.
         assert table.num_touched_rows == pytest.approx(counts.size, rel=0.02 if known else 0.35)
         sizes = np.array([10, 1000, 20_000, 60_000])
         exact = np.array([counts[:n].sum() / total for n in sizes])

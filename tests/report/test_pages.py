@@ -1,4 +1,4 @@
-"""Pages of statistics and benchmark records, also in a real browser where there is one."""
+"""Pages of statistics and benchmark records, also in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ RECORD = {"benchmark": "train", "cases": [
     for name in ("one", "two")]}
 
 
-def test_records_tell_steps_phases_and_links() -> None:
+def test_records_show_steps_phases_and_links() -> None:
     page = bench_page(RECORD)
     check_page(page)
     for words in ("Contenders: training steps", "phase by phase", "Bytes by link", "table_wise",
                   "memory domain", "ratio step"):
         assert words in page
     assert page.count("<svg") == 4
-    # Records that hold other things under these names are shown without them.
+    # Values of other types under these names are not shown.
     odd = {"benchmark": "x", "cases": [{"name": "a", "plans": 3, "oper_phases_ms": [1],
                                         "bytes_read": {"forward": 5}}]}
     check_page(bench_page(odd))
@@ -119,7 +119,7 @@ def test_records_tell_steps_phases_and_links() -> None:
 
 @pytest.fixture(scope="module")
 def drifting() -> list[AccessStats]:
-    """Three days, on each of which a fifth of the hot ranks has passed to other rows."""
+    """Three days; from day to day, a fifth of the hot rows is replaced by other rows."""
     rng = np.random.default_rng(0)
     found = []
     rows = np.arange(4000)
@@ -169,7 +169,7 @@ def test_drift_says_when_another_plan_pays(
 
 
 def ink(path: Path, width: int) -> tuple[float, float]:
-    """Mean brightness of a screenshot, and the share of its pixels that differ from the ground."""
+    """Mean brightness of a screenshot, and share of pixels that differ from the background."""
     from matplotlib import image
 
     pixels = image.imread(path)[..., :3]
@@ -198,9 +198,9 @@ def page_of(kind: str, stats: AccessStats, drifting: list[AccessStats]) -> str:
 def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessStats], kind: str,
                       width: int, dark: bool) -> None:
     page = tmp_path / "page.html"
-    # The page tells its own layout: how wide the content is, how wide each plot and how far to the
-    # right each entry of a legend, how high its smallest text, and what is cut off and cannot be
-    # scrolled to.
+    # The page reports its layout: the width of the content, the width of each plot and the right
+    # edge of each legend entry, the height of the smallest text, and elements that are cut off and
+    # cannot be scrolled to.
     probe = """<script>addEventListener('load', () => {
       const all = what => [...document.querySelectorAll(what)];
       const boxes = what => all(what).map(e => e.getBoundingClientRect());

@@ -1,4 +1,4 @@
-"""`oper explain`: its page is complete in itself, and what-if compares before and after."""
+"""`oper explain`: the page is self-contained, and what-if compares before and after."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_if_compares_before_and_after(files, capsys) -> None:
     assert line.rstrip().endswith("%") and "+" in line
 
 
-def test_what_if_says_what_no_longer_fits(files, capsys) -> None:
+def test_what_if_reports_infeasibility(files, capsys) -> None:
     assert explain(files, "--what-if", "memory=-98%", "--json") == 0
     after = json.loads(capsys.readouterr().out)["what_if"]["after"]
     assert after["fits"] is False and after["planned_step_us"] is None
@@ -142,7 +142,7 @@ def test_changes_scale_what_they_name() -> None:
 
 @pytest.mark.parametrize("text", ["memory", "memory=10", "memory=+x%", "speed=+10%", "link=-100%",
                                   "batch=0", "read=x0", "memory=4096"])
-def test_a_change_that_makes_no_sense_is_named(text: str) -> None:
+def test_invalid_changes_are_named(text: str) -> None:
     with pytest.raises(InvalidInputError, match="what-if"):
         parse_change(text)
 

@@ -78,7 +78,7 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     value = simulated(capsys, *words, "--seed", 5)
     assert value["world_size"] == 16 and value["bytes_read"]["rows"]["cross host"] > 0
     assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.15)
-    # Between servers distinct rows travel, half as wide on request.
+    # Distinct rows are sent between servers, with half the bits if requested.
     sent = value["bytes_sent"]
     assert 0 < sent["rows"]["cross host"] < value["bytes_read"]["rows"]["cross host"]
     half = simulated(capsys, *words, "--seed", 5, "--message-bits", "16,32", "--clipped", "*")
@@ -95,7 +95,7 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     assert "timeline" in out and "cross host" in out and "forward" in out
 
 
-def test_what_cannot_be_replayed_is_said(made: Path, tmp_path: Path, capsys) -> None:
+def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> None:
     plan = str(made / "two.json")
     other = (made / "two.json").read_text().replace('"features": ["C1"]', '"features": ["other"]')
     (tmp_path / "other.json").write_text(other)

@@ -1,4 +1,4 @@
-"""Slow, readable statements of the same problems, to hold the fast ones against in tests."""
+"""Slow, readable formulations of the planner's problems, against which the fast ones are tested."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 
 def examples(few: int) -> int:
-    """How many examples a property is tested on: `few`, or what the profile says where it looks for
-    new ones."""
+    """Number of examples of a property: `few`, or the profile's number if it draws new ones."""
     return few if settings.default.derandomize else settings.default.max_examples
 
 
@@ -63,7 +62,7 @@ def gpus(num_ranks: int, *, per_host: int = 8, memory_bytes: float = 80e9,
 
 
 def host(num_ranks: int, memory_bytes: float = 8e9) -> Topology:
-    """One memory domain, the constants fixed whatever machine the test runs on."""
+    """One memory domain with constants that do not depend on the machine that runs the test."""
     domain = Domain(tuple(range(num_ranks)), 0, int(memory_bytes), 40.0, 120.0, 32 << 20, 40.0,
                     40.0)
     return Topology("host", (domain,), Costs(30.0, 3.0, 5.0, 6.0, 12.0))
@@ -79,12 +78,12 @@ def problem(num_tables: int, seed: int, topology: Topology, objective: str = "tr
 
 
 def shared(topology: Topology) -> Topology:
-    """The topology with a link of every host that its ranks share."""
+    """The topology with one link per host, shared by its ranks."""
     return replace(topology, hosts_share_links=True)
 
 
 def racked(topology: Topology, *uplinks: float) -> Topology:
-    """The topology with its hosts in so many racks, the first ones larger, with these uplinks."""
+    """The topology with its hosts in as many racks as uplinks; the first racks may be larger."""
     hosts = sorted({d.host for d in topology.domains})
     size = -(-len(hosts) // len(uplinks))
     return replace(topology, racks=tuple(Rack(tuple(hosts[k * size:(k + 1) * size]), gbps)
@@ -93,7 +92,7 @@ def racked(topology: Topology, *uplinks: float) -> Topology:
 
 def with_host_memory(topology: Topology, memory_bytes: float = 1e12,
                      gbps: float = 20.0) -> Topology:
-    """The topology with memory of its hosts for rows."""
+    """The topology with host memory for rows."""
     return replace(topology, host_memory_bytes=int(memory_bytes), host_gbps=gbps)
 
 
@@ -142,7 +141,7 @@ def _cuts(size: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def recomputed(bound: Bound) -> float:
-    """A bound (us) once more, from its prices alone."""
+    """A bound (us), recomputed from its prices alone."""
     prices = bound.relaxation.project_prices(bound.prices)
     return bound.node.bound_at(prices, bound.node.price(prices).value)
 

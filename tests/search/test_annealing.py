@@ -1,4 +1,4 @@
-"""Owners of pushed rows by annealing: what comes out is a placement, and costs what it says."""
+"""Owners of pushed rows by annealing: results are valid placements with the stated cost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_layouts_hold_every_pushed_column_once(seed: int, slow: int) -> None:
     assert found.num_moves == 20_000
 
 
-def test_columns_of_a_table_may_have_two_candidates_and_cost_what_they_say() -> None:
+def test_tables_with_two_candidates_cost_as_evaluated() -> None:
     work = plan_workloads.synthetic(12, 1, 0.6)
     stated = make_problem(work.tables, work.stats, plan_workloads.machine(16), batch_size=4096,
                           allow=EVERYTHING)
@@ -84,7 +84,7 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     return Topology("hosts", domains, costs)
 
 
-# On links, the owner of a hottest row that may not be copied carries more than an even stripe.
+# With shared links, the owner of the hottest uncopied row has more than an even stripe's load.
 @pytest.mark.parametrize(("topology", "allow"), [
     (_hosts(2, 1), EVERYTHING), (_hosts(1, 4), EVERYTHING), (_hosts(3, 2), EVERYTHING),
     (gpus(16), EVERYTHING), (gpus(8, slow=4), EVERYTHING),
@@ -95,7 +95,7 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
 ], ids=lambda x: f"{x.name}-{x.world_size}" if isinstance(x, Topology) else str(len(x)))
 def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
                                                              allow: frozenset[str]) -> None:
-    """With every cost of a host, of tiers, of column pieces, of owners who ask themselves."""
+    """With nonzero costs of hosts, tiers, column pieces and owners' requests to themselves."""
     for seed in range(4):
         specs, stats = tables_and_stats(10, seed, min_rows=100_000, max_rows=300_000)
         annealed = _annealing(make_problem(specs, stats, topology, objective="training",
@@ -108,12 +108,12 @@ def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
         assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
 
 
-def test_the_modelled_step_is_the_evaluated_one() -> None:
+def test_modelled_step_equals_evaluation() -> None:
     stated = problem(12, 3, gpus(16), allow=PUSHED)
     annealed = _annealing(stated)
     few, many = annealed.run(10, 0.0, 5), annealed.run(40_000, 0.0, 5)
     assert many.step_us <= few.step_us
-    # Stripes by weights among them, whose hottest rows go to owners in the order of the pattern.
+    # Some stripes have weights; their hottest rows go to owners in the order of the pattern.
     relaxation = annealed.relaxation
     placed = Placer(relaxation).place(many.parts, many.units)
     evaluation = evaluated(relaxation, placed)
@@ -124,7 +124,7 @@ def test_the_modelled_step_is_the_evaluated_one() -> None:
     assert step <= many.step_us * 1.03
 
 
-def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
+def test_equal_seeds_give_equal_layouts() -> None:
     annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
     one, again, other = (annealed.run(5_000, 0.0, s) for s in (3, 3, 4))
     assert one.parts == again.parts and one.step_us == again.step_us
@@ -132,7 +132,7 @@ def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 4])
-def test_a_run_goes_on_from_what_another_found_and_is_never_worse(slow: int) -> None:
+def test_a_continued_run_is_never_worse(slow: int) -> None:
     annealed = _annealing(problem(12, 4, gpus(16, slow=slow), allow=EVERYTHING))
     first = annealed.run(2_000, 0.0, 1)
     same = annealed.run(0, 0.0, 2, start=first)
@@ -141,10 +141,10 @@ def test_a_run_goes_on_from_what_another_found_and_is_never_worse(slow: int) -> 
     longer = annealed.run(40_000, 0.0, 2, start=first)
     assert longer.step_us <= first.step_us and longer.num_moves == 40_000
     assert longer.step_us < first.step_us * (1 - 1e-3)
-    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # which is left as it was
+    assert annealed.run(2_000, 0.0, 1).parts == first.parts  # the start is not modified
 
 
-def test_it_stops_at_the_goal_and_at_the_end_of_its_time() -> None:
+def test_search_stops_at_goal_and_time_limit() -> None:
     annealed = _annealing(problem(8, 1, gpus(8), allow=PUSHED))
     assert annealed.run(10**9, 1e12, 0).num_moves == 0
     assert annealed.run(10**9, 0.0, 0, seconds=0.05).num_moves < 10**9
@@ -160,7 +160,7 @@ def test_owners_are_among_the_ranks_that_a_table_may_use() -> None:
 
 
 def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
-    """One table that must be pushed whole, and divisible ones beside it."""
+    """One table that must be pushed uncut, and divisible tables."""
     held = {"tables": {"t0": {"placements": ["owned"], "modes": ["push"]}}}
     stated = problem(4, 6, gpus(4), allow=frozenset({"striped", "owned", "pull", "push"}),
                      constraints={"tables": {**held["tables"], "*": {"modes": ["pull"]}}})
@@ -171,8 +171,8 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
 
 
 @pytest.mark.parametrize("units", [(0, 256), (256, 0), (1, 3)])
-def test_ranks_own_the_parts_of_pulled_rows_that_they_were_given(units: tuple[int, int]) -> None:
-    """All of them, where one rank has been given all."""
+def test_ranks_own_their_units_of_pulled_rows(units: tuple[int, int]) -> None:
+    """Including a rank that owns all units."""
     allowed = frozenset({"striped", "owned", "pull"})
     annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=allowed))
     found = annealed.run(1_000, 0.0, 1)

@@ -1,4 +1,4 @@
-"""Peers' plans: valid, within memory, what their rule says, and never better than ours."""
+"""Peers' plans are valid, fit the memory, follow their method, and are never faster than OPER's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_peer_gives_a_valid_plan_above_the_bound(name, objective):
     plan.check_for([t.spec for t in stated.tables], 4)
     found = evaluate(plan, stated)
     assert found.fits
-    if objective == "training":  # serving plans may not push, the peers' do
+    if objective == "training":  # inference plans may not push, but the peers' plans do
         assert found.step_us >= space_bound(stated) * (1 - 1e-9)
 
 
@@ -51,7 +51,7 @@ def test_replicate_or_partition_fills_memory_with_the_hottest_rows():
     assert {x.placement for t in full.tables for x in t.tiers} == {"replicated"}
 
 
-def test_peers_that_do_not_fit_say_so():
+def test_peers_return_none_if_nothing_fits():
     stated = problem(3, 1, gpus(2), allow=EVERYTHING)
     largest = max(t.spec.num_bytes for t in stated.tables)
     tight = problem(3, 1, gpus(2, memory_bytes=0.9 * largest), allow=EVERYTHING)
@@ -68,15 +68,15 @@ def test_no_peer_beats_the_plan(seed, objective):
     plan = plan_problem(stated)
     assert plan.lower_bound_us <= plan.step_us
     scored = score_peers(stated)
-    if objective == "inference":  # peers that push would need barriers, which serving has not
+    if objective == "inference":  # peers that push would need barriers
         scored = {n: s for n, s in scored.items() if n.startswith(("ugache", "flexshard"))}
     assert scored
     assert plan.step_us <= min(scored.values()) * 1.0001
 
 
 @pytest.mark.parametrize(("length", "exponent", "pushes"), [(40.0, 0.4, True), (1.0, 1.2, False)])
-def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, exponent, pushes):
-    """One partial sum beats forty rows; a few unique rows beat a partial sum per bag."""
+def test_long_bags_are_pushed_and_hot_single_ids_are_not(length, exponent, pushes):
+    """One partial sum is cheaper than forty rows; a few unique rows than a partial sum per bag."""
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [length] * 8, [exponent] * 8, 4096)
     stated = make_problem(made.tables, made.stats, gpus(4), batch_size=4096, allow=EVERYTHING)
     plan = plan_problem(stated)
@@ -85,8 +85,8 @@ def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, ex
         "push" if pushes else "pull"}
 
 
-def test_lookups_between_hosts_are_pushed_where_that_sends_less():
-    """In inference, too: all ranks take part anyway. Ranks of one host would have to wait."""
+def test_lookups_between_hosts_are_pushed_if_that_sends_less():
+    """Also in inference, since all ranks take part anyway; in a host, ranks would wait."""
     made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [40.0] * 8, [0.4] * 8, 4096)
     for per_host, pushes in ((1, True), (4, False)):
         topology = gpus(4, per_host=per_host, memory_bytes=2.5e9)  # of 4.1e9 for all tables

@@ -1,4 +1,4 @@
-"""What binds a plan and what a move saves; two plans side by side."""
+"""Bottlenecks of a plan, savings by moves, and the comparison of two plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import map_tiers, run_command
 
 
 def placed(plan, found, tier):
-    """`plan` with the tier that a bottleneck names placed as `tier`."""
+    """`plan` with the bottleneck's tier placed as `tier`."""
     tables = []
     for entry in plan.tables:
         if entry.table.name == found.table:
@@ -33,7 +33,7 @@ def placed(plan, found, tier):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_loads_and_savings_are_what_the_cost_model_says(seed):
+def test_loads_and_savings_equal_the_cost_model(seed):
     stated = problem(6, seed, gpus(3), allow=EVERYTHING)
     plan = random_plan(stated, np.random.default_rng(seed), KINDS, max_pieces=2)
     found = evaluate(plan, stated)
@@ -56,7 +56,7 @@ def test_loads_and_savings_are_what_the_cost_model_says(seed):
 
 
 def _alternatives(stated, found):
-    """Every owner and mode, stripes over all ranks both ways round, replicas."""
+    """Every owner and mode, stripes over all ranks in both orders, replicas."""
     everybody = tuple(range(stated.machine.world_size))
     for mode in ("pull", "push"):
         for r in everybody:
@@ -66,7 +66,7 @@ def _alternatives(stated, found):
     yield Tier(*found.rows, "replicated", everybody)
 
 
-def test_the_worst_plan_is_told_how_to_help_itself():
+def test_bottlenecks_of_a_bad_plan_suggest_moves():
     specs, stats = tables_and_stats(8, 3)
     stated = make_problem(specs, stats, gpus(4), batch_size=2048)
     plan = uniform_plan(specs, 4, "owned", batch_size=2048)
@@ -78,20 +78,20 @@ def test_the_worst_plan_is_told_how_to_help_itself():
     assert as_json(plan, stated)["bottlenecks"][0]["table"] == first.table
 
 
-def test_pinned_tables_are_not_told_to_move():
+def test_no_move_is_suggested_for_pinned_tables():
     specs, stats = tables_and_stats(3, 3)
     held = {"tables": {s.name: {"tiers": [{"rows": [0, s.num_rows], "place": "owned",
                                            "ranks": [0]}]} for s in specs}}
     stated = make_problem(specs, stats, gpus(2), batch_size=2048, constraints=held)
     plan = make_plan(specs, stats, gpus(2), batch_size=2048, constraints=held)
     assert {x.move for x in bottlenecks(plan, stated)} == {""}
-    assert "constraints: all kept (tables)" in summary(plan, stated)
+    assert "constraints: all satisfied (tables)" in summary(plan, stated)
     other = uniform_plan(specs, 2, "striped", batch_size=2048)
-    assert "constraints: 3 broken" in summary(other, stated)
+    assert "constraints: 3 violated" in summary(other, stated)
     assert len(as_json(other, stated)["broken_constraints"]) == 3
 
 
-def test_diff_names_the_tables_that_moved_and_what_it_costs():
+def test_diff_lists_moved_tables_and_costs():
     specs, stats = tables_and_stats(5, 3)
     stated = make_problem(specs, stats, host(2), batch_size=512)
     one = uniform_plan(specs, 2, "striped", batch_size=512)

@@ -1,4 +1,4 @@
-"""The lower bound: below every plan, equal to its readable statement, its own certificate."""
+"""The lower bound: below every plan, equal to the cvxpy formulation, certified by its prices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 @pytest.mark.parametrize(("objective", "in_host"), [
     ("training", False), ("inference", False), ("inference", True)])
-def test_equals_the_readable_statement(name, objective, in_host):
+def test_bound_equals_the_cvxpy_formulation(name, objective, in_host):
     topology = with_host_memory(TOPOLOGIES[name]) if in_host else TOPOLOGIES[name]
     stated = problem(4, 7, topology, objective, allow=EXECUTABLE | ({"host"} if in_host else set()))
     relaxation = Relaxation(CostModel(stated))
@@ -52,7 +52,7 @@ def test_scarce_memory_binds_the_bound():
     assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)
 
 
-def test_the_certificate_alone_gives_the_bound_and_damage_only_weakens_it():
+def test_prices_alone_give_the_bound_and_errors_only_weaken_it():
     stated = problem(5, 3, gpus(4), "inference")
     found = lower_bound(stated)
     assert recomputed(found) == pytest.approx(found.lower_bound_us, rel=1e-6)
@@ -61,12 +61,12 @@ def test_the_certificate_alone_gives_the_bound_and_damage_only_weakens_it():
         prices = found.relaxation.project_prices(
             found.prices * rng.uniform(0, 3, found.prices.size))
         value = found.node.price(prices).value
-        # Any prices whatever bound the relaxation from below.
+        # Any prices give a lower bound of the relaxation.
         assert found.node.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
 
 
-def test_configurations_claim_the_resources_they_take():
-    """A table's value at some prices is the priced sum of its column, for every mode."""
+def test_value_is_the_priced_consumption_of_the_configuration():
+    """A table's value at given prices is the priced sum of its column, for every mode."""
     stated = problem(4, 5, gpus(4), allow=EVERYTHING)
     relaxation = Relaxation(CostModel(stated))
     node, rng = Node(relaxation), np.random.default_rng(2)
@@ -77,8 +77,8 @@ def test_configurations_claim_the_resources_they_take():
 
 
 @pytest.mark.parametrize("topology", [gpus(4), gpus(4, slow=2)])
-def test_only_what_is_cheaper_than_the_known_is_looked_for(topology):
-    """And the least cost is as low whether it is known or found."""
+def test_pricing_returns_only_cheaper_configurations(topology):
+    """The least cost is the same whether the configuration is known or generated."""
     relaxation = Relaxation(CostModel(problem(12, 5, topology, allow=EVERYTHING)))
     node, rng = Node(relaxation), np.random.default_rng(3)
     for _ in range(10):
@@ -98,7 +98,7 @@ def test_only_what_is_cheaper_than_the_known_is_looked_for(topology):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("placements", [("owned",), ("owned", "replicated")])
 def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
-    """Whole tables on three ranks: the optimum by mixed-integer programming lies between."""
+    """Uncut tables on three ranks: bound <= MILP optimum <= plan of the search."""
     stated = problem(6, seed, gpus(3), "training", allow=frozenset({*placements, "pull"}))
     bound = lower_bound(stated)
     candidates = []
@@ -113,7 +113,7 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
     assert bound.lower_bound_us <= optimum * (1 + 1e-9)
     plan = plan_problem(stated, target_gap=0.01)
     if placements == ("owned",) and all(len(e.tiers) == 1 for e in plan.tables):
-        # Whole tables only: the search cannot beat the optimum, and comes close to it.
+        # Uncut tables only: the search cannot beat the optimum, but comes close to it.
         assert optimum <= plan.step_us * (1 + 1e-6)
     assert plan.step_us <= optimum * 1.03
     assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)
@@ -123,7 +123,7 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
 @pytest.mark.parametrize("topology", [gpus(2, slow=1), gpus(3, per_host=2), gpus(3, slow=1),
                                       host(2), gpus(4, per_host=2, slow=2)])
 def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ranks(seed, topology):
-    """The optimum over hundreds of placements per table, the found plan's own among them."""
+    """The optimum is over hundreds of placements per table, including the found plan's."""
     stated = problem(3, 40 + seed, topology, allow=EVERYTHING)
     plan = plan_problem(stated, target_gap=0.0)
     relaxation = Relaxation(CostModel(stated))

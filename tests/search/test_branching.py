@@ -1,4 +1,4 @@
-"""Bounds by the size of pushed pieces: below every plan, also close to the best ones."""
+"""Bounds of nodes with limits on pushed pieces: below every plan, and close to the best plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from oper.topology import Domain, Topology
 
 
 def alternating(num_ranks: int, per_host: int) -> Topology:
-    """Hosts that are alike, of ranks that are not: every other one is slower and smaller."""
+    """Equal hosts of unequal ranks: every other rank is slower and has less memory."""
     fast, slow = gpus(num_ranks, per_host=per_host), gpus(num_ranks, per_host=per_host,
                                                           slow=num_ranks)
     domains = zip(fast.domains, slow.domains, strict=True)
@@ -36,7 +36,7 @@ def alternating(num_ranks: int, per_host: int) -> Topology:
 
 
 def linked(topology: Topology, is_slow: Callable[[Domain], int]) -> Topology:
-    """Some domains with links of half the speed."""
+    """The topology with links of half the speed in some domains."""
     return replace(topology, domains=tuple(
         replace(d, link_gbps=d.link_gbps / 2, cross_gbps=d.cross_gbps / 2) if is_slow(d) else d
         for d in topology.domains))
@@ -49,7 +49,7 @@ TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
              "uneven": linked(gpus(5, per_host=3), lambda d: d.host % 2),
              "domains": linked(gpus(4), lambda d: d.ranks[0] % 2),
              "pairs": linked(gpus(6, per_host=2), lambda d: d.ranks[0] % 2)}
-# Links that ranks share: of hosts, of equal ranks or not, alike or not; and of racks.
+# Links shared by the ranks of a host (ranks or links equal or not), and by racks.
 TOPOLOGIES |= {"shared": shared(gpus(6, per_host=3)), "shared-pairs": shared(TOPOLOGIES["pairs"]),
                "shared-uneven": shared(TOPOLOGIES["uneven"]),
                "shared-mixed": shared(TOPOLOGIES["mixed"]),
@@ -61,8 +61,8 @@ SHARED = [name for name in TOPOLOGIES if "shared" in name or "racks" in name]
 
 def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
            **more: object) -> Problem:
-    """Long bags and large batches, so that pushing pays and whole tables are too large; `costs`
-    replace the topology's own."""
+    """Long bags and large batches, so that pushing pays and uncut tables are too large; `costs`
+    replace the topology's costs."""
     specs, stats = tables_and_stats(num_tables, seed, lengths=(4, 20, 50))
     topology = TOPOLOGIES[name]
     topology = replace(topology, costs=replace(topology.costs, **(costs or {})))
@@ -77,7 +77,7 @@ def branched(problem: Problem, max_nodes: int = 24) -> SearchTree:
 
 
 def pushing_plan(problem: Problem, rng: np.random.Generator) -> Plan:
-    """Columns in pieces of the space, each with a pulled head and a pushed tail, or the like."""
+    """A random plan with column pieces, e.g. each with a pulled head and a pushed tail."""
     world, entries = problem.machine.world_size, []
     for t in problem.tables:
         dim = t.spec.dim
@@ -122,8 +122,8 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
-    """The smallest node that holds a plan is the sharpest that must be below it."""
-    # Costly: readers of pushed rows do more than their owners, in some phases.
+    """Of all nodes that contain a plan, the smallest has the largest bound."""
+    # Costly: in some phases, readers of pushed rows have more work than owners.
     costs = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "tier_ns": 3.0,
              "push_tier_ns": 4.0, "push_bag_ns": 30.0, "table_us": 5.0} if costly else {}
     many = stated(seed, name, costs=costs)
@@ -176,8 +176,8 @@ def test_more_nodes_never_lower_the_bound_and_few_do_most():
     assert found[2] - found[0] > 0.5 * (found[-1] - found[0]) > 0
 
 
-def test_work_is_a_count():
-    """Tables priced, not seconds, so that what it buys is always the same."""
+def test_work_is_deterministic():
+    """Work is counted in tables priced, not in seconds."""
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(8, True),
                            batch_size=work.batch_size, allow=EVERYTHING)
@@ -186,8 +186,8 @@ def test_work_is_a_count():
     assert branched(problem, 30).work > trees[0].work
 
 
-def test_every_branching_leaves_two_smaller_nodes():
-    """Else a node is branched on for ever: here, close limits of the forward phase's ids were."""
+def test_every_branching_gives_two_smaller_nodes():
+    """Otherwise branching might not end, for example with tight limits on forward's ids."""
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
                            allow=EVERYTHING)
@@ -204,7 +204,7 @@ def test_every_branching_leaves_two_smaller_nodes():
                                                               _largest(bound)[cut.at])
 
 
-def test_a_plan_is_proved_closer_than_planning_had_time_for():
+def test_tighten_bound_raises_the_bound_of_a_plan():
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                            batch_size=work.batch_size, allow=EVERYTHING)
@@ -216,12 +216,12 @@ def test_a_plan_is_proved_closer_than_planning_had_time_for():
     assert better.lower_bound_us > first.lower_bound_us
     assert better.tables == plan.tables and better.notes["bound_method"] == "branching"
     near = tighten_bound(plan, problem, goal_gap=plan.gap + 0.5)
-    # Near enough already: nothing is solved.
+    # The gap is already small enough: nothing is solved.
     assert near.lower_bound_us == pytest.approx(plan.lower_bound_us, rel=1e-12)
     assert tighten_bound(plan, problem, max_work=14000).lower_bound_us == better.lower_bound_us
 
 
-def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
+def test_squares_of_all_pieces_but_one_are_charged():
     problem = stated(0, "gpus")
     model = CostModel(problem)
     t = next(x for x in problem.tables if x.spec.optimizer == "rowwise_adagrad" and x.spec.dim > 8)
@@ -240,7 +240,7 @@ def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
     assert whole == pytest.approx(once)
 
 
-def test_closer_limits_admit_less_and_bound_higher():
+def test_tighter_limits_raise_the_bound():
     problem = stated(3, "hosts")
     relaxation = Relaxation(CostModel(problem))
     shape = relaxation.pieces.floor.shape[1:]
@@ -255,8 +255,9 @@ def test_closer_limits_admit_less_and_bound_higher():
     assert (np.diff(masses) <= 0).all() and masses[-1] < masses[0]
 
 
-def test_pieces_admitted_are_those_that_fit():
-    """The largest mass by type is where rows of the least load by id meet the limits."""
+def test_largest_mass_meets_the_limits():
+    """The largest mass of a type is that at which the rows with the least load per id reach a
+    limit."""
     problem = stated(2, "gpus")
     relaxation = Relaxation(CostModel(problem))
     pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
@@ -265,7 +266,7 @@ def test_pieces_admitted_are_those_that_fit():
     for k, (t, at) in enumerate(zip(relaxation.tables, pairwise(pieces.first.tolist()),
                                     strict=True)):
         blocks = t.blocks[t.blocks[:, IDS] > 0]
-        blocks = blocks / blocks[:, [IDS]] * t.total[IDS]  # each as if it had all ids
+        blocks = blocks / blocks[:, [IDS]] * t.total[IDS]  # each block scaled to all ids
         for (width, _), mass in zip(pieces.widths[k], fit.mass[slice(*at), 0].tolist(),
                                     strict=True):
             if 0 < mass < 1:
@@ -281,8 +282,8 @@ def test_pieces_admitted_are_those_that_fit():
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
 @pytest.mark.parametrize("seed", range(4))
-def test_owners_who_fit_send_no_less_than_least_sums(seed, name):
-    """Rows dealt at random to owners, none of whom is loaded with more than the limits say."""
+def test_owners_within_limits_send_at_least_least_sums(seed, name):
+    """Rows are assigned at random to owners whose loads stay within the limits."""
     costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
     relaxation = Relaxation(CostModel(stated(seed, name, costs=costs)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
@@ -290,7 +291,7 @@ def test_owners_who_fit_send_no_less_than_least_sums(seed, name):
     for k, t in enumerate(relaxation.tables):
         for j, (width, _) in enumerate(pieces.widths[k][::3]):
             for number in (2, 5):
-                # What of its blocks is pushed, and to whom: hot rows to some, cold ones to others.
+                # Shares of the blocks that are pushed, and their owners (by hotness).
                 part = rng.dirichlet(np.full(number, rng.choice([0.1, 1.0, 10.0])),
                                      len(t.blocks)) * rng.integers(0, 2, len(t.blocks))[:, None]
                 owners = part.T @ t.blocks
@@ -314,14 +315,14 @@ def test_owners_who_fit_send_no_less_than_least_sums(seed, name):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_load_says_what_the_others_are_at_least(seed):
+def test_implied_loads_are_lower_bounds(seed):
     costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
     relaxation = Relaxation(CostModel(stated(seed, "hosts", costs=costs)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
     for k, t in enumerate(relaxation.tables):
         for width, _ in pieces.widths[k]:
             part = rng.uniform(0, 1, len(t.blocks)) ** rng.choice([1, 20])
-            for features in (part @ t.blocks, t.total):  # who has all rows asks itself for none
+            for features in (part @ t.blocks, t.total):  # the latter without own requests
                 load = np.maximum(pieces.load(k, 0, width, features).ravel(), 0.0)
                 implied = pieces.implied(load)
                 assert (implied * load[:, None] <= load * (1 + 1e-9) + 1e-9).all()
@@ -331,9 +332,9 @@ def test_a_load_says_what_the_others_are_at_least(seed):
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_pieces_are_whole(ranks):
-    """The least cost of a table is that of the cheapest pieces which make up its columns: what is
-    left beside the widest ones is narrower, and pays for an id stream and a piece as well."""
+def test_pieces_add_up_to_the_columns(ranks):
+    """The least cost of a table is that of the cheapest pieces that add up to its columns; columns
+    that remain next to wide pieces form a narrower piece, with its own id stream and charge."""
     work = plan_workloads.few_tables(0)
     machine = plan_workloads.machine(ranks, False)
     machine = replace(machine, costs=replace(machine.costs, table_us=1.0, tier_ns=1.0,
@@ -373,7 +374,7 @@ def test_pieces_are_whole(ranks):
             for kind, (low, high) in enumerate(pieces.widths[k][:number]):
                 cost = pushed(kind)
                 least = min(least, cost)
-                low = low if number > 1 else MIN_COLUMNS  # what fits whole fits in any width
+                low = low if number > 1 else MIN_COLUMNS  # as one piece, it fits in any width
                 for width in range(low, high + 1, COLUMN_STEP):
                     by_width[width] = min(by_width[width], cost)
             whole = [0.0]
@@ -386,8 +387,8 @@ def test_pieces_are_whole(ranks):
 
 
 def still_costs(node: Node, prices: np.ndarray, k: int) -> tuple[float, float, float]:
-    """Cost of table `k` in one tier, and in the cheapest tiers without their charge, not pushed;
-    and what a further column piece adds at least."""
+    """Costs of table `k` without pushing: in one tier; in the cheapest tiers without the charge for
+    several; and the least cost of a further column piece."""
     relaxation = node.relaxation
     kinds = [n for n, o in enumerate(relaxation.options) if o.kind != PUSH]
     cost, more = (np.einsum("bf,of->bo", relaxation.tables[k].blocks, x[k] @ prices)[:, kinds]

@@ -1,4 +1,4 @@
-"""Bounds are right or said to be none: pins, replica subsets, host memory, overlaps."""
+"""Bounds are valid or not certified: pins, replica subsets, host memory, overlaps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
     assert 0.99 * plan.step_us <= space_bound(problem) <= plan.step_us * (1 + 1e-9)
 
 
-def test_a_bound_above_the_step_is_no_bound() -> None:
+def test_a_bound_above_the_step_is_not_certified() -> None:
     specs, stats = tables_and_stats(4, 3)
     problem = make_problem(specs, stats, gpus(4), batch_size=256)
     plan = plan_problem(problem)
@@ -77,7 +77,7 @@ def test_a_bound_above_the_step_is_no_bound() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no access statistics")
-def test_a_bound_is_for_one_problem() -> None:
+def test_a_bound_applies_to_one_problem() -> None:
     specs, stats = tables_and_stats(4, 3)
     problem = make_problem(specs, stats, gpus(4), batch_size=256)
     plan = plan_problem(problem)
@@ -95,7 +95,7 @@ def test_a_bound_is_for_one_problem() -> None:
     assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
     for other in others:
         assert "another problem" in not_certified(plan, other)
-    # A bound that is not about this problem is where nothing begins.
+    # A bound of another problem is not used as a start.
     forged = replace(plan, lower_bound_us=plan.step_us)
     better = tighten_bound(forged, others[1], max_work=280)
     assert better.lower_bound_us < plan.step_us * (1 - 1e-9) or (
@@ -142,7 +142,7 @@ def test_column_pieces_beside_pinned_rows_need_a_hotness_order() -> None:
 
 
 def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
-    """More overlaps than are told apart, and pinned loads: the distinguished host is left out."""
+    """With more overlaps than are distinguished, or pinned loads, no host is distinguished."""
     for seed in range(3):
         specs, stats = tables_and_stats(4, seed, lengths=(20, 50))
         problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096,
@@ -157,7 +157,7 @@ def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
         assert bound <= min(steps) * (1 + 1e-9)
 
 
-def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
+def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:
     specs, stats = tables_and_stats(4, 7, max_rows=3000)
     stats.save(tmp_path / "stats.npz")
     plan = plan_problem(make_problem(specs, stats, topology_preset("h100-8"), batch_size=256))
@@ -179,13 +179,13 @@ def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
     assert "not certified: the plan lies outside the space" in told(edited)
     value = json.loads(told(edited, "--json"))
     assert value["gap"] is None and "replicated on ranks [0, 2]" in value["not_certified"]
-    # Another batch size: the bound is made anew.
+    # Another batch size: the bound is recomputed.
     value = json.loads(told(plan, "--json", "--batch-size", "512"))
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
 
 
 def near_and_far(world: int, domain_bytes: float) -> Topology:
-    """One host, memory domains of two ranks each."""
+    """One host with memory domains of two ranks each."""
     domains = tuple(Domain(tuple(range(r, min(r + 2, world))), 0, int(domain_bytes), 40.0, 120.0,
                            32 << 20, 2.0, 2.0) for r in range(0, world, 2))
     return Topology("near-and-far", domains, Costs(2.0, 0.1, 0.1, 0.1, 0.1))
@@ -213,7 +213,7 @@ def constrained(draw: st.DrawFn) -> Problem:
     topology = replace(topology, hosts_share_links=draw(st.booleans()))
     if hosts > 1 and draw(st.booleans()):
         topology = racked(topology, *draw(st.sampled_from([(5.0, 5.0), (25.0, 8.0)])))
-    if draw(st.booleans()):  # as measured, or anything
+    if draw(st.booleans()):  # measured or random constants
         costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
                  if f.name not in ("phase_us", "warm_share")}
         costs["warm_share"] = draw(st.sampled_from([0.0, 0.8]))
@@ -260,7 +260,7 @@ def constrained(draw: st.DrawFn) -> Problem:
 
 
 def held_to(plan: Plan, problem: Problem) -> Plan:
-    """The plan with what is pinned in place, and owners held to their ranks."""
+    """The plan changed to satisfy pins and ranks of owners."""
     entries = []
     for t, entry in zip(problem.tables, plan.tables, strict=True):
         held, pieces = problem.held(t.spec.name), entry.pieces
@@ -275,8 +275,8 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
 
 
 def placed_steps(problem: Problem, seed: int) -> list[float]:
-    """Steps (us) of random plans of the space, and sometimes of peers', as constraints have them;
-    those that fit."""
+    """Steps (us) of those plans that fit, among random plans of the space and some peers' plans,
+    changed to satisfy the constraints."""
     rng = np.random.default_rng(seed)
     kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
         {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)
@@ -289,7 +289,7 @@ def placed_steps(problem: Problem, seed: int) -> list[float]:
 
 
 def steps_in_space(plans: list[Plan], problem: Problem) -> list[float]:
-    """Steps (us) of the plans that fit, keep the constraints and lie in the space."""
+    """Steps (us) of the plans that fit, satisfy the constraints and lie in the space."""
     steps = []
     for plan in plans:
         price = evaluate(plan, problem)
@@ -302,7 +302,7 @@ def steps_in_space(plans: list[Plan], problem: Problem) -> list[float]:
 @QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
-    """Neither of random ones, nor the one that is searched for."""
+    """Neither random plans nor the planner's."""
     steps = placed_steps(problem, seed)
     with suppress(PlanInfeasibleError):
         steps += steps_in_space([plan_problem(problem, time_budget_s=0.3, seed=seed % 7)], problem)

@@ -1,4 +1,4 @@
-"""Every term of the cost model is in the relaxation: the two are compared cost by cost."""
+"""The relaxation contains every cost of the cost model: the two are compared cost by cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stated(name: str, objective: str, **costs: float) -> Problem:
 
 def tiers_of(t: TableProblem, kinds: list[str], world: int, rng: np.random.Generator
              ) -> tuple[Tier, ...]:
-    """Tiers that end where blocks do; pushed rows belong to one rank, pulled ones to all evenly."""
+    """Tiers that end at block edges; pushed rows have one owner, pulled rows are striped evenly."""
     inner = rng.choice(t.edges[1:-1], len(kinds) - 1, replace=False) if len(kinds) > 1 else []
     edges = [0, *sorted(int(e) for e in inner), t.spec.num_rows]
     everyone = tuple(range(world))
@@ -50,7 +50,7 @@ def tiers_of(t: TableProblem, kinds: list[str], world: int, rng: np.random.Gener
 
 
 def configuration(relaxation: Relaxation, k: int, pieces: tuple[Piece, ...]) -> Configuration:
-    """The same placement, as the relaxation states it."""
+    """The same placement as a configuration of the relaxation."""
     t, parts = relaxation.tables[k], []
     option = {o.kind: n for n, o in enumerate(relaxation.options)}
     for piece in pieces:
@@ -70,7 +70,7 @@ def configuration(relaxation: Relaxation, k: int, pieces: tuple[Piece, ...]) -> 
 
 
 def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What the relaxation and what the cost model says a placement asks of the resource rows."""
+    """A placement's consumption of the resource rows by the relaxation, and by the cost model."""
     model = CostModel(problem)
     relaxation = Relaxation(model)
     asked = Node(relaxation).resources(np.array([k]), [configuration(relaxation, k, pieces)])[0]
@@ -80,10 +80,10 @@ def both(problem: Problem, k: int, pieces: tuple[Piece, ...]) -> tuple[np.ndarra
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_a_piece_asks_what_the_cost_model_says(name, field):
+def test_consumption_of_a_piece_equals_the_cost_model(name, field):
     rng = np.random.default_rng(FIELDS.index(field))
     for objective in ("training", "inference"):
-        # Pieces of a table that pushes elsewhere pay the other charge, so that the lesser counts.
+        # Pieces of a table that pushes in other pieces may pay the lesser charge.
         other = {"push_tier_ns": 1.0} if field == "tier_ns" else {}
         free = stated(name, objective, **other)
         dear = stated(name, objective, **other, **{field: 0.7})
@@ -96,14 +96,14 @@ def test_a_piece_asks_what_the_cost_model_says(name, field):
             tiers = tiers_of(t, kinds, free.machine.world_size, rng)
             (none, true_none), (asked, true) = (both(x, k, (Piece(0, t.spec.dim, tiers),))
                                                 for x in (free, dear))
-            # Partial sums are tabulated, from below.
+            # Tabulated partial sums are a lower bound.
             assert (asked <= true * (1 + 1e-9)).all() and asked == pytest.approx(true, rel=1e-4)
             if field not in ("warm_share", "wire_ns"):  # of bytes, those of partial sums too
                 assert asked - none == pytest.approx(true - true_none, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-def test_several_pieces_ask_for_ids_and_all_charges(name):
+def test_several_pieces_pay_id_streams_and_all_charges(name):
     rng = np.random.default_rng(3)
     charges = {"table_us": 3.0, "tier_ns": 2.0, "push_tier_ns": 2.0}
     for objective in ("training", "inference"):
@@ -117,14 +117,14 @@ def test_several_pieces_ask_for_ids_and_all_charges(name):
             pieces = (Piece(0, 8, tiers), Piece(8, t.spec.dim, tiers))
             asked, true = both(free, k, pieces)
             more, truly_more = both(dear, k, pieces)
-            # Squares of one piece are left out.
+            # The squares of one piece are not charged.
             assert (asked <= true + 1e-9).all() and asked == pytest.approx(true, rel=1e-2)
             assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("per_host", [4, 2])
 def test_a_few_pushed_rows_may_be_cheaper_than_tiers_that_are_not_pushed(per_host):
-    """Where passes over the ids of pushed tiers cost less, nearly all rows stay where they are."""
+    """If passes over ids cost less with pushed tiers, few rows are pushed and all others stay."""
     specs, stats = tables_and_stats(1, 4, lengths=(20,))
     topology = replace(gpus(4, per_host=per_host), costs=Costs(phase_us=1.0, tier_ns=50.0))
     problem = make_problem(specs, stats, topology, batch_size=512, allow=EVERYTHING)

@@ -1,4 +1,4 @@
-"""Constraints: what a file may say, that every plan keeps them, and what is named when none can."""
+"""Constraints: valid files, plans that satisfy them, and errors if no plan can."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_makes_no_sense_is_named(value, word):
         make_problem(specs, stats, gpus(2), batch_size=8, constraints=value, allow=EXECUTABLE)
 
 
-def test_json_comes_back_and_one_entry_can_speak_for_all_tables():
+def test_json_round_trip_and_default_entry():
     value = {"tables": {"*": {"replicate": False}, "t1": {"ranks": [1]}},
              "keep_apart": [["t0", "t1"]], "memory_bytes": "1GB", "reserve_bytes": [1, 2]}
     value["tables"]["t0"] = {"tiers": [{"rows": [0, 9], "place": "owned", "ranks": [1]}]}
@@ -78,7 +78,7 @@ def test_reserve_and_cap_bound_what_a_rank_holds():
         assert plan.step_us > free.step_us and plan.lower_bound_us > free.lower_bound_us
 
 
-def test_together_means_the_same_ranks_and_apart_means_none_in_common():
+def test_keep_together_and_keep_apart():
     specs, stats = tables_and_stats(8, 9)
     for allow in ({"owned", "pull"}, EVERYTHING):
         plan = make_plan(specs, stats, gpus(4), batch_size=128, allow=allow, constraints={
@@ -88,13 +88,13 @@ def test_together_means_the_same_ranks_and_apart_means_none_in_common():
         apart = [ranks_of(plan, f"t{k}") for k in (3, 4, 5)]
         assert sum(len(x) for x in apart) == len(set.union(*apart))
         assert not ranks_of(plan, "t0") & ranks_of(plan, "t6")
-        # The bound is that of all plans, groups or not.
+        # The bound ignores groups.
         whole = make_problem(specs, stats, gpus(4), batch_size=128, allow=allow)
         assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
         assert plan.lower_bound_us >= min(space_bound(whole), plan.step_us) * (1 - 1e-6)
 
 
-def test_groups_respect_pins_and_say_when_they_cannot():
+def test_groups_respect_pins_or_are_infeasible():
     specs, stats = tables_and_stats(4, 9)
     pinned = {"t0": {"tiers": [{"rows": [0, specs[0].num_rows], "place": "owned", "ranks": [2]}]}}
     plan = make_plan(specs, stats, gpus(4), batch_size=128, constraints={
@@ -122,7 +122,7 @@ def test_the_constraint_that_leaves_no_room_is_named(held, words):
         make_plan(specs, stats, gpus(2), batch_size=64, constraints=held(need))
 
 
-def test_a_plan_that_breaks_its_constraints_is_told_apart():
+def test_violated_constraints_are_listed():
     stated = problem(3, 2, gpus(2))
     plan = plan_problem(stated)
     held = parse_constraints({
@@ -136,7 +136,7 @@ def test_a_plan_that_breaks_its_constraints_is_told_apart():
         check_constraints(plan, held)
 
 
-def test_verb_reads_constraints_and_the_plan_remembers_them(tmp_path, capsys):
+def test_verb_stores_constraints_in_the_plan(tmp_path, capsys):
     specs, stats = tables_and_stats(5, 2)
     stats.save(tmp_path / "stats.npz")
     path, out = tmp_path / "held.json", tmp_path / "plan.json"

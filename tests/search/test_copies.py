@@ -1,4 +1,4 @@
-"""Copies on one rank of every host: their cost, the bound over them, and when plans keep them."""
+"""Copies on one rank of every host: their cost, the bound with them, and when plans use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOPOLOGIES = {"gpus": gpus(6, per_host=3), "unequal": gpus(6, per_host=2, slow=3
               "uneven": gpus(5, per_host=3), "processes": Topology.of_domains([0, 0, 1, 1])}
 
 
-def test_sets_take_one_rank_of_every_host():
+def test_copy_sets_have_one_rank_of_every_host():
     machines = {n: CostModel(problem(1, 0, t)).machine for n, t in TOPOLOGIES.items()}
     assert copy_sets(machines["gpus"]) == [(0, 3), (1, 4), (2, 5)]
     assert copy_sets(machines["uneven"]) == [(0, 3), (1, 4), (2, 3)]
@@ -37,8 +37,8 @@ def test_sets_take_one_rank_of_every_host():
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
 @pytest.mark.parametrize("name", ["gpus", "processes"])
-def test_the_relaxation_asks_what_the_model_does(name, objective):
-    """On hosts of equal ranks, by class means: whatever set the copies are on."""
+def test_relaxed_copies_consume_as_in_the_cost_model(name, objective):
+    """Class means on hosts of equal ranks, which do not depend on the set that has the copies."""
     stated = problem(2, 4, TOPOLOGIES[name], objective, allow=PER_HOST)
     model = CostModel(stated)
     relaxation = Relaxation(model)
@@ -57,7 +57,7 @@ def test_the_relaxation_asks_what_the_model_does(name, objective):
 @given(st.integers(0, 10**6), st.sampled_from(["gpus", "processes"]),
        st.sampled_from(["training", "inference"]))
 def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
-    """Any rank of every host, another for every tier."""
+    """Copies are on any rank of every host, chosen per tier."""
     stated = problem(3, seed, TOPOLOGIES[name], objective, allow=PER_HOST)
     bound, machine = space_bound(stated), stated.machine
     rng = np.random.default_rng(seed)
@@ -74,14 +74,14 @@ def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
 
 
 def processes_on_slow_links() -> Topology:
-    """Links so slow that what crosses hosts is most of a step: own time comes on top."""
+    """Links so slow that exchange between hosts dominates the step; own time adds to it."""
     found = Topology.of_domains([0, 0, 1, 1])
     return replace(found, domains=tuple(replace(d, cross_gbps=0.5) for d in found.domains))
 
 
 @pytest.mark.parametrize("topology", [gpus(8, per_host=4), processes_on_slow_links()],
                          ids=["gpus", "processes"])
-def test_they_save_what_crosses_hosts(topology):
+def test_copies_reduce_bytes_between_hosts(topology):
     specs, stats = tables_and_stats(10, 5, max_rows=50_000, lengths=(1, 4))
     plans = {}
     for allow in (EXECUTABLE, PER_HOST):
@@ -97,7 +97,7 @@ def test_they_save_what_crosses_hosts(topology):
     assert {r for ranks in copies for r in ranks} == set(range(saved.world_size))  # dealt
 
 
-def test_copies_are_dealt_evenly_and_rows_stay_whole():
+def test_copies_are_distributed_evenly():
     stated = problem(6, 2, gpus(8, per_host=4), allow=PER_HOST)
     relaxation = Relaxation(CostModel(stated))
     model, first = relaxation.model, copy_sets(relaxation.model.machine)[0]
@@ -113,7 +113,7 @@ def test_copies_are_dealt_evenly_and_rows_stay_whole():
     assert max(load.values()) <= 1.35 * np.mean(list(load.values()))
 
 
-def test_what_is_allowed_by_default():
+def test_default_space_by_topology():
     assert executed_space(Topology.this_host(4)) == EXECUTABLE
     assert executed_space(gpus(8)) == EXECUTABLE | {"push"}
     assert executed_space(gpus(16)) == ACROSS_HOSTS

@@ -1,4 +1,4 @@
-"""The cost model against sums written out by hand, rank by rank and row by row."""
+"""The cost model compared with sums written by hand, rank by rank and row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oper.topology import Costs
 
 
 def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32):
-    """One table of equally hot rows: every feature is a plain multiple."""
+    """One table of equally hot rows, so that features are proportional to rows."""
     stats = TableStats.from_counts(num_rows, np.arange(num_rows), np.full(num_rows, 1000),
                                    (np.array([length]), np.array([num_rows * 1000 // length])))
     return make_problem(
@@ -56,7 +56,7 @@ def test_striped_pull_moves_unique_rows_both_ways():
     assert update.units[Term.CROSS_OUT] == pytest.approx(np.full(4, u * (w + FAR_SLOT) / 2))
 
 
-def test_replicas_cost_what_the_design_says():
+def test_cost_of_replicas():
     """(W-1) w [u(B) + u(WB)] per step over all ranks, and nothing in the forward phase."""
     stated = flat(gpus(4))
     t = stated.tables[0]
@@ -101,18 +101,18 @@ def test_reading_costs_memory_once_and_cache_afterwards():
 
 @pytest.mark.parametrize(("per_host", "link_in", "comes_on_top"), [(2, Term.LINK_IN, False),
                                                                   (1, Term.CROSS_IN, True)])
-def test_what_hosts_exchange_comes_on_top_of_own_work(per_host, link_in, comes_on_top):
-    """Ranks of a host read each other's memory meanwhile; nothing is exchanged in backward."""
+def test_exchange_between_hosts_adds_to_own_work(per_host, link_in, comes_on_top):
+    """Reads within a host overlap with own work; nothing is exchanged in backward."""
     stated = flat(gpus(2, per_host=per_host), batch=4096)
     found = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated)
-    for phase in found.phases[-3:]:  # nobody asks for pushed rows
+    for phase in found.phases[-3:]:  # no rows are pushed
         own, link = phase.seconds[[Term.MEMORY, Term.COMPUTE]].sum(axis=0), phase.seconds[link_in]
         assert own.min() > 0 and link.all() == (phase.name != "backward")
         least = own + link if comes_on_top else np.maximum(own, link)
         assert (phase.time_us - phase.fixed_us) / 1e6 == pytest.approx(least.max())
 
 
-def test_update_is_the_owners_work():
+def test_owners_do_the_update():
     stated = flat(host(2))
     t = stated.tables[0]
     update = evaluate(plan_of(stated, Tier(0, 64, "owned", (1,))), stated).phases[2]
@@ -175,8 +175,8 @@ def test_columns_split_bytes_but_not_ids():
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_owners_answer_when_all_have_asked(per_host):
-    """What a host is asked for arrives before it sends anything; ranks of one host do both."""
+def test_owners_answer_after_all_requests(per_host):
+    """Between hosts, requests arrive before answers are sent; within a host both are concurrent."""
     stated = flat(gpus(2, per_host=per_host), length=8, batch=4096)
     found = evaluate(plan_of(stated, Tier(0, 64, "owned", (1,), mode="push")), stated)
     t, phases = stated.tables[0], {p.name: p for p in found.phases}
@@ -209,7 +209,7 @@ def test_replicas_on_one_rank_per_host_serve_their_host():
 
 @pytest.mark.parametrize("topology", [gpus(6, per_host=3), host(3), gpus(4, slow=2)],
                          ids=["hosts", "host", "unequal"])
-def test_what_is_sent_is_received(topology):
+def test_bytes_sent_equal_bytes_received(topology):
     rng = np.random.default_rng(5)
     for objective in ("training", "inference"):
         stated = problem(3, 1, topology, objective, allow=EVERYTHING)

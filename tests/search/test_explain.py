@@ -1,4 +1,4 @@
-"""What a person reads of a plan, the verbs, and the shipped topologies."""
+"""Summaries of plans, the command-line verbs, and the shipped topologies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def planned(topology, objective="training", num_tables=6):
     return plan_problem(stated), stated
 
 
-def test_summary_prints_what_the_evaluation_says():
+def test_summary_prints_the_evaluation():
     plan, stated = planned(gpus(4))
     found = evaluate(plan, stated)
     text = summary(plan, stated)
@@ -104,7 +104,7 @@ def test_verb_explain_bounds_a_plan_anew_for_another_machine(stats_file, tmp_pat
     assert slower["step_us"] >= slower["lower_bound_us"] * (1 - 1e-9)
 
 
-def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path, capsys):
+def test_verb_plan_json_presets_and_files(stats_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert run_command("plan", stats_file, "--topology", "h100-8", "--objective", "inference", "-o",
                        out, "--json") == 0
@@ -126,7 +126,7 @@ def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path,
     (["--topology", "this-host", "--dtype", "int8"], UsageError, "--objective inference"),
     (["--topology", "this-host", "--dim", "10000000000"], PlanInfeasibleError, "largest table"),
 ])
-def test_verb_plan_names_what_is_wrong(stats_file, tmp_path, words, error, match):
+def test_verb_plan_errors_name_the_cause(stats_file, tmp_path, words, error, match):
     with pytest.raises(error, match=match):
         run_command("plan", stats_file, *words, "-o", tmp_path / "p.json")
     assert not (tmp_path / "p.json").exists()

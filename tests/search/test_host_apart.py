@@ -1,4 +1,4 @@
-"""Bounds with a distinguished host: prices of several classes; below plans, above plain ones."""
+"""Bounds with a distinguished host: several classes of ranks; below plans, above plain bounds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def apart(problem: Problem, load: tuple[int, int] = REQUESTS, max_nodes: int = 2
 @pytest.mark.parametrize("topology", [gpus(4, slow=2), gpus(4, per_host=2)])
 @pytest.mark.parametrize("seed", range(3))
 def test_prices_of_several_classes_are_below_every_set_and_close_to_the_best(seed, topology):
-    """Small tables have few blocks: every set of pushed blocks, by class of its owner, is tried."""
+    """In tables of few blocks, every set of pushed blocks and classes of owners is tried."""
     small = problem(12, seed, topology, allow=frozenset({"striped", "pull", "push", "columns"}))
     relaxation = Relaxation(CostModel(small), REQUESTS if topology.domains[-1].host else None)
     assert relaxation.pushes.sum() == 2
@@ -85,7 +85,7 @@ def loads(problem: Problem) -> list[tuple[int, int]]:
     """Loads of the slowest links of a problem's machine."""
     phases, towards = CostModel(problem).phases, neighbourhoods(problem.machine)[1]
     inward, outward = (GROUPS.index(towards.removesuffix("in") + x) for x in ("in", "out"))
-    # Towards the owner: ids, on a single host with answers to others; then gradients.
+    # Links into the owner: ids (on a single host, also answers); then gradients.
     return [(0, inward), (phases.index("forward"), outward), (len(phases) - 1, inward)]
 
 
@@ -102,13 +102,13 @@ def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
     rng = np.random.default_rng(seed)
     steps = [evaluate(pushing_plan(many, rng), many).step_us for _ in range(20)]
     steps += [evaluate(_lopsided(many, rng), many).step_us for _ in range(30)]
-    # A plan that was searched for is a far sharper witness than a random one.
+    # The planner's plan tests the bound more sharply than random plans.
     steps.append(plan_problem(many, target_gap=0.0).step_us)
     assert max(bounds) <= min(steps) * (1 + 1e-9)
 
 
 def _lopsided(many: Problem, rng: np.random.Generator) -> Plan:
-    """One host owns the pushed rows, and more or less of the pulled ones than the others."""
+    """One host owns the pushed rows, and more or fewer of the pulled rows than other hosts."""
     machine, entries = many.machine, []
     world = machine.world_size
     of_rank, _ = neighbourhoods(machine)
@@ -157,7 +157,7 @@ def test_it_is_above_the_plain_bound_where_pieces_are_large_and_certifies_itself
     assert tighten_bound(plan, few, max_work=7000).lower_bound_us >= plan.lower_bound_us
 
 
-def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
+def test_a_host_is_distinguished_if_hosts_are_alike():
     many = stated(2, "mixed")
     relaxation = Relaxation(CostModel(many))
     assert len(relaxation.classes.ranks) == 2
@@ -168,8 +168,8 @@ def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
-def test_where_hosts_differ_none_is_apart():
-    """A pinned table tells hosts from each other, and the bound still holds."""
+def test_no_host_is_distinguished_if_hosts_differ():
+    """A pinned table makes hosts differ; the bound is still valid."""
     held = {"tables": {"t0": {"ranks": [0, 1]}}}
     uneven = stated(1, "hosts", constraints=held)
     plan = plan_problem(uneven, target_gap=0.0)

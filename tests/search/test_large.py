@@ -1,4 +1,4 @@
-"""Planning of very large tables: histogram and head stand for the counts of single rows."""
+"""Planning of very large tables from a histogram and a head, without counts of single rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ for k in range(8):
 plan = make_plan(specs, AccessStats(num_ids, stats, "", False), gpus(8), batch_size=4096)
 assert 0 <= plan.gap <= 0.05, plan.gap
 assert [t.table.num_rows for t in plan.tables] == [s.num_rows for s in specs]
-# Not getrusage: that begins with the peak of the process that started this one.
+# Not getrusage, which includes the peak of the parent process before exec.
 print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
 """
 
 
 def test_billions_of_rows_are_planned_in_little_memory() -> None:
-    """4e9 rows, whose dense counts alone would take 32 GB, within 4 GiB in a process of its own."""
+    """4e9 rows (dense counts would take 32 GB) within 4 GiB, in a separate process."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1])])
     out = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""Plans for a latency bound, against an event simulation and the theory of M/D/1."""
+"""Plans for a latency bound, compared with an event simulation and the theory of M/D/1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TABLES = [TableSpec("t", ROWS, 64, ("f",), optimizer="none")]
 
 def events(service: np.ndarray, rate: float, max_batch: int, wait_ms: float, num: int, seed: int
            ) -> np.ndarray:
-    """Latencies (ms) of one rank's queue, event by event, without the recursion over batches."""
+    """Latencies (ms) of one rank's queue, simulated event by event."""
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1e6 / rate, num)).tolist()
     agenda = [(t, 0, k) for k, t in enumerate(arrivals)]  # 0 = arrival, 1 = timer, 2 = end
@@ -71,7 +71,7 @@ def test_percentiles_are_those_of_an_event_simulation(load: float, max_batch: in
     rate = load * max_batch / service[max_batch] * 1e6
     found = simulate_queue(service, rate, max_batch, wait_ms)
     seen = events(service, rate, max_batch, wait_ms, 40_000, seed=7)
-    # Other arrivals: two estimates of a tail, which is long where the load is high.
+    # Different arrivals: both are estimates of a tail, which is long at high load.
     assert found.p99_ms == pytest.approx(np.quantile(seen, 0.99), rel=0.15)
 
 
@@ -88,7 +88,7 @@ def test_batches_of_one_are_m_d_1() -> None:
     assert found.p99_ms == pytest.approx(0.1 * (wait + 1), rel=0.05)
 
 
-def test_the_least_memory_that_keeps_the_bound() -> None:
+def test_least_memory_that_meets_the_bound() -> None:
     slow, fast = (plan_latency(TABLES, stats(), topology(4),
                                LatencyGoal(20_000, bound, max_batch=64)) for bound in (50.0, 0.9))
     for plan, serving in (slow, fast):
@@ -104,7 +104,7 @@ def test_one_domain_needs_one_copy() -> None:
     assert plan.objective == "inference"
 
 
-def test_what_cannot_be_met_is_told() -> None:
+def test_infeasible_bound_names_remedies() -> None:
     with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as told:
         plan_latency(TABLES, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))
     bound = float(str(told.value).split("a bound of ")[1].split(" ms")[0])

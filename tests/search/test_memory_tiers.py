@@ -1,4 +1,4 @@
-"""Rows in host memory: what they cost, when plans use it, and the bound over such plans."""
+"""Rows in host memory: their cost, when plans use it, and the bound of such plans."""
 
 from __future__ import annotations
 

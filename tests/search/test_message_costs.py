@@ -1,4 +1,4 @@
-"""Fewer bits of messages in the cost model: bytes across hosts, the bound, its proof, replays."""
+"""Message bits in the cost model: bytes between hosts, the bound and its proof, replays."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_partial_sums_shrink_and_ids_do_not() -> None:
 
 
 def test_sums_of_other_bits_in_each_direction() -> None:
-    """Exact where both directions are alike or neither has codes; else at most what begins them."""
+    """Exact if both directions have the same bits or none is quantised; else up to one header."""
     for a in (32, 16, 8):
         for g in (32, 16, 8):
             m = Messages(MessageBits(a, g))
@@ -103,7 +103,7 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
     assert found.certified, found.why
     exact = make_plan(specs, stats, topology, batch_size=1024)
     assert plan.step_us < exact.step_us
-    # A proof is of its bits: neither the plan nor the problem may have others.
+    # A proof is for its message bits: neither the plan nor the problem may have others.
     for other in (replace(plan, message_bits=EXACT), exact):
         assert not verify_plan(other, problem).certified
     assert not verify_plan(plan, replace(problem, message_bits=EXACT)).certified
@@ -114,8 +114,8 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
 
 @pytest.mark.parametrize("bits", [(32, 32), *BITS], ids=str)
 def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) -> None:
-    """One rank per host: what crosses hosts in a step is what `WireReplay` counts, but for headers,
-    numbers of asked rows, and a word at most per pair of ranks and table."""
+    """With one rank per host, bytes between hosts equal those of `WireReplay` except for headers,
+    numbers of requested rows, and up to one word per pair of ranks and table."""
     problem, chances = stated(gpus(3, per_host=1))
     problem = replace(problem, message_bits=MessageBits(*bits))
     specs = [t.spec for t in problem.tables]
@@ -146,13 +146,13 @@ def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsy
     words = ["plan", file, "--topology", "h100-2x8", "--dim", "16", "--batch-size", "64",
              "-o", made, "--message-bits"]
     assert cli.main([*words, "8,16"]) == 0
-    assert "between hosts answers of 8 bits, gradients of 16" in capsys.readouterr().out
+    assert "between hosts: answers of 8 bits, gradients of 16 bits" in capsys.readouterr().out
     assert Plan.load(made).message_bits == MessageBits(8, 16)
     assert cli.main(["verify", made, "--stats", file]) == 0
     Path(edited).write_text(Path(made).read_text().replace('  "message_bits": [8, 16],\n', ""))
     assert Plan.load(edited).message_bits == EXACT
     assert cli.main(["verify", edited, "--stats", file]) == 1
-    assert "bits of messages differ" in capsys.readouterr().out
+    assert "message bits differ" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "4"])
     assert ended.value.code == 2 and "answers=4" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The model's expected counts against brute-force counts of random batches."""
+"""The model's expected counts compared with counts of random batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batches(kind, probability, lengths, share, seed=0):
 
 
 def close(mean, samples):
-    """`mean` within 5 standard errors of the sampled one (or what no draw may have shown)."""
+    """Whether `mean` is within 5 standard errors of the sampled mean (or too small to be seen)."""
     error = 5 * samples.std() / np.sqrt(samples.size) + 1e-4 * abs(mean) + 1e-9
     assert abs(samples.mean() - mean) <= error, (mean, samples.mean(), error)
 

@@ -1,4 +1,4 @@
-"""Dense compute beside phases: only what was declared hides, and the bound stays a bound."""
+"""Dense compute that overlaps with phases: only if declared, and the bound stays valid."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_rank_is_delayed_by_what_is_longer_than_its_own_dense_compute():
         assert (after.units == before.units).all()
         step += want
     assert found.step_us == pytest.approx(step) and found.step_us < plain.step_us
-    # Dense compute without end leaves the fixed costs.
+    # With unlimited dense compute only fixed costs remain.
     every = dict.fromkeys(("forward", "backward", "update"), 1e9)
     assert evaluate(plan, stated(gpus(3), every)).step_us == pytest.approx(
         sum(p.fixed_us for p in plain.phases))
 
 
-def test_nothing_is_assumed():
+def test_no_overlap_by_default():
     assert stated(host(2)).overlap == {} == stated(host(2), {"update": 0}).overlap
     specs, stats = tables_and_stats(6, 4)
     plan = make_plan(specs, stats, host(2), batch_size=256)
@@ -53,7 +53,7 @@ def test_nothing_is_assumed():
 
 def test_sorting_ahead_is_a_phase_of_its_own():
     plain, ahead = stated(host(1)), stated(host(1), {"resolve": 7.0})
-    # Gradients of pushed rows are sorted where they arrive, which nothing can run ahead of.
+    # Gradients of pushed rows are sorted after they arrive, which cannot run ahead.
     plan = random_plan(plain, np.random.default_rng(1), KINDS[:3])
     before, after = evaluate(plan, plain), evaluate(plan, ahead)
     assert [p.name for p in after.phases] == ["resolve", "forward", "backward", "update"]
@@ -85,13 +85,13 @@ def test_what_makes_no_sense_is_named(value, word):
         stated(host(2), {"update": 3}, "inference")
 
 
-def test_json_comes_back():
+def test_json_round_trip():
     made = parse_overlap({"update": 3, "forward": [1, 2]}, ("forward", "update"), 2)
     assert overlap_to_json(made) == {"update": 3.0, "forward": [1.0, 2.0]}
     assert parse_overlap(overlap_to_json(made), ("forward", "update"), 2) == made
 
 
-def test_the_verbs_declare_and_remember_it(tmp_path, capsys):
+def test_verbs_store_overlap_in_the_plan(tmp_path, capsys):
     _, stats = tables_and_stats(5, 2)
     stats.save(tmp_path / "stats.npz")
     out = tmp_path / "plan.json"

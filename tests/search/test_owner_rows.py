@@ -1,4 +1,4 @@
-"""Every row about the owner of the largest piece by itself: valid, and almost tight somewhere."""
+"""Each row about the owner of the largest piece is valid, and almost tight for some plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_n
 
 
 def owned(problem: Problem, owners: list[int], others: tuple[int, ...]) -> Plan:
-    """Tables whole on one rank each, pushed; further ones on the ranks `others`, pulled."""
+    """Uncut pushed tables with one owner each; other tables are pulled from the ranks `others`."""
     world, entries = problem.machine.world_size, []
     for n, t in enumerate(problem.tables):
         tier = (Tier(0, t.spec.num_rows, "owned", (owners[n],), mode="push") if n < len(owners)
@@ -36,7 +36,7 @@ def owned(problem: Problem, owners: list[int], others: tuple[int, ...]) -> Plan:
 
 
 def loads(model: CostModel, plan: Plan) -> np.ndarray:
-    """What each pushed table puts on its owner, in own time more than on any rank; [N, P, 5]."""
+    """Load of each pushed table on its owner; of own time, the excess over any rank; [N, P, 5]."""
     out = []
     for t, entry in zip(model.problem.tables, plan.tables, strict=True):
         if entry.tiers[0].mode == "pull":
@@ -87,7 +87,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                                   np.zeros_like(checker.visible), 0.0,
                                   ((x.kind, *x.at, float(prices[x.row])),))
                 found = checker.bound(leaf, 0.0)
-                # Of both directions of the links that it is about; no row needs more of the phase.
+                # The load is the larger direction of the row's links.
                 link = [g.split("_")[0] == GROUPS[x.at[1]].split("_")[0] for g in GROUPS]
                 busy = 1e6 * float(phases[x.at[0]].groups[link].max())
                 assert max(mine, found) <= busy * (1 + 1e-9), x

@@ -1,4 +1,4 @@
-"""Peers that solve a program or walk a chain: what is characteristic of each."""
+"""Characteristic results of the peers that solve a program or run a Markov chain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lookups_by_rank(plan, stated):
 
 
 def test_recshard_balances_lookups_exactly_where_everything_fits():
-    """Graham's worst case for three ranks: largest first makes 11 of what can be 9."""
+    """Graham's worst case for three ranks: largest-first gives 11 where 9 is optimal."""
     rng = np.random.default_rng(0)
     specs = [TableSpec(f"t{k}", 500, 8 * size, (f"f{k}",))
              for k, size in enumerate((5, 5, 4, 4, 3, 3, 3))]
@@ -80,7 +80,7 @@ def test_ugache_deals_less_to_ranks_with_less_memory():
 
 def test_ugache_on_equal_ranks_is_the_closed_form():
     stated = problem(8, 6, gpus(4), "inference")
-    # Links read beside the memory, so that even with room for all a little is left to them.
+    # Links read concurrently with memory, so that some rows are partitioned even if all fit.
     assert replica_share(extraction_lp(stated, 0), stated)[1] > 0.85
     need = sum(t.spec.num_rows * t.spec.row_bytes for t in stated.tables)
     tight = problem(8, 6, gpus(4, memory_bytes=0.5 * need), "inference")

@@ -1,4 +1,4 @@
-"""Some rows of a table pinned, or without replicas: kept by every search, contradictions named."""
+"""Pinned rows and rows without replicas: satisfied by every search; contradictions are named."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_pin_that_does_not_fit_is_named():
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])
 
 
-def test_a_plan_that_breaks_a_pin_says_so():
+def test_a_violated_pin_is_listed():
     big, free = stated(None)
     plan = plan_problem(free)
     held = parse_constraints({"tables": {big: {"pinned": [OWNED]}}}, [big], 4)

@@ -80,7 +80,7 @@ def test_hotness_order_travels_with_tables_that_need_it(tmp_path):
     assert Plan.load(tmp_path / "plan.json").to_text() == plan.to_text()
 
 
-def test_everything_pinned_is_only_scored():
+def test_fully_pinned_plans_are_only_evaluated():
     specs, stats = tables_and_stats(2, 9)
     held = Constraints({s.name: TableConstraint(tiers=(Tier(0, s.num_rows, "owned", (0,)),))
                         for s in specs})
@@ -99,7 +99,7 @@ def test_infeasible_names_need_capacity_and_a_way_out():
     assert "domain 0 (ranks 0)" in text and "domain 1 (ranks 1)" in text
     assert repr(largest.name) in text
     factor = float(text.split("memory per domain times ")[1].split(",")[0])
-    # The relaxation that the message names is enough, and hardly more than enough.
+    # The change that the message names is sufficient, and little less is not.
     make_plan(specs, stats, gpus(2, memory_bytes=0.3 * need * factor * 1.001), batch_size=64)
     with pytest.raises(PlanInfeasibleError):
         make_plan(specs, stats, gpus(2, memory_bytes=0.3 * need * factor * 0.99), batch_size=64)

@@ -28,7 +28,7 @@ def test_features_add_up_to_what_presence_says_of_every_row():
     num_ids = 128 * 2
     p = np.zeros(5000)
     p[found.head_ids] = found.head_counts / found.num_accesses
-    # Every row was seen, so that no mass is kept for unseen ones.
+    # Every row was seen, so that unseen rows have no mass.
     assert (p > 0).all()
     assert table.total[ROWS] == 5000
     assert table.total[IDS] == pytest.approx(num_ids)
@@ -67,7 +67,7 @@ def test_a_billion_rows_need_no_dense_array():
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("period", [1, 3, 8])
-def test_stripes_share_out_exactly_what_the_tier_holds(in_order, period):
+def test_stripes_add_up_to_their_tier(in_order, period):
     table, _ = one_table(num_rows=300, in_order=in_order)
     for ordered in ({True, in_order} if in_order else {True, False}):
         shares = table.shares(5, 211, period, ordered)

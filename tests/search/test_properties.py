@@ -1,4 +1,4 @@
-"""What must hold for every problem: rows placed once, memory kept, bounds, labels, more memory."""
+"""Properties of all problems: rows placed once, memory limits, bounds, relabelling, more memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
 
 @st.composite
 def problems(draw, spaces=SPACES):
-    """Small problems of every kind; memory from far too little to far too much."""
+    """Small problems of every kind, with too little to ample memory."""
     world = draw(st.integers(1, 5))
     specs, stats = tables_and_stats(draw(st.integers(1, 8)), draw(st.integers(0, 99)),
                                     in_order=draw(st.booleans()), max_rows=3000)
@@ -131,8 +131,8 @@ def test_names_change_nothing_in_a_plan():
 
 @settings(QUICK, max_examples=examples(40))
 @given(st.integers(0, 99), st.lists(st.floats(1.02, 3.0), min_size=2, max_size=4), st.booleans())
-def test_adding_memory_never_makes_the_plan_worse(seed, factors, in_host):
-    """Exactly so from the restricted plan; within the certified gap for plans made apart."""
+def test_more_memory_never_gives_a_slower_plan(seed, factors, in_host):
+    """Exactly if started from the plan with less memory, else within the certified gap."""
     specs, stats = tables_and_stats(6, seed, max_rows=3000)
     memory = 0.45 * sum(s.num_rows * s.row_bytes for s in specs) + 1e5
     plan, bound = None, np.inf
@@ -154,7 +154,7 @@ def test_adding_memory_never_makes_the_plan_worse(seed, factors, in_host):
         plan, bound = made, made.lower_bound_us
 
 
-def test_a_start_outside_of_the_space_is_left_aside():
+def test_a_start_outside_of_the_space_is_ignored():
     specs, stats = tables_and_stats(6, 4)
     wide = make_problem(specs, stats, gpus(4), batch_size=256)
     narrow = make_problem(specs, stats, gpus(4), batch_size=256, allow={"owned", "pull"})

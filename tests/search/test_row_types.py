@@ -1,4 +1,4 @@
-"""Types of rows by hotness: the fewest bytes within a budget, hot rows the wider ones."""
+"""Row types by hotness: the fewest bytes within an error budget, wider types for hotter rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = [TableSpec("hot", 4000, 64, ("a",)), TableSpec("flat", 300, 16, ("b",))
 
 
 def nominal_errors(spec: TableSpec, edges: np.ndarray) -> RowErrors:
-    """About those of rows of normal numbers, as if measured on some of them."""
+    """Approximate errors for rows of normally distributed numbers."""
     blocks, dim = np.random.default_rng(spec.num_rows).uniform(0.9, 1.1, edges.size - 1), spec.dim
     step = {"int8": 4.5 / 255, "int4": 4.5 / 15}
     squared = {"float16": dim * 2.0 ** -22 / 6 * blocks,
@@ -86,7 +86,7 @@ def test_a_budget_is_kept_and_used() -> None:
 
 
 def test_rows_that_were_never_looked_up_cross_together() -> None:
-    """They have no order of hotness to be divided by."""
+    """Their order of hotness is unknown, so they are not divided."""
     table = replace(TABLES[0], num_rows=50_000)
     counts = np.maximum(2, 40_000 // np.arange(1, 2001))
     given = AccessStats(30_000, {table.name: TableStats.from_counts(
@@ -99,7 +99,7 @@ def test_rows_that_were_never_looked_up_cross_together() -> None:
 
 
 def test_nothing_with_less_error_takes_fewer_bytes() -> None:
-    """Against every cut of a table into three ranges, which all obey the rule."""
+    """Compared with all divisions of a table into three ranges."""
     table = TABLES[0]
     given = stats()
     known = errors(given)[table.name]
@@ -124,7 +124,7 @@ def test_nothing_with_less_error_takes_fewer_bytes() -> None:
 
 
 def test_measured_errors_decide() -> None:
-    """Rows that a type stores exactly take it, however hot they are."""
+    """Rows that a narrow type stores exactly get it even if they are hot."""
     given = stats()
     known = errors(given)
     exact = {d: 0.0 * x for d, x in known["hot"].squared.items()}
@@ -139,7 +139,7 @@ def test_what_is_refused() -> None:
     for bad in (0.0, -1.0, float("nan"), float("inf"), "1e-4"):
         with pytest.raises(InvalidInputError, match="error_budget"):
             choose_dtypes(TABLES, given, known, bad)  # type: ignore[arg-type]
-    with pytest.raises(PlanInfeasibleError, match="what the widest type loses"):
+    with pytest.raises(PlanInfeasibleError, match="the error of the widest types"):
         choose_dtypes(TABLES, given, known, 1e-12)
     edges = np.array([0, 17, 4000])
     known["hot"] = nominal_errors(TABLES[0], edges)
@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_type_that_cannot_hold_a_row_is_not_given_to_it() -> None:
-    """Its measured error is infinite, such as that of 1e5 as float16."""
+    """Its measured error is infinite, e.g. that of 1e5 as float16."""
     given = stats()
     known = errors(given)["hot"]
     known.squared["float16"][3] = np.inf

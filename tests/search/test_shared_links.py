@@ -1,4 +1,4 @@
-"""Links that ranks share: what a host's link and a rack's uplink carry, and bounds that hold."""
+"""Links that ranks share: loads of hosts' links and racks' uplinks, and valid bounds."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TWO_EACH = replace(gpus(8, per_host=2), domains=tuple(
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_rank_waits_for_all_that_its_links_carry(name: str) -> None:
-    """Bytes of every rank as they are, its seconds those of the whole link."""
+def test_a_rank_waits_for_all_bytes_of_its_links(name: str) -> None:
+    """Bytes are each rank's own; seconds are those of the entire link."""
     many = stated(1, name, costs={"wire_ns": 0.5})
     topology, machine = many.topology, many.machine
     rng, loaded = np.random.default_rng(2), 0
@@ -72,7 +72,7 @@ def _host_gbps(topology: Topology) -> list[float]:
 
 
 def test_a_rank_that_alone_sends_has_its_host_s_whole_link() -> None:
-    """Unless others send as well, when each has its share as before."""
+    """If all ranks send, each has its share of the link."""
     apart, together = (problem(8, 3, t, allow=EVERYTHING) for t in (TWO_EACH, shared(TWO_EACH)))
     everyone = tuple(range(8))
     for owners, factor in (((0,), 2.0), ((0, 2, 4, 6), 2.0), ((0, 1), 1.0), (everyone, 1.0)):
@@ -84,7 +84,7 @@ def test_a_rank_that_alone_sends_has_its_host_s_whole_link() -> None:
 
 @pytest.mark.parametrize("topology", [gpus(4, per_host=1), gpus(4), host(3)])
 def test_nothing_changes_where_no_link_is_shared(topology: Topology) -> None:
-    """One rank on each host, or a single host; one rack of them all, or many of one host each."""
+    """One rank per host, or a single host; one rack, or one rack per host."""
     before = problem(5, 2, topology, allow=EVERYTHING)
     plan = random_plan(before, np.random.default_rng(3), KINDS)
     step = evaluate(plan, before).step_us
@@ -104,8 +104,8 @@ def test_racks_of_one_host_each_are_links_of_hosts() -> None:
                 phase.groups[GROUPS.index("cross_in")])
 
 
-def test_what_stays_in_a_rack_uses_no_uplink() -> None:
-    """Rows of the first rack's ranks go to the second once for each rank there."""
+def test_transfers_within_a_rack_use_no_uplink() -> None:
+    """Rows of the first rack's ranks are sent to each rank of the second rack once."""
     many = problem(3, 5, racked(gpus(4, per_host=1), 5.0, 5.0), allow=EVERYTHING)
     phase = evaluate(owned(many, [], (0,)), many).phases[-3]
     sent, received = phase.units[Term.CROSS_OUT], phase.units[Term.CROSS_IN]
@@ -141,7 +141,7 @@ def unequal(topology: Topology, cross: tuple[float, ...], read: tuple[float, ...
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_below_the_best_of_all_pairs_of_placements(topology: Topology, seed: int
                                                                 ) -> None:
-    """Two tables, everything tried, which mixed-integer programming agrees with."""
+    """Two tables with all pairs of placements evaluated, which agrees with the MILP."""
     specs, stats = tables_and_stats(2, 80 + seed, lengths=(4, 20, 50))
     tiny = make_problem(specs, stats, topology, batch_size=4096, allow=EVERYTHING)
     world = topology.world_size
@@ -168,8 +168,8 @@ def test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares(name: 
 
 @pytest.mark.parametrize("name", ["hosts", "pairs", *SHARED])
 def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
-    """Whole pushed tables, each where the plan has it. What one host's ranks share counts once,
-    also in rows about the host of the largest piece."""
+    """Uncut pushed tables, placed as in the plan. The bytes of a shared link count once, also in
+    rows about the host of the largest piece."""
     rng, close = np.random.default_rng(6), 0.0
     for seed in range(3):
         many = stated(seed, name, 3, COSTS if seed == 0 else None)  # else bytes are most of a step
@@ -196,7 +196,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
             about += [(x.at, x.row, x.kind == SPREAD) for x in relaxation.inequalities
                       if x.kind != APART or is_first]
             for (phase, group), row, has_both in about:
-                # Of the row's own group, and where it is about both directions of a link, of both.
+                # Of the row's group; for links, of both directions.
                 kind = GROUPS[group].split("_")[0]
                 groups = [n for n, x in enumerate(GROUPS) if x.startswith(kind)]
                 busy = 1e6 * phases[phase].groups[groups if has_both else [group]].max()

@@ -1,4 +1,4 @@
-"""Replayed batches: their loads agree with the cost model, their events with the clock."""
+"""Replayed batches: loads agree with the cost model, and timelines with sums of durations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def draw(problem: Problem, chances: list[np.ndarray], rng: np.random.Generator) 
 
 
 def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
-    """Every other replicated tier of a plan for several hosts on one rank of each."""
+    """A plan in which every other replicated tier is copied to only one rank per host."""
     sets, turn = copy_sets(problem.machine), itertools.count(seed)
 
     def moved(x: Tier) -> Tier:
@@ -103,8 +103,8 @@ def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology, b
             units = np.mean([s[k].units for s in steps], axis=0)
             for n, term in enumerate(TERMS):
                 if bits != 32 and n not in (Term.CROSS_IN, Term.CROSS_OUT):
-                    continue  # what begins a message counts as numbers, also within a host
-                # Host memory is read once per id: what few ids read says little.
+                    continue  # headers count as numbers, also within a host
+                # Host memory is read once per id; the mean of few ids is inaccurate.
                 size = max(float(phase.units[n].max()), 1e4 if n == Term.HOST_MEMORY else 1.0)
                 assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), (
                     seed, phase.name, term)
@@ -165,8 +165,8 @@ STEP = StepLoad((made("forward", [10, 20], [5, 30]), made("backward", [40, 8], [
                  made("update", [3, 6], [0, 0])), np.array([15.0, 5.0]))
 
 
-def test_ranks_meet_where_the_runtime_lets_them_wait() -> None:
-    """Not between forward and backward: rank 1 waits less there than the phases' sum says."""
+def test_barriers_are_those_of_the_runtime() -> None:
+    """There is none between forward and backward, so rank 1 waits less than the phases' sum."""
     timeline = run([STEP, STEP], Schedule(True), 2)
     # Rank 0: 10 + 1 and 40 + 1; rank 1: 30 (its link) + 1 and 8 + 1; then 6 + 1 on rank 1.
     assert timeline.ends_us == pytest.approx([52 + 7, 2 * (52 + 7)])
@@ -182,7 +182,7 @@ def test_ids_run_ahead_beside_dense_compute() -> None:
     ahead = run([STEP] * 3, Schedule(True, dense_us=10.0, in_flight=2), 2)
     # 10 of rank 0's 15 microseconds of sorting find room; the first step has nobody before it.
     assert alone.ends_us[-1] - ahead.ends_us[-1] == pytest.approx(20.0)
-    # Where one step has much to sort, two windows before it help more than one.
+    # If one step has much to sort, two earlier windows help more than one.
     long = [STEP, STEP, replace(STEP, ids_us=np.array([25.0, 5.0]))]
     two, three = (run(long, Schedule(True, dense_us=20.0, in_flight=k), 2) for k in (2, 3))
     done = [sum(x.length_us for x in t.bars if x.name == "ids ahead" and x.process == 0)
@@ -209,7 +209,7 @@ def test_the_trace_is_well_formed(schedule: Schedule, tmp_path) -> None:
         assert e["ph"] in ("M", "X")
         if e["ph"] == "X":
             at = (e["pid"], e["tid"])
-            # Nothing on a lane begins before what was there has ended.
+            # Intervals of a lane do not overlap.
             assert e["dur"] > 0 and e["ts"] >= lanes.get(at, 0.0) - 2e-3
             lanes[at] = e["ts"] + e["dur"]
     assert {pid for pid, _ in lanes} == {0, 1}

@@ -1,4 +1,4 @@
-"""Bounds where hosts differ in size and links: below every plan, and accepted by the checker."""
+"""Bounds for hosts of different sizes and links: below every plan, and accepted by the checker."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_no_plan_is_below_bounds_that_the_checker_accepts(problem: Problem, seed
 @given(problems(), st.integers(0, 10**6))
 def test_masters_of_replicated_rows_are_priced_below_every_deal(problem: Problem, seed: int
                                                                 ) -> None:
-    """Up to eight tiers, the ranks of some classes first in some of them, others in others."""
+    """With up to eight tiers, in which different classes have the first ranks."""
     relaxation, rng = Relaxation(CostModel(problem)), np.random.default_rng(seed)
     node = Node(relaxation)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_masters_of_replicated_rows_are_priced_below_every_deal(problem: Problem
 
 
 def test_unequal_links_are_branched_on() -> None:
-    """Every other host has half the links: the root says little where shards are few and large."""
+    """Every other host has half the bandwidth; the root's bound is weak for few large shards."""
     work = plan_workloads.few_tables(2)
     machine = plan_workloads.cluster(16, 2)
     assert len({d.cross_gbps for d in machine.domains}) == 2
@@ -124,7 +124,7 @@ def test_unequal_links_are_branched_on() -> None:
 
 
 def shown(problem: Problem, factor: float, max_work: int) -> tuple[float, float]:
-    """What search and checker say of plans that are faster than `factor` times the bound before
+    """Bounds of search and checker over plans faster than `factor` times the bound before
     branching, microseconds."""
     parts = subspaces(problem, None)
     step_us = factor * min(x.lower_bound_us for x in parts)
@@ -137,14 +137,14 @@ def shown(problem: Problem, factor: float, max_work: int) -> tuple[float, float]
 
 @QUICK
 @given(problems(), st.sampled_from([1.05, 1.2, 1.5]))
-def test_the_checker_shows_what_the_search_does(problem: Problem, factor: float) -> None:
+def test_checker_and_search_prove_the_same_bound(problem: Problem, factor: float) -> None:
     search_us, checker_us = shown(problem, factor, 1500)
     assert checker_us >= search_us * (1 - 1e-6)
 
 
 def test_several_limits_of_one_owner() -> None:
-    """What says most of partial sums is one limit for some blocks, and another for all of them:
-    by the latter alone, the checker showed 2.8 % less than the search."""
+    """Different limits are tightest for some blocks and for the whole table; with the latter limit
+    alone, the checker's bound was 2.8 % below the search's."""
     rows = {"a": (40_000_000, 3, 0.978), "b": (40_000_000, 7, 1.097), "c": (405_282, 8, 0.945),
             "d": (40_000_000, 12, 0.956), "e": (40_000_000, 100, 1.004),
             "f": (40_000_000, 27, 1.053)}

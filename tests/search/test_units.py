@@ -1,4 +1,4 @@
-"""What a unit of a table's rows asks: probed for a few ranks, as the cost model has it for all."""
+"""Loads of a unit of a table's rows, probed on a few ranks, equal the cost model's on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_n
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 @pytest.mark.parametrize("kind", [REPLICATED, SHARD, PUSH])
-def test_units_load_ranks_as_the_cost_model_says(name, kind):
+def test_unit_loads_equal_the_cost_model(name, kind):
     relaxation = Relaxation(CostModel(stated(3, name, costs=COSTS)))
     model, units = relaxation.model, relaxation.units
     for by_rank in (False, True):
@@ -43,7 +43,7 @@ def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
             for mine, own in zip(found, (once, 2 * once - twice), strict=True):
                 loads = on_links(own)
                 assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
-                # And no other rank has less, or more, of anything.
+                # Other ranks have no other load.
                 assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
                 assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
                 local = model.group_us(own)[..., LOCAL, :].min(axis=-1)
@@ -52,7 +52,7 @@ def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
 
 
 def test_own_work_of_ranks_that_send_is_part_of_rows_about_links():
-    """Where hosts exchange messages, more own work of everybody raises such a row by more."""
+    """If hosts exchange messages, more own work of all ranks raises such a row further."""
     rows = {}
     for name in ("hosts", "gpus"):
         relaxation = Relaxation(CostModel(stated(1, name, costs={"id_ns": 1.0})))
@@ -71,14 +71,14 @@ def test_all_far_loads_of_the_distinguished_host_have_a_row():
     load = 0, GROUPS.index("cross_in")
     relaxation = Relaxation(CostModel(problem), load)
     apart = [x for x in relaxation.inequalities if x.kind == "apart"]
-    # Owners get requests, and send none for their own rows.
+    # Owners receive requests, and send none for their own rows.
     assert {x.at for x in apart} == {load} | {(p, GROUPS.index(g)) for p in (1, 3)
                                               for g in ("cross_in", "cross_out")}
     assert {x.load for x in apart} == {load}
 
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
-def test_the_checker_knows_what_pieces_of_every_width_say(name):
+def test_checker_loads_equal_the_relaxation_for_all_widths(name):
     problem = stated(2, name, costs=COSTS)
     relaxation = Relaxation(CostModel(problem))
     costs = Checker(relaxation.model, None).costs

@@ -1,4 +1,4 @@
-"""The checker of certificates: what holds is certified, what was tampered with is not."""
+"""The checker of certificates: valid plans are certified, edited ones are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support import run_command
 
 @pytest.fixture(scope="module")
 def case() -> tuple[Plan, Problem]:
-    """Tables that are pushed, over hosts, with a tree of some depth."""
+    """A plan with tables pushed between hosts, whose proof has a tree with several levels."""
     specs, stats = tables_and_stats(4, 3, lengths=(20, 50), min_rows=5000)
     specs = [replace(s, dim=64) for s in specs]
     problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096, allow=EVERYTHING)
@@ -64,7 +64,7 @@ def _higher_price(proof: dict[str, Any]) -> None:
 def _other_half(proof: dict[str, Any]) -> None:
     part = next(p for p in proof["parts"] if "parts" in p["tree"])
     part["tree"] = part["tree"]["parts"][1]
-    # What is left claims to be all of it, with the prices of half.
+    # The remaining half is passed off as the entire tree.
 
 
 def _no_half(proof: dict[str, Any]) -> None:
@@ -82,13 +82,13 @@ def _negative(proof: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "word"), [
-    (_higher_price, "its prices show"),
+    (_higher_price, "its prices prove"),
     (_no_half, "cannot be read"),
     (_negative, "a price of the proof is -1"),
     (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
     (lambda p: p.update(parts=[]), "no part of the proof bounds"),
     (lambda p: _name_classes(p, 99), "cannot be read"),
-    (lambda p: _name_classes(p, -1), "names class -1"),
+    (lambda p: _name_classes(p, -1), "negative class index: -1"),
     (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
     (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
     (lambda p: p.update(problem="0" * 64), "another problem"),
@@ -106,7 +106,7 @@ def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],
 
 
 def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
-    """A cut is checked by what it says: where it is moved, the bound of a half is another."""
+    """The checker uses the value of a branching: if it is changed, the bound is another."""
     plan, problem = case
     proof = copy.deepcopy(plan.notes["certificate"])
     trees = [p["tree"] for p in proof["parts"] if "load" in p["tree"]]
@@ -114,7 +114,7 @@ def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
     for tree in trees:
         tree["at_us"] /= 50.0
     found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
-    assert not found.certified and "its prices show" in found.why
+    assert not found.certified and "its prices prove" in found.why
 
 
 def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
@@ -124,7 +124,7 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     found = verify_plan(replace(plan, step_us=between), problem)
     assert not found.certified and "its placement takes" in found.why
     higher = replace(plan, lower_bound_us=plan.step_us * 0.9999)
-    assert "its prices show" in verify_plan(higher, problem).why
+    assert "its prices prove" in verify_plan(higher, problem).why
     entry = plan.tables[0]
     rows = entry.table.num_rows
     moved = tuple(replace(p, tiers=(Tier(0, rows, "owned", (1,)),)) for p in entry.pieces)
@@ -141,8 +141,8 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
 @QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_what_the_planner_certifies_the_checker_does(problem: Problem, seed: int) -> None:
-    """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs; no random
-    plan is below what a proof shows."""
+    """With constraints, pins, unequal ranks, copies, host memory, overlaps and random costs; no
+    random plan is faster than the proved bound."""
     try:
         plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
     except PlanInfeasibleError as error:

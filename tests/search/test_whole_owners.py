@@ -1,4 +1,4 @@
-"""Owners of a table that no rank may hold are whole: what their partial sums cost at least."""
+"""Least cost of partial sums of a table that needs several owners, whose number is whole."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_no_owners_of_a_share_send_less(pieces, seed, owner, share):
         sent = pieces.sum_bytes(of, np.array(parts), np.full(len(parts), owner)).sum()
         least = pieces.sum_bytes(np.array([k]), np.array([share]), np.array([owner]))[0]
         assert least <= sent * (1 + 1e-8)
-        # And no fewer than if there were parts of owners.
+        # And no fewer bytes than with fractional owners.
         full = pieces.sum_bytes(np.array([k]), np.array([min(share, owner)]), np.array([owner]))[0]
         assert least >= full * max(1.0, share / owner) * (1 - 1e-8)
 
 
-def test_the_last_of_them_pays_for_being_begun(pieces):
+def test_a_partial_owner_pays_its_first_sums(pieces):
     def sums(share: float, owner: float) -> float:
         return float(pieces.sum_bytes(np.array([0]), np.array([share]), np.array([owner]))[0])
 
@@ -54,7 +54,7 @@ def test_the_last_of_them_pays_for_being_begun(pieces):
 @pytest.mark.parametrize("num_options", [1, 2, 3])
 @pytest.mark.parametrize("must", [False, True])
 def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
-    """All sets of six blocks and their classes, of many tables, against the library's bound."""
+    """All sets of six blocks and classes, for many tables, compared with the library's bound."""
     num_tables, n, num_points = (300 if num_options > 1 else 6000), 6, 200
     rng = np.random.default_rng(num_options)
     grid = np.geomspace(1e-6, 1.0, num_points)
@@ -66,7 +66,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     stay = np.full(blocks, np.inf) if must else ids.ravel() * rng.uniform(0, 3, blocks)
     mass = rng.uniform(0.05, 0.7, num_tables * num_options)
     price = rng.uniform(0.5, 1.0, num_options)
-    # One tier is dearer than the cheapest of each block; charges of several are of that size.
+    # One tier costs more than the cheapest tiers by about the charge for several tiers.
     one = stay.reshape(num_tables, n).sum(axis=1) * rng.uniform(1.0, 1.3, num_tables)
     tiers, tiers_pushed = rng.uniform(0, 0.3, (2, num_tables))
     own = rng.uniform(0, 0.1, num_options)
@@ -129,6 +129,6 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     assert np.median(out["value"] / least) > 0.95
     assert np.median(mine / least) < 1.01
     assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 30
-    if not must:  # the smallest part of a block may be pushed for the charge alone
+    if not must:  # an arbitrarily small part of a block may be pushed, for the charge alone
         part = stay.reshape(num_tables, n).sum(axis=1) + tiers_pushed
         assert (out["value"] <= part * (1 + 1e-7))[states != STILL].all()

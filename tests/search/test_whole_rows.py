@@ -1,4 +1,4 @@
-"""Tables whose optimizer needs whole rows are never split by columns; the others still may be."""
+"""Tables whose optimizer needs whole rows are never split by columns; other tables may be."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_the_planner_splits_only_what_may_be_split(name: str) -> None:
 
 
 def test_the_bound_is_that_of_the_smaller_space() -> None:
-    """LAMB has Adam's state, so that its tables are Adam's without column splits."""
+    """LAMB has Adam's state, so its tables equal Adam's tables without column splits."""
     assert OPTIMIZERS["lamb"].state_bytes(64) == OPTIMIZERS["adam"].state_bytes(64) == 512
     free, mixed, whole = planned("adam"), planned("lamb", "adam"), planned("lamb")
     unsplit = planned("adam", allow=PUSHED - {"columns"})
     assert whole.lower_bound_us == pytest.approx(unsplit.lower_bound_us)
     assert whole.step_us == pytest.approx(unsplit.step_us)
-    assert free.step_us < mixed.lower_bound_us  # what only column splits can reach
+    assert free.step_us < mixed.lower_bound_us  # attainable only with column splits
     for plan in (free, mixed, whole):
         assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
 
@@ -64,8 +64,8 @@ def test_the_bound_is_that_of_the_smaller_space() -> None:
 @pytest.mark.parametrize("optimizers", [("lamb",), ("lamb", "adam")])
 def test_rows_that_may_not_be_striped_are_divided_by_ranges(
         optimizers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where own time binds, an owner of a whole table is slower than owners of parts of its rows,
-    whatever more they send."""
+    """If own time binds, one owner of a table is slower than several owners of its rows, although
+    these send more."""
     problem = stated(optimizers, cross_gbps=gpus(4, per_host=2).domains[0].cross_gbps)
     plan = plan_problem(problem, target_gap=0.0)
     tables = [t for t in plan.tables if t.table.optimizer == "lamb"]

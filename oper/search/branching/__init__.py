@@ -1,1 +1,1 @@
-"""Branch and bound over parts of the space of plans, and the proof that its trees provide."""
+"""Branch and bound over the parts of the plan space, and proofs of the bounds."""

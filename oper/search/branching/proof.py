@@ -1,4 +1,4 @@
-"""The proof of a bound in plan files: a tree, and the prices of its leaves."""
+"""The JSON form of a bound's proof: a branch-and-bound tree with the prices of its leaves."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from oper.search.branching.tree import SearchTree, TreeNode
 from oper.search.problem.machine import GROUPS
 from oper.search.relaxation.relaxation import Relaxation
 
-_SLACK = 1e-9  # by which bounds of barriers added and taken off may differ
+_SLACK = 1e-9  # relative rounding error of adding barriers to a bound and subtracting them again
 
 
 def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
-    """A part of a proof: the tree down to nodes whose bound is at least `target_us`.
+    """Write a part of a proof: its tree, pruned at nodes whose bound is at least `target_us`.
 
-    It has the branching of every inner node and the prices of every leaf. `rows` states what a
-    price is for: a microsecond of a class of ranks in a phase and group of terms, the memory of a
-    class of domains or hosts (see `oper.search.cost.space.model_classes`), or a row about the owner
-    of the largest piece.
+    Inner nodes have their branching, leaves the prices by row number. `rows` describes each row:
+    ``["load", phase, group, class of ranks]``, ``["memory", class of domains]``,
+    ``["host memory", class of hosts]`` (classes of `oper.search.cost.space.model_classes`), or
+    ``[kind, phase, group]`` for a row about the owner of the largest piece.
     """
     relaxation = tree.bound.relaxation
     model, classes, uses_host = (relaxation.model, relaxation.classes, relaxation.rows.uses_host)
@@ -40,7 +40,7 @@ def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:
 
 
 def _tree_to_json(node: TreeNode, target_us: float) -> dict[str, Any]:
-    # A child that was left early has its parent's bound, but not its prices.
+    # A child whose solution was cut short has its parent's bound, but not its parent's prices.
     if node.branching is None or node.bound.lower_bound_us >= target_us * (1 - _SLACK):
         prices = node.bound.relaxation.project_prices(node.bound.prices)
         return {"prices": {str(k): float(f"{prices[k]:.7g}")

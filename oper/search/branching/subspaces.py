@@ -1,10 +1,10 @@
-"""The space of plans in parts that pay different barriers, each with its bound and its tree.
+"""Parts of the plan space that pay different barriers, each with its own bound and tree.
 
-A step with pushed rows has an additional barrier for their partial sums, and one with tables cut by
-columns another one if their owners exchange sums of squares. The relaxation does not contain these
-fixed costs. So plans that push nothing, that push whole rows and that push columns are bounded
-separately, and the barriers are added to each bound. Cutting tables that are not pushed only adds
-cost.
+Pushed rows add a barrier to a step, for their partial sums; column splits add another one if the
+owners of a row's columns exchange sums of squares. The relaxation does not contain these fixed
+costs. So plans that push nothing, plans that push whole rows and plans that push columns are
+bounded separately, and the barriers are added to each bound. Column splits of tables that are not
+pushed only add cost and need no bound of their own.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.search.relaxation.relaxation import Relaxation
 
-_MANY = 200  # tables, above which less is tried
-_NEGLIGIBLE = 1e-2  # of a step
-_MANY_HOSTS = 4  # with more hosts and unequal ranks, planning distinguishes none
-_MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
-_OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
-#: Whether the host of the largest piece is distinguished, which gives no solutions to search
-#: from: never, where that takes little time, or wherever it may gain something.
+_MANY = 200  # tables; with more, parts are merged and no host is distinguished by BRIEFLY
+_NEGLIGIBLE = 1e-2  # share of a step below which barriers are negligible
+_MANY_HOSTS = 4  # with more hosts and unequal ranks, BRIEFLY distinguishes no host
+_MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
+_OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
+#: When to bound with a second tree that distinguishes the host that owns the largest piece: never,
+#: where it takes little time, or wherever it may raise the bound.
 NEVER, BRIEFLY, PATIENTLY = range(3)
 
 
 class Subspace:
-    """A part of the space with its bound; every plan lies in some part.
+    """A part of the plan space with its bound; every plan lies in some part.
 
     Args:
         problem: the problem restricted to the plans of the part.
-        plans: the plans it has, by names of `oper.search.problem.space.PLANS`.
+        plans: the kinds of plans in the part, from `oper.search.problem.space.PLANS`.
         deadline: `time.monotonic()` value after which no further round begins.
 
     Attributes:
-        trees: trees that give the bound. The first has relaxed solutions from which a search can
-            begin. A second one, made on request and only if it is a different relaxation,
-            distinguishes the host of the largest piece.
+        trees: one or two branch-and-bound trees; the larger of their bounds counts. The first has
+            relaxed solutions that can be rounded. The second, made by `branch` if requested,
+            relaxes a problem in which the host of the largest piece is distinguished.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain.
-        cutoff_us: the least known step used as a limit: nodes were bounded only over plans below
-            it.
-        root_us: the bound before any branching, independent of known steps.
+        cutoff_us: the smallest cutoff so far: the bound is over plans with a smaller step only.
+        root_us: the bound before any branching, independent of cutoffs.
     """
 
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
@@ -72,37 +71,38 @@ class Subspace:
 
     @property
     def lower_bound_us(self) -> float:
-        """No plan of the part is faster."""
+        """A lower bound on the step of every plan of the part, microseconds."""
         return min(self.uncapped_us, self.cutoff_us)
 
     @property
     def uncapped_us(self) -> float:
-        """The bound of the better tree: no plan within its limits is faster."""
+        """The better tree's bound; it bounds only plans with a step below `cutoff_us`."""
         return max(x.bound.lower_bound_us for x in self.trees) + self.extra_us
 
     @property
     def solved(self) -> int:
-        """Relaxations solved while branching."""
+        """Number of relaxations solved while branching."""
         return sum(x.solved for x in self.trees)
 
     @property
     def work(self) -> int:
-        """Work of these relaxations, see `SearchTree`."""
+        """Work of the relaxations solved while branching, in the unit of `SearchTree.work`."""
         return sum(x.work for x in self.trees)
 
     def is_part_of(self, other: Subspace) -> bool:
-        """Whether `other` contains all plans of this part at nearly the same barriers.
+        """Whether `other` contains all plans of this part and charges nearly the same barriers.
 
-        A search in the other part then serves both.
+        A search in the other part then also covers this one.
         """
         mine, theirs = (x.bound.relaxation.problem.allow for x in (self, other))
         spared = other.extra_us - self.extra_us
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
     def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
-        """Merge other plans into this part, if tables are many and its barriers are negligible.
+        """Merge other plans into this part, if there are many tables and its barriers are
+        negligible.
 
-        The bound then leaves those barriers out. Returns whether the plans were merged.
+        The bound then leaves out the barriers. Returns whether the plans were merged.
         """
         relaxation = self.bound.relaxation
         if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
@@ -115,9 +115,9 @@ class Subspace:
         return True
 
     def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: int) -> None:
-        """Branch once to raise the bound for plans faster than `step_us`.
+        """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
-        `apart` states how much to use the second tree: NEVER, BRIEFLY or PATIENTLY.
+        `apart` is NEVER, BRIEFLY or PATIENTLY: when to use the second tree.
         """
         if len(self.trees) == 1 and self._distinguished is not None and (
                 not self.trees[0].is_single) and (apart == PATIENTLY or (
@@ -131,7 +131,7 @@ class Subspace:
                  deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
-        """Relaxed solutions of the nodes with the least bounds, in ascending order."""
+        """Relaxed solutions of the `number` nodes with the least bounds, in ascending order."""
         if len(self.trees) == 1:
             return self.trees[0].lowest(number)
         relaxation, out = self.bound.relaxation, []
@@ -142,15 +142,15 @@ class Subspace:
         return out
 
     def to_json(self, target_us: float) -> dict[str, Any]:
-        """The part of a certificate that proves a bound of `target_us` for its plans."""
+        """The part's entry in a certificate that proves a bound of `target_us` for its plans."""
         best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
         return part_to_json(best, self.plans, target_us - self.extra_us)
 
 
 def subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
-    """All parts of the space, those that may hold plans first, by bound."""
+    """All parts of the space in ascending order of their bounds, infeasible parts last."""
     out: list[Subspace] = []
-    for plans in reversed(_parts(problem)):  # those that may do most first
+    for plans in reversed(_parts(problem)):  # the part with most features can absorb others
         part = restricted(problem, plans)
         if not any(x.takes_in(part, plans) for x in out):
             out.append(Subspace(part, plans, deadline))
@@ -164,9 +164,9 @@ def fit(parts: list[Subspace]) -> bool:
 
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
             deadline: float | None, apart: int = NEVER) -> int:
-    """Raise the least bound of the parts by `Subspace.branch`, with about `max_work` work.
+    """Branch on the part with the least bound until it reaches `goal_us`, or work or time run out.
 
-    Work is defined in `SearchTree`. Returns the number of nodes solved.
+    `max_work` is in the unit of `SearchTree.work`. Returns the number of relaxations solved.
     """
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
@@ -180,17 +180,17 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
 
 
 def _is_short(relaxation: Relaxation) -> bool:
-    """Whether planning should spend time on a relaxation with a distinguished host. On a single
-    host, other nodes raise the bound more."""
+    """Whether BRIEFLY uses a distinguished host for this relaxation. On a single host, further
+    nodes of the first tree raise the bound more."""
     num_hosts = len(set(relaxation.model.machine.host))
     return len(relaxation.tables) <= _MANY and (
         1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
 
 
 def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
-    """The load whose largest piece determines the distinguished host (on a single host: memory
-    domain): the bytes that a rank receives from others before it pools rows. None if hosts differ,
-    or if there are many classes of ranks."""
+    """The load (phase, group) whose largest piece determines the distinguished host (on a single
+    host: memory domain): bytes received over links, in the request phase if there are several
+    hosts. None if hosts differ, if no link is slow, or if there are many classes of ranks."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
@@ -200,7 +200,7 @@ def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
 
 
 def _parts(problem: Problem) -> list[tuple[str, ...]]:
-    """The plans of each part, as names of `oper.search.problem.space.PLANS`."""
+    """The kinds of plans in each part, from `oper.search.problem.space.PLANS`."""
     if "push" not in problem.allow:
         return [(STILL,)]
     rest = all(may_rest(problem, t.spec.name) for t in problem.free_tables)

@@ -1,14 +1,15 @@
-"""Branch and bound: how large the largest piece is, and which tables push rows.
+"""Branch and bound over the load of the largest piece, and over which tables push rows.
 
-Limits on loads imply more about a plan: in short phases pieces are small and pay many id streams
-and partial sums, while long phases are expensive themselves. A table that the relaxed solution
-pushes in part pays only a part of what pushing costs; in its two children it pays all, or nothing.
-The node with the least bound is branched on until the known plan is close enough to it.
+Limits on the load of the largest piece raise the bound of both children: below the limit, pieces
+are small and pay many id streams and partial sums; above it, the piece lengthens its phase. A table
+that the relaxed solution pushes in part pays only a part of the fixed charges for pushing; in the
+two children it pays all of them, or none. The node with the least bound is branched on until the
+bound is close enough to the step of the known plan.
 
-Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
-rises. Several are tried briefly, and the one that lifts both children most is kept (strong
-branching, Applegate et al. 1995). A node is solved only as precisely as the gap to the known plan
-requires; branching closes the rest, not further rounds.
+Which load (a phase and a group of terms) or table is branched on decides how fast the bound rises.
+Several candidates are solved for a few rounds, and the one with the largest product of gains is
+kept (strong branching, Applegate et al. 1995). A node is solved only to a tolerance that depends on
+the gap to the known plan, because branching closes the rest sooner than further rounds would.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from oper.search.problem.statement import IDS
 from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 
-_NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
-_FAR = 8.0  # limits that begin at 0 are branched on as if they began at a part of their end
-_CANDIDATES = 3  # loads, and tables, that are tried
-_PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
-_ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
+_NARROW = 0.0005  # share of the bound; loads underestimated by less are not branched on
+_FAR = 8.0  # for the cut, a lower limit counts as at least 1 / _FAR of the largest load
+_CANDIDATES = 3  # loads, and tables, that are tried in strong branching
+_PRICED = 1500  # tables that one round of all candidates may price; candidates are limited by it
+_ROUND = 20  # cost of a round besides pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
-_IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
-_CLOSE = 0.05  # of the gap that is left, to which nodes are solved
-_CLOSEST, _LOOSEST = 1e-4, 0.01  # of the step, between which that is kept
+_IN_PART = 1e-3  # least share pushed, and least share not pushed, of a table to branch on
+_CLOSE = 0.05  # tolerance of a node, relative to the gap that is left
+_CLOSEST, _LOOSEST = 1e-4, 0.01  # limits of that tolerance, relative to the step
 _IDLE = 0.05  # weight of a load whose resource has no price
 
 
@@ -44,8 +45,9 @@ class Branching:
     """A way to branch on a node.
 
     Attributes:
-        at: the load or table that is branched on.
-        score: estimate of the cost that the relaxed solution misses there.
+        at: the load (phase, group), or the index of the table, that is branched on.
+        score: estimate of the cost that the relaxed solution underestimates there, relative to the
+            node's bound.
         children: two nodes that together contain all plans of the node.
     """
 
@@ -59,10 +61,10 @@ class TreeNode:
     """A node of the tree.
 
     Attributes:
-        bound: bound of its plans; without configurations once it was branched on.
-        branching: how it was branched on; None for a leaf.
-        children: its two children.
+        bound: bound of its plans; its pool is emptied once the node is branched on.
         is_close: whether it was solved to the tightest tolerance.
+        branching: how it was branched on; None for a leaf.
+        children: its two children; empty for a leaf.
     """
 
     bound: Bound
@@ -72,15 +74,16 @@ class TreeNode:
 
 
 class SearchTree:
-    """A tree whose node with the least bound is branched on first.
+    """A best-first branch-and-bound tree: the node with the least bound is branched on first.
 
     Attributes:
-        root: the tree.
-        bound: bound of all plans, that of the leaf with the least bound.
-        solved: relaxations solved so far.
-        work: their cost, as the number of tables priced (per round and class of owners). Since it
-            is a count, equal seeds give equal plans; a table takes some 0.07 ms on a core of 2026.
-        is_single: whether there was nothing to branch on: the solution misses no load of a piece,
+        root: the root node.
+        bound: bound of all plans, which is that of the leaf with the least bound.
+        solved: number of relaxations solved so far.
+        work: their cost: rounds x (tables x classes of owners + a constant), about the number of
+            tables priced. Deterministic, so that equal seeds give equal plans; one unit takes
+            about 0.07 ms of a 2026 CPU core.
+        is_single: whether the root could not be branched on: its solution underestimates no load
             and pushes no table in part.
     """
 
@@ -96,11 +99,11 @@ class SearchTree:
 
     def run(self, max_nodes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
-        """Branch until the bound is good enough; returns it.
+        """Branch until the bound reaches `goal_us` or a limit is exceeded; returns the bound.
 
         Args:
             max_nodes: approximate number of relaxations to solve.
-            step_us: a step that is already known; only faster plans are bounded.
+            step_us: cutoff, the step of a known plan; only faster plans are bounded.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
@@ -117,7 +120,7 @@ class SearchTree:
                 if parent.is_close:
                     self.is_single = self.solved == 0
                     break
-                # Closer to its optimum the solution may miss something, or the bound be higher.
+                # Solved more tightly, it may underestimate a load or table, or have a higher bound.
                 parent.bound, parent.is_close = self._again(node, deadline, True), True
                 heapq.heapreplace(self._heap, (parent.bound.lower_bound_us, next(self._order),
                                                parent))
@@ -126,7 +129,7 @@ class SearchTree:
             most = max(1, _PRICED // len(node.node.pushes))
             if len(tried) > most:
                 tried = sorted(tried, key=lambda x: -x.score)[:most]
-            # The first rounds tell candidates apart; only the best one's children are solved.
+            # Candidates are compared after a few rounds; the best one's children are solved fully.
             rounds = _TRIED if len(tried) > 1 else MAX_ROUNDS
             begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, rounds)
                       for part in x.children] for x in tried]
@@ -136,7 +139,7 @@ class SearchTree:
             parent.branching = tried[best]
             parent.children = tuple(TreeNode(self._finished(node, x, rounds, deadline))
                                     for x in begun[best])
-            parent.bound = replace(node, pool=Pool())  # a proof asks for its prices only
+            parent.bound = replace(node, pool=Pool())  # the proof needs only its prices
             for part in parent.children:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
@@ -153,14 +156,14 @@ class SearchTree:
         return found
 
     def _finished(self, parent: Bound, begun: Bound, rounds: int, deadline: float | None) -> Bound:
-        """The bound of a child, solved further if it used up its `rounds`; at least the parent's
-        bound."""
+        """The bound of a child, solved further if it stopped after `rounds` rounds, and no less
+        than its parent's bound."""
         if begun.num_rounds == rounds:
             begun = self._again(begun, deadline)
         return replace(begun, lower_bound_us=max(begun.lower_bound_us, parent.lower_bound_us))
 
     def _again(self, begun: Bound, deadline: float | None, closest: bool = False) -> Bound:
-        """The better bound of a node after further rounds."""
+        """Solve a node further; returns the larger of its old and its new bound."""
         found = self._solve(begun.node, begun.pool, deadline, closest=closest)
         return max(begun, found, key=lambda x: x.lower_bound_us)
 
@@ -171,18 +174,18 @@ class SearchTree:
 
 
 def _gain(node: Bound, parts: list[Bound]) -> float:
-    """Score of a branching: the product of both children's gains, so that it is small if one child
-    gains nothing. A child's gain is measured by its relaxed solution, because its bound may have
-    been left unfinished."""
+    """Score of a branching: the product of both children's gains, which is small if either gains
+    nothing. A gain is measured by the child's relaxed solution, because after few rounds the bound
+    may still be far below it."""
     least = 1e-4 * node.lower_bound_us
-    most = 10 * node.lower_bound_us  # of a part that has no plans
+    most = 10 * node.lower_bound_us  # gain of a child without plans, whose bound is infinite
     return float(np.prod([np.clip(max(x.relaxed_us, x.lower_bound_us) - node.lower_bound_us, least,
                                   most) for x in parts]))
 
 
 def _table_branchings(node: Bound, limit: float) -> list[Branching]:
-    """Branchings at tables that the relaxed solution pushes in part, in descending order of the
-    cost of the smaller part."""
+    """Branchings at tables that the relaxed solution pushes in part, by descending score: the
+    table's cost times the smaller of its shares pushed and not pushed."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
@@ -207,8 +210,8 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
 
 
 def _load_branchings(node: Bound, limit: float) -> list[Branching]:
-    """Branchings at loads that the relaxed solution underestimates, in descending order of the step
-    time missed; loads on resources without a price are weighted down."""
+    """Branchings at loads that the relaxed solution underestimates, by descending score: the
+    underestimated time, weighted by the price of the resource (at least by `_IDLE`)."""
     relaxation, limits = node.relaxation, node.node.limits
     largest = _largest(node)
     total = node.total()
@@ -216,7 +219,7 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
                       for p in range(largest.shape[0])])
     slack = np.full(largest.shape, np.inf)
     for x in relaxation.inequalities:
-        # The largest piece for which the row leaves room in the phases that the solution found.
+            # The largest piece that the owner row admits, given the solution's phase times.
         room, share = relaxation.phase_weight[x.row] @ times - total[x.row], node.node.share(x)
         if share > 0:
             slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
@@ -231,10 +234,10 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
         low, high = float(limits.least[at]), float(largest[at])
-        if excess[at] <= _NARROW or high <= low:  # no piece of the solution is within the limits
+        if excess[at] <= _NARROW or high <= low:  # small, or no piece is within the limits
             continue
         begin = max(low, float(slack[at]), high / _FAR)
-        # Both children are smaller than the node, however close its limits are.
+        # Cut inside the node's limits by a margin, so that both children are truly smaller.
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
                             max(high * 0.98, (low + high) / 2)))
         most, least = limits.most.copy(), limits.least.copy()
@@ -246,7 +249,8 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
 
 
 def _largest(node: Bound) -> np.ndarray:
-    """Largest own load of the pieces that the relaxed solution uses; float64 [num_phases, 5]."""
+    """Largest load of any piece of the relaxed solution on its owner, by phase and group,
+    microseconds; float64 [num_phases, 5]."""
     relaxation, pool = node.relaxation, node.pool
     out = np.zeros(relaxation.pieces.floor.shape[1:])
     for n in np.flatnonzero(pool.weight > 1e-6).tolist():
@@ -261,7 +265,7 @@ def _largest(node: Bound) -> np.ndarray:
                 owned = piece.amount[o] * min(1.0, float(mass[0]) / ids)
                 width = widths[j][0]
                 load = relaxation.pieces.load(k, rank_class, width, owned)
-                # Of the rows that load an owner least, it may have so much; of others less.
+                # Scaled down to the limits: an owner holds that mass of the cheapest rows only.
                 over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
                 out = np.maximum(out, load / max(1.0, over))
     return out

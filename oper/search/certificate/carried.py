@@ -1,14 +1,14 @@
-"""The bound in a plan: whether it applies to a problem, and why not otherwise.
+"""The bound stored in a plan, and the conditions under which it applies to a problem.
 
-A bound applies to the plans of one relaxed space of one problem. A plan therefore contains a digest
+A bound applies to the plans of one relaxed space of one problem. A plan therefore stores a digest
 of the problem for which its bound was computed, and its gap is certified only if
 
-* the digest is that of the problem in hand,
-* the plan fits, keeps the constraints and lies in the relaxed space, and
-* the bound is not above the plan's step. Bounds are not capped, so this would reveal an error.
+* the digest equals that of the problem that the plan is evaluated for,
+* the plan fits, satisfies the constraints and lies in the relaxed space, and
+* the bound is not above the plan's step. It is tested before it is capped, so an error shows.
 
-The plan also contains the proof: the tree and the prices of its leaves, which `verify_plan` checks
-without any of the code that found them.
+The plan also stores the proof, the tree and the prices of its leaves. `verify_plan` checks it
+without any of the code that computed it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from oper.search.cost.space import no_solution
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.statement import Problem
 
-ROUNDING = 1e-6  # of a step, by which sums of many terms may differ; prices have seven digits
+ROUNDING = 1e-6  # relative rounding error of sums of many terms; prices have seven digits
 _NOTE = "certificate"
 
 
 def with_bound(plan: Plan, problem: Problem, lower_us: float,
                proof: dict[str, Any] | None = None) -> Plan:
-    """`plan` with a bound of the problem's space, or with the reason why the bound does not apply.
+    """Return `plan` with the bound, or with the reason why the bound does not apply to it.
 
     Args:
         plan: a plan with its step, made for the problem.
         problem: the problem.
-        lower_us: microseconds; no plan of the relaxed space is faster.
-        proof: its proof: `bound_us`, `cutoff_us` and `parts`.
+        lower_us: lower bound in microseconds: no plan of the relaxed space is faster.
+        proof: its proof, with the keys `bound_us`, `cutoff_us` and `parts`.
     """
     why = _reason(plan, problem, lower_us)
     certificate = {"problem": problem_digest(problem),
@@ -44,13 +44,13 @@ def with_bound(plan: Plan, problem: Problem, lower_us: float,
 
 
 def noted(plan: Plan) -> dict[str, Any]:
-    """The notes in a plan about its bound; empty if there are none, or they are malformed."""
+    """The plan's notes about its bound; empty if there are none or they are malformed."""
     found = plan.notes.get(_NOTE)
     return found if isinstance(found, dict) else {}
 
 
 def proof_of(plan: Plan) -> dict[str, Any]:
-    """The proof in a plan; empty if it has none."""
+    """The proof stored in a plan; empty if there is none."""
     return {k: x for k, x in noted(plan).items() if k in ("bound_us", "cutoff_us", "parts")}
 
 
@@ -62,10 +62,10 @@ def is_for(plan: Plan, problem: Problem) -> bool:
 def not_certified(plan: Plan, problem: Problem) -> str:
     """Why the plan's bound certifies nothing for `problem`; "" if it does."""
     if plan.lower_bound_us <= 0:
-        return str(noted(plan).get("not_certified", "the plan carries no bound"))
+        return str(noted(plan).get("not_certified", "the plan stores no bound"))
     if not is_for(plan, problem):
         return ("the bound is for another problem: its tables, statistics, machine, batch size, "
-                "space, constraints, overlap or bits of messages differ")
+                "space, constraints, overlap or message bits differ")
     return _reason(plan, problem, plan.lower_bound_us)
 
 

@@ -1,14 +1,14 @@
-"""The checker of a plan's bound, from the proof in its file.
+"""The checker of a plan's bound, which reads the proof in the plan file.
 
-A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part has
-a tree. An inner node divides its plans in two: by whether the largest load that a pushed piece puts
-on its owner is below a value, or by whether a table pushes rows. A leaf has prices, from which the
-bound of its plans follows. So no plan is faster than the smaller of the least bound of all leaves
-and the cutoff, a known step: only plans below it were bounded.
+A proof has parts, each for some kinds of plans (`oper.search.problem.space.PLANS`), and each part
+has a tree. An inner node divides its plans in two: by whether the largest load that a pushed piece
+puts on its owner is below a value, or by whether a table pushes rows. A leaf has prices, from which
+a lower bound of its plans follows. So no plan is faster than the smaller of two values: the least
+bound of all leaves, and the cutoff, a known step (leaves bound only plans below the cutoff).
 
-Nothing of the search or of its relaxation is used: that the branchings cover all plans follows from
-their form, and the bound of every leaf is recomputed from the problem's statement and the cost
-model (`oper.search.certificate.leaf`).
+The checker uses nothing of the search or of its relaxation. That the branchings cover all plans
+follows from their form, and the bound of every leaf is recomputed from the problem statement and
+the cost model (`oper.search.certificate.leaf`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Verdict:
     """The result of checking a plan's bound.
 
     Attributes:
-        certified: whether the plan's own bound holds.
+        certified: whether the bound stored in the plan holds.
         why: the reason if it does not hold, else "".
         step_us: the plan's modelled step, evaluated again.
         bound_us: the least bound of all leaves; NaN if it was not computed.
-        cutoff_us: the known step below which plans were bounded; infinite if there was none
-        num_leaves: leaves of the trees.
+        cutoff_us: the step of a known plan, if leaves bound only plans below it; else infinite.
+        num_leaves: number of leaves of all trees.
     """
 
     certified: bool
@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def lower_bound_us(self) -> float:
-        """Microseconds; no plan of the space is faster. NaN if nothing was proved."""
+        """min(bound_us, cutoff_us): no plan of the space is faster. NaN if nothing was proved."""
         return min(self.bound_us, self.cutoff_us)
 
     @property
@@ -74,21 +74,20 @@ class Verdict:
 
 
 class _ProofError(Exception):
-    """The proof in the plan does not show its bound; the message is the reason."""
+    """The proof does not show the plan's bound; the message is the reason."""
 
 
 def verify_plan(plan: Plan, problem: Problem) -> Verdict:
-    """Check the proof in a plan.
+    """Check the proof in a plan and return the verdict.
 
     Args:
         plan: a plan, as made or as read from its file.
-        problem: the problem that it is for: same tables, statistics, machine, batch size, space,
-            constraints and overlap (`oper.search.make_problem`).
+        problem: the problem that the plan is for, with the same tables, statistics, machine, batch
+            size, space, constraints, overlap and message bits (`oper.search.make_problem`).
 
     Returns:
         The verdict. It is negative, with the reason in `why`, if the plan was edited, if the proof
-        is incomplete or for another problem, or if the plan has something that the checker cannot
-        judge.
+        is incomplete or for another problem, or if the plan lies outside the space of the bound.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -96,10 +95,10 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     step_us, proof = evaluate(plan, problem).step_us, proof_of(plan)
     why = not_certified(plan, problem)
     if not why and "parts" not in proof:
-        why = "the plan carries no proof: plan again with this release"
+        why = "the plan stores no proof: plan again with this release"
     if not why and not math.isclose(plan.step_us, step_us, rel_tol=ROUNDING):
-        why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
-               f"{step_us:.6g}")
+        why = (f"the file states a step of {plan.step_us:.6g} us, but its placement takes "
+               f"{step_us:.6g} us")
     if why:
         return Verdict(False, why, step_us)
     try:
@@ -113,8 +112,8 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     out = Verdict(True, "", step_us, min(bounds, default=math.inf), checked.cutoff_us, len(bounds))
     lower_us = out.lower_bound_us
     if not lower_us >= plan.lower_bound_us * (1 - ROUNDING):
-        why = (f"the file says a bound of {plan.lower_bound_us:.6g} us, and its prices show "
-               f"{lower_us:.6g}")
+        why = (f"the file states a bound of {plan.lower_bound_us:.6g} us, but its prices prove "
+               f"only {lower_us:.6g} us")
     elif lower_us > step_us * (1 + ROUNDING):
         why = (f"the bound of {lower_us:.6g} us is above the step of {step_us:.6g} us: an error of "
                "the planner or of this checker, please report it")
@@ -122,7 +121,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
 
 
 class Proof:
-    """A proof while it is being checked."""
+    """The state of checking a proof; `covered` has the kinds of plans whose bounds were checked."""
 
     def __init__(self, problem: Problem, value: dict[str, Any]) -> None:
         self.problem, self.model = problem, CostModel(problem)
@@ -131,7 +130,7 @@ class Proof:
         self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
 
     def part(self, value: dict[str, Any]) -> Iterator[float]:
-        """The bounds of a part's leaves, microseconds."""
+        """Yield the recomputed bound of each leaf of a part, microseconds."""
         plans = {str(x) for x in value["plans"]}
         if not plans or not plans <= set(PLANS):
             raise _ProofError(f"a part of the proof is for plans {plans}, not some of {PLANS}")
@@ -153,7 +152,7 @@ class Proof:
             yield checker.bound(self._priced(below, leaf, checker, value["rows"]), fixed_us)
 
     def check_all_plans(self) -> None:
-        """Raise unless the parts contain all plans of the space."""
+        """Raise `_ProofError` unless the parts contain all plans of the space."""
         allow = self.problem.allow
         may_push = {WITH_ROWS: "push" in allow, WITH_COLUMNS: {"push", "columns"} <= allow}
         needed = {x for x, may in may_push.items() if may}
@@ -168,9 +167,9 @@ class Proof:
         return self.model.phases.index(phase), GROUPS.index(group)
 
     def _apart(self, value: Sequence[str]) -> tuple[int, int]:
-        """The load whose largest piece determines the distinguished host (on a single host: memory
-        domain). Hosts must be interchangeable, so that the first one can be taken without loss of
-        generality."""
+        """The load (phase, group) whose largest piece determines the distinguished host (on a
+        single host: memory domain). Raises unless hosts are interchangeable, which allows the
+        first one to be taken without loss of generality."""
         load = self._load(value)
         if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
                 self.model):
@@ -179,11 +178,11 @@ class Proof:
 
     def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
                 ) -> Iterator[tuple[dict[str, float], Node]]:
-        """Prices and limits of the leaves below a tree node whose limits are `at`."""
+        """Yield prices and limits of the leaves below a tree node whose limits are `at`."""
         if "prices" in value:
             yield value["prices"], at
             return
-        first, second = value["parts"]  # a node has two halves, which hold all its plans
+        first, second = value["parts"]  # the two children, which together contain all plans
         if "table" in value:
             k = names.index(value["table"])
             if at.pushes[k] != FREE:
@@ -200,7 +199,7 @@ class Proof:
 
     def _priced(self, prices: dict[str, float], at: Node, checker: Checker, rows: list[list[Any]]
                 ) -> Node:
-        """The leaf with its prices; `rows` says what each is for."""
+        """Return the leaf with its prices; `rows` gives the meaning of each price."""
         m, classes, weights = self.problem.machine, checker.classes, at.weights.copy()
         memories = {"memory": (-2, m.domain, classes.of_domain, m.capacity_bytes),
                     "host memory": (-1, m.host, classes.of_host, m.host_capacity_bytes)}
@@ -225,21 +224,22 @@ class Proof:
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
-        """The load of a row about the owner of the largest piece; raises if the problem has no such
-        row."""
+        """The load (phase, group) of a row about the owner of the largest piece; raises if the
+        problem has no such row."""
         m, load = self.problem.machine, self._load(what)
         _, link = neighbourhoods(m)
         slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
         if m.world_size == 1 or (kind in (SPREAD, APART) and not slow) or (
                 kind == APART and checker.apart is None):
-            raise _ProofError(f"the proof has a row {kind!r} about {what}, where there is none")
+            raise _ProofError(f"the proof has a {kind!r} row about {what}, which this problem does "
+                              "not have")
         return load
 
 
 def _number(value: Any) -> int:
-    """The number of a class of ranks, memories or hosts; raises if it is negative."""
+    """The index of a class of ranks, memories or hosts; raises if it is negative."""
     if int(value) < 0:
-        raise _ProofError(f"the proof names class {value}")
+        raise _ProofError(f"the proof has a negative class index: {value}")
     return int(value)
 
 

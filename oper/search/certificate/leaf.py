@@ -2,11 +2,11 @@
 
 For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, a step is at least
 
-    fixed + sum of y (load - hidden) = fixed + y base + sum over tables of what the table asks at y
+    fixed + sum of y (load - hidden) = fixed + y (base - hidden) + sum over tables of cost(table, y)
 
-so the bound follows with every table's least cost. Prices of memory (capacity less the bytes held
-is never negative) and of rows about the owner of the largest piece are added to y; the weights of a
-phase include those of the latter.
+so the bound follows from every table's least cost at weights y. Prices of memory (capacity minus
+bytes held is never negative) and prices of rows about the owner of the largest piece are added to
+y; the weights of a phase include the latter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from oper.search.problem.statement import IDS
 
 
 class Checker:
-    """Bounds of the leaves of one part of a proof.
+    """Recomputes the bounds of the leaves of one part of a proof.
 
     Args:
         model: the cost model of the problem restricted to the part's plans.
-        apart: phase and group of terms of a load. The first host (on a single host: memory domain)
-            is assumed to own the piece with the largest such load, and its ranks have separate
-            prices.
+        apart: None, or a load (phase, group of terms). The first host (on a single host: memory
+            domain) is then assumed to own the piece with the largest such load, and its ranks have
+            separate prices.
     """
 
     def __init__(self, model: CostModel, apart: tuple[int, int] | None) -> None:
@@ -39,11 +39,11 @@ class Checker:
         self.tables = problem.free_tables
         if has_copies(model) and len(self.classes.ranks) > 1:
             raise ValueError("copies per host need the same prices on all ranks")
-        #: Which table may be held how, by the owner's class; bool [T, C].
+        #: By way of holding rows: which tables may be held so, by the owner's class; bool [T, C].
         self.may = {kind: np.array([[may_hold(problem, t.spec.name, kind, r) for r in probe.first]
                                     for t in self.tables], bool).reshape(-1, probe.first.size)
                     for kind in KINDS if kind != COPIES or has_copies(model)}
-        #: Loads of one unit of each feature of a table's rows, by how rows are held; [T, 2, C, 4,
+        #: By way of holding rows: loads of one unit of each feature of every table; [T, 2, C, 4,
         #: ...].
         self.asked = {kind: Loads.stack([probe.table(t, kind) for t in self.tables])
                       for kind, may in self.may.items() if may.any()}
@@ -51,7 +51,7 @@ class Checker:
         one = probe.units(NUM_ROWS)
         asks = model.costs.push_ns * one[:, list(model.passes)].sum(axis=1)
         self.owned = probe.loads(np.stack([one[:, Row.PARTIALS], asks], axis=1))
-        #: Loads on every rank of one more piece, 1 ns in every pass, and a pushed bag; [1, 3, ...].
+        #: Loads of one more piece, of 1 ns in every pass, and of a pushed bag; [1, 3, ...].
         every = np.zeros((1, 3, NUM_ROWS, model.machine.world_size))
         every[0, 0, list(model.every_pass)] = model.costs.table_us * 1e3
         every[0, 1, list(model.passes)] = 1.0
@@ -61,14 +61,15 @@ class Checker:
         self.base = base = whole.plus(pinned)
         hidden = 1e6 * model.hidden  # [P, W]
         groups = model.group_us(model.units(base)) - hidden[:, None]
-        #: float64 [L, C], load of every plan on the ranks of each class, less the dense compute
-        #: that hides it.
+        #: float64 [L, C], loads that every plan has, summed over the ranks of each class, less the
+        #: dense compute that hides them.
         self.visible = probe.by_class(groups, base.rows[[Row.HELD, Row.HOST_HELD]])
-        #: float64 [C, P, 5], what every plan puts on each rank of a class; [C, P], what hides it.
+        #: float64 [C, P, 5], least load that every plan puts on a rank of each class; [C, P], the
+        #: most dense compute that hides it.
         floor = model.group_us(model.units(whole))[:, :PIECE_GROUPS]
         self.floor = np.stack([floor[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
-        #: bool [P, 5], where only the owner's time in excess of a reader's counts.
+        #: bool [P, 5], where of the owner's own time only the excess over a reader's counts.
         self.beside = model.has_local[:, :PIECE_GROUPS]
         self.costs = TableCosts(model, self.may, np.array([r.size for r in self.classes.ranks]))
         if PUSH in self.asked:
@@ -76,15 +77,16 @@ class Checker:
                 self._more(self.owned), 1, 0))
 
     def _more(self, x: Loads) -> np.ndarray:
-        """Load of a piece on its owner, in own time beyond that of the least loaded reader."""
+        """Load of a piece on its owner; of own time, only the excess over the least loaded reader.
+        """
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
     def bound(self, leaf: Node, fixed_us: float) -> float:
-        """The bound in microseconds.
+        """Return a lower bound on the step of the leaf's plans, microseconds.
 
         Args:
-            leaf: the leaf; its prices are scaled down if those of a phase add up to more than 1.
-            fixed_us: fixed cost of a step of any of its plans.
+            leaf: the leaf. Prices that add up to more than 1 in some phase are scaled down.
+            fixed_us: fixed cost of a step, which every plan of the leaf pays.
         """
         visible = float((leaf.weights * self.visible).sum()) - leaf.memory_us
         ranks = np.array([r.size for r in self.classes.ranks])
@@ -108,13 +110,12 @@ class Checker:
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
     def _spared(self, kind: str, g: int) -> float:
-        """The factor `spared` of a row about links: how much of E the ranks of the owner's host can
-        send themselves, and therefore need not read; 0 for other rows.
+        """The factor k of a row about links, `T + k (T - R) >= load + s E`; 0 for other rows.
 
-        A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
-        The bytes e that its own host owns satisfy `e (others) <= (T - R) sum 1 / s`, because the
-        host sends them within a phase of length T, of which R is the ranks' own work if the
-        exchange waits for it. So `T + spared (T - R) >= load + s E`.
+        A rank that takes s seconds per byte reads the `E - e` bytes that other hosts own. Its own
+        host owns e bytes, and sends them to all other ranks within a phase of length T, of which R
+        is own work if the exchange waits for it. So `e (others) <= (T - R) sum 1 / s` over the
+        host's ranks, and `s e <= k (T - R)`.
         """
         if kind != SPREAD:
             return 0.0
@@ -123,8 +124,8 @@ class Checker:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _price(self, x: Loads, leaf: Node) -> np.ndarray:
-        """Cost of each unit at the leaf's prices, including the least part of it that the owner of
-        the largest piece must read; float64 [..., C, F]."""
+        """Cost of each unit at the leaf's prices, including what the owner of the largest piece
+        reads of it at least; float64 [..., C, F]."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)

@@ -1,6 +1,6 @@
-"""The load that table rows and other units put on ranks, found by probing the cost model.
+"""Loads that table rows and other units put on ranks, found by probing the cost model.
 
-The checker uses the problem's statement and the cost model, which define the time of a step, but
+The checker uses the problem statement and the cost model, which define the time of a step, but
 nothing of the search or its bound.
 """
 
@@ -17,22 +17,23 @@ from oper.search.cost.tally import Row
 from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
-LOCAL, PIECE_GROUPS = GROUPS.index("local"), 5  # a pushed piece is not in host memory
+LOCAL, PIECE_GROUPS = GROUPS.index("local"), 5  # the first 5 groups: no pushed piece loads others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
-    """Loads of F kinds of units, by the class of the rank that owns them.
+    """Loads of one unit of each of F kinds, by the class of the rank that owns the units.
 
     Attributes:
-        total: float64 [..., C, F, L, C], microseconds by phase and group of terms, then bytes in
-            device and in host memory (L = 8 P + 2), summed over the ranks of each class.
-        own: float64 [..., C, F, P, 5], load on the owner.
-        read: float64 [..., C, F, P], own time of a reader, on the rank where it is least.
-        far: float64 [..., C, F, P, 5], load on links, the least of any rank of another host (on a
-            single host: memory domain), assuming the fastest links.
-        apart: float64 [..., C, F, P, 5], load on links, the least of any rank of the first host
-            except the owner. Of a shared link only a rank's own bytes are counted.
+        total: float64 [..., C, F, L, C], loads summed over the ranks of each class (last axis).
+            Axis L = 8 P + 2: microseconds by phase and group of terms, bytes in device memory,
+            bytes in host memory.
+        own: float64 [..., C, F, P, 5], load on the owner, microseconds.
+        read: float64 [..., C, F, P], own time of the least loaded reader, microseconds.
+        far: float64 [..., C, F, P, 5], least link load of any rank of another host (on a single
+            host: memory domain) if all ranks had the fastest links, microseconds.
+        apart: float64 [..., C, F, P, 5], least link load of any rank of the first host except the
+            owner, microseconds; of a shared link, only the rank's own bytes are counted.
     """
 
     total: np.ndarray
@@ -48,16 +49,16 @@ class Loads:
 
 
 class Probe:
-    """Finds loads by evaluating the cost model.
+    """Evaluates the cost model for single units.
 
     Args:
         model: the cost model.
-        apart: whether ranks of the first host (on a single host, memory domain) form classes of
+        apart: whether ranks of the first host (on a single host: memory domain) form classes of
             their own.
 
     Attributes:
         classes: classes of interchangeable ranks.
-        first: int64 [C], the rank of each class that owns the probed units.
+        first: int64 [C], the first rank of each class, which owns the probed units.
     """
 
     def __init__(self, model: CostModel, apart: bool) -> None:
@@ -65,14 +66,14 @@ class Probe:
         first = first_neighbourhood(m) if apart else []
         self.classes = model_classes(model, [first] if apart else [])
         self.first = np.array([r[0] for r in self.classes.ranks])
-        #: bool [C, 1, 1, 1, W], who owns the units; who is on another host; who is set apart.
+        #: bool [C, 1, 1, 1, W]: the owner; ranks of other hosts; the first host without the owner.
         self._owner = (np.arange(m.world_size) == self.first[:, None])[:, None, None, None]
         of_rank, _ = neighbourhoods(m)
         self._far = (of_rank != of_rank[self.first][:, None])[:, None, None, None]
         self._apart = np.isin(np.arange(m.world_size), first) & ~self._owner
 
     def units(self, number: int) -> np.ndarray:
-        """A unit of each of `number` features, or tally rows, on the first rank of each class;
+        """One unit of each of `number` features, or tally rows, on the first rank of each class;
         float64 [C, number, number, W]."""
         return np.eye(number)[:, :, None] * self._owner[:, :, 0]
 
@@ -81,12 +82,12 @@ class Probe:
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:
-        """Loads of the features of one table's rows, placed in one way of
+        """Loads of each feature of a table's rows, held in the way `kind` of
         `oper.search.cost.space.KINDS`.
 
-        The result is [2, C, 4, ...]: for a piece of all columns, and the part that does not depend
-        on the width. A piece with a share of the columns has that share of the first, and the
-        remaining share of the second. Tables with copies are not cut.
+        The result is [2, C, 4, ...]: loads of a piece of all columns, and the part that does not
+        depend on the width. A piece with a share q of the columns has load q x the first plus
+        (1 - q) x the second. Tables with copies are not cut.
         """
         if kind == COPIES:
             tallies = copy_tallies(self.model, t)
@@ -95,7 +96,7 @@ class Probe:
                 np.stack([x.rows[[Row.HELD, Row.HOST_HELD]] for x in tallies]))))
         make, owner = row_makers(self.model)[kind], self.units(NUM_FEATURES)
         once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
-        # Owners of the columns of a row exchange squares, which no load of a piece counts.
+        # Owners of a row's columns exchange squares; `cut_rows` adds them, for the total only.
         cut = self.loads(np.stack([once, self.model.cut_rows(t, once, twice)]))
         return replace(self.loads(np.stack([once, 2 * once - twice])), total=cut.total)
 
@@ -114,8 +115,8 @@ class Probe:
                      least(links * seconds, self._apart))
 
     def by_class(self, groups: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Loads summed over each class: microseconds float64 [..., P, 8, W] and bytes held [..., 2,
-        W] -> [..., L, C]."""
+        """Sum loads over each class: microseconds float64 [..., P, 8, W] and bytes held [..., 2, W]
+        -> [..., L, C]."""
         us = groups.reshape(*held.shape[:-2], -1, held.shape[-1])
         every = np.concatenate([us, held], axis=-2)
         return np.stack([every[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)

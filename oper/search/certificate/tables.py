@@ -1,20 +1,22 @@
 """The least cost of a table at given prices, over all its placements.
 
-A table's columns are cut into pieces, and every block of rows of a piece is placed in one way with
-owners of one class, or pushed. Costs of a piece of width w:
+A table's columns are cut into pieces. In a piece, every block of rows is placed in one of several
+ways with owners of one class, or is pushed. Costs of a piece of width w:
 
 * rows cost what the cost model gives for w columns;
 * rows in several tiers cost more per id, and still more if some of them are pushed; a table may
-  have pieces with and without pushed rows, and pays the lesser charge for the latter;
-* pushed rows need partial sums, which are concave in the mass of one owner. Owners of a share q, of
-  which one holds m at most, cost no less than floor(q / m) full ones and one with the rest;
+  have pieces with and without pushed rows, and the latter pay the lesser charge here;
+* pushed rows need partial sums, which are concave in the mass (share of the table's lookups) of one
+  owner. If an owner holds at most m, owners with a total mass q cost no less than floor(q / m) full
+  owners and one with the remainder;
 * an owner of only a part of a piece sends requests to itself for its own ids.
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
-stops inside a block where an owner fills up, because a concave function has its minimum at an end
+stops inside a block where an owner is full, because a concave function has its minimum at an end
 point. Owners of several classes are treated as one class with the largest capacity and the lowest
-price. Other bounds, linear in the rows, follow from the limits on an owner's load, so that each
-block can choose separately. The largest of all is used. Pieces then make up the columns.
+price. Further bounds, linear in the rows, follow from the limits on an owner's load, so that each
+block can choose independently. The largest bound is used. A shortest path then combines pieces to
+the table's columns.
 """
 
 from __future__ import annotations
@@ -27,15 +29,14 @@ from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
 
-STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
-_POINTS, _LEAST_SHARE = 4800, 1e-7  # at which partial sums are tabulated; chords lie below
+STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
+_POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
 _ROUNDING = 1e-9
-#: What a node knows of a table: nothing, that no row of it is pushed, that some row is.
+#: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
-#: Kinds of rows about the rank that owns the piece with the largest load in a phase and group: the
-#: load beside what a rank reads; the same over links, where its host is spared what it owns; and
-#: with the first host's ranks as classes of their own, taken to be where that piece is.
+#: Kinds of rows about the owner of the largest piece, as in docs/explanation/formulation.md: own
+#: work; links; links with the first host, the assumed owner, distinguished.
 KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
 
 
@@ -44,14 +45,14 @@ class Node:
     """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step.
 
     Attributes:
-        least, most: float64 [P, 5], limits on the largest load of any pushed piece.
-        step_us: longest time of all phases together, without fixed costs.
-        pushes: uint8 [T], for each free table, whether it pushes rows, does not, or either.
-        weights: float64 [L, C], prices of a microsecond of a rank of each class by phase and group
-            of terms, then of a byte of device and of host memory; see
+        least, most: float64 [P, 5], limits on the largest load of any pushed piece, microseconds.
+        step_us: cutoff for the sum of all phases, without fixed costs.
+        pushes: uint8 [T], FREE, STILL or PUSHES for each free table.
+        weights: float64 [L, C], prices per microsecond of a rank of each class by phase and group
+            of terms, then per byte of device and of host memory; for L see
             `oper.search.certificate.loads.Loads`.
-        memory_us: total price of full memories.
-        owner: kind, phase, group and price of rows about the owner of the largest piece.
+        memory_us: sum of the prices of all memory rows.
+        owner: kind, phase, group and price of each row about the owner of the largest piece.
     """
 
     least: np.ndarray
@@ -65,16 +66,16 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Prices of the loads that tables cause, for C classes of owners.
+    """Prices of the units of load that tables consume, for C classes of owners.
 
     Attributes:
-        cost: by kind, float64 [2, T, C, 4], price of a unit of each feature in a piece of all
-            columns, and of the part that does not depend on the width.
+        cost: by way of holding rows, float64 [2, T, C, 4]: price of a unit of each feature in a
+            piece of all columns, and of the part that does not depend on the width.
         partial: float64 [C], price of a byte of partial sums.
         own: float64 [C], price of an id that a rank pushes to itself.
-        piece: price of a further piece of a table.
+        piece: price of one more piece of a table.
         tier: price of a nanosecond in every pass over a table's ids.
-        bag: price of a bag of a table that is pushed in part.
+        bag: price of a bag of a table some of whose rows are pushed.
     """
 
     cost: dict[str, np.ndarray]
@@ -86,31 +87,31 @@ class Asked:
 
 
 class TableCosts:
-    """Least costs of the free tables.
+    """Computes lower bounds of the costs of all free tables.
 
     Args:
         model: the cost model.
-        may: by kind, bool [T, C], whether owners of a class may hold the table's rows in this way.
-        sizes: int64 [C], ranks of each class.
+        may: by way of holding rows, bool [T, C]: whether owners of a class may hold the table so.
+        sizes: int64 [C], number of ranks in each class.
     """
 
     def __init__(self, model: CostModel, may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
         self.model, self.may, self.sizes, problem = model, may, sizes, model.problem
         self.tables = tables = problem.free_tables
         pinned = [problem.held(t.spec.name).pinned for t in tables]
-        #: float64 [T, B, 4], features of blocks without pinned rows, and blocks of nothing.
+        #: float64 [T, B, 4], features of blocks without pinned rows, padded with zeros.
         self.blocks = np.zeros((len(tables), max((len(t.blocks) for t in tables), default=0), 4))
         for k, t in enumerate(tables):
             self.blocks[k, :len(t.blocks)] = free_blocks(problem, t)
         most = np.array([most_masters(problem, t, sizes) for t in tables])
         most = most.reshape(-1, 1, sizes.size)
-        #: float64 [T, B, C], share of each block whose masters may lie where they cost least.
+        #: float64 [T, B, C], share of each block's masters that may all lie in one class.
         self.masters = np.minimum(1.0, most / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
         self.cut = [problem.may_split(t) for t in tables]
-        #: bool [T]: owners of pinned pushed rows may have all rows and then request none.
+        #: bool [T]: False if pinned pushed rows may let one rank own all rows and request none.
         self.asks = np.array([all(x.mode == "pull" for x in p) for p in pinned], bool)
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
         self.still_ns = np.array([min(pull, push) if c or p else pull
@@ -119,7 +120,7 @@ class TableCosts:
         self.sums = np.array([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
                               for t in tables]).reshape(len(tables), _POINTS)
         widths = [_widths(t.spec.dim, c) for t, c in zip(tables, self.cut, strict=True)]
-        #: int64 [N], table and width of each kind of piece that is looked at.
+        #: int64 [N], table and width of each type of piece that is considered.
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.share = self.width / self.dims[self.of]  # of a table's columns
@@ -136,12 +137,11 @@ class TableCosts:
 
         Attributes:
             unit: float64 [N, C, 3, P, 5], unit loads of the types of pieces considered.
-            low: float64 [N, C, P, 5], load of all ids if they were those of the block where it is
-                least.
-            spared: float64 [T, C, P, 5], load that an owner of all rows is spared.
-            ratio: float64 [T, C, G, G], for all pairs of the G loads, least value of the second per
-                unit of the first that a piece can have; infinite if the class may own no piece.
-            top: float64 [T, C, G], largest value of each load.
+            low: float64 [N, C, P, 5], load if all lookups were to the rows that load least.
+            spared: float64 [T, C, P, 5], load of own requests, which an owner of all rows saves.
+            ratio: float64 [T, C, G, G], ratio[.., i, j] = least quotient (load j) / (load i) of
+                any piece, for all pairs of the G loads; infinite if the class may own no piece.
+            top: float64 [T, C, G], upper limit of each load.
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
@@ -172,23 +172,23 @@ class TableCosts:
             self.top[k] = (most + partial * self.sums[k, -1]).reshape(self.top[k].shape)
 
     def implied(self, least: np.ndarray) -> np.ndarray:
-        """Lower bounds of the largest piece's other loads, per microsecond of the load by which it
-        is largest.
+        """Lower bounds of the largest piece's other loads, as ratios to the load by which it is
+        the largest.
 
-        That load is at least `least` (float64 [P, 5]); the result is float64 [P, 5, P, 5].
+        That load is at least `least`, float64 [P, 5]. Returns float64 [P, 5, P, 5].
         """
         has = self.top * (1 + _ROUNDING) >= least.ravel()
         found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
 
     def least(self, asked: Asked, leaf: Node, floor: np.ndarray) -> np.ndarray:
-        """Least cost of every table; infinite where the leaf has no placement of it.
+        """Lower bound of the cost of every table; infinite if the leaf admits no placement of it.
 
         Args:
             asked: the prices.
             leaf: the leaf, with its limits on pieces and pushing.
-            floor: float64 [C, P, 5], load that every plan puts on owners, beyond the dense compute
-                that hides it.
+            floor: float64 [C, P, 5], load that every plan puts on owners, minus the dense compute
+                that hides it, microseconds.
 
         Returns:
             float64 [T].
@@ -216,15 +216,15 @@ class TableCosts:
                          for k in range(len(self.tables))])
 
     def _blocks(self, cost: np.ndarray) -> np.ndarray:
-        """Cost of the blocks of pieces at given prices, by class of their owners; float64 [N, B,
-        C]."""
+        """Cost of the blocks of every type of piece, by class of their owners, from prices
+        [2, T, C, 4]; float64 [N, B, C]."""
         share = self.share[:, None, None]
         each = share * cost[0][self.of] + (1 - share) * cost[1][self.of]
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The least cost of pieces that push nothing, and of each of their blocks; float64 [N], [N,
-        B]."""
+        """The least cost of pieces that push nothing, float64 [N], and of each of their blocks,
+        float64 [N, B]; `cost` has arrays [N, B, C] by way of holding rows."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
         one = np.full(self.of.size, np.inf)
         for x in cost.values():
@@ -237,8 +237,8 @@ class TableCosts:
     # -- pushed pieces ----------------------------------------------------------------------------
 
     def _sums(self, of: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Lower bound of the bytes of partial sums that one owner of the share `share` of the
-        lookups of tables `of` (int64 [N]) sends, for all columns; float64, shape of `share`."""
+        """Lower bound of the bytes of partial sums, for all columns, that an owner of the share
+        `share` of the lookups of tables `of` (int64 [N]) sends; float64, shape of `share`."""
         of = of.reshape(-1, *(1,) * (share.ndim - 1))
         ratio = np.log(self.grid[1] / self.grid[0])
         at = np.log(np.maximum(share, _LEAST_SHARE) / _LEAST_SHARE) / ratio
@@ -249,14 +249,15 @@ class TableCosts:
         return np.asarray(inside * np.minimum(share / _LEAST_SHARE, 1.0))
 
     def _owners(self, of: np.ndarray, share: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """As `_sums`, for a share that as few owners as possible hold, each at most `most`."""
+        """Lower bound as by `_sums` if the share has several owners that hold at most `most` each.
+        """
         full = _full(share, most)
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
 
     def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of each pushed piece `at` may
-        hold, by class of the owner; float64 [n, C], 0 if none fits."""
+        hold within the leaf's limits, by class of the owner; float64 [n, C], 0 if none fits."""
         part = self.share[at][:, None, None, None]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
@@ -277,16 +278,15 @@ class TableCosts:
 
     def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
                ) -> list[np.ndarray]:
-        """Lower bounds of the bytes of partial sums of each block of the pieces `at`, by class:
-        several arrays, float64 [n, B, C], each of which is a bound.
+        """Lower bounds, linear in the blocks, of the bytes of partial sums of the pieces `at`.
 
         Partial sums are concave, so rows send at least their proportional share of what a full
-        owner sends. An owner whose rows cost r per unit of share holds at most M, where r M +
-        sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave in r,
-        and chords between a few values of r lie below it: mixing rows on one owner does not reduce
-        the bound. Every limit gives such a bound. Which one is tightest depends on the prices of
-        the blocks' other costs and on the class. So all are returned, preceded by the one with the
-        largest total over all blocks, chosen for each class.
+        owner sends. An owner whose rows have load r per unit of share holds at most M, given by
+        r M + sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave
+        in r, and chords between a few values of r lie below it: mixing rows on one owner does not
+        reduce the bound. Every limit gives such a bound. Which one is tightest depends on the
+        prices of the blocks' other costs and on the class, so all are returned, preceded by the one
+        with the largest total over all blocks, chosen for each class; float64 [n, B, C] each.
         """
         share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
         most = np.minimum(share.sum(axis=1, keepdims=True), mass)
@@ -294,14 +294,14 @@ class TableCosts:
                                   / np.maximum(most, _LEAST_SHARE))[:, None]
         number = int(np.isfinite(leaf.most).sum() + np.isfinite(leaf.step_us))
         lines = [out.copy() for _ in range(1 + number)]
-        for n, c in np.argwhere((mass > 0) & (mass < 1)):  # a whole piece sends no more than that
+        for n, c in np.argwhere((mass > 0) & (mass < 1)):  # an owner of a whole piece has no limit
             k = self.of[at[n]]
             unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[c]
             ask = np.einsum("bf,fpg->pgb", self.blocks[k][:, IDS:]
                             / np.maximum(share[n], 1e-300)[:, None], unit)
             limits = [(ask[x], partial[x], leaf.most[x]) for x in zip(
                 *np.nonzero(np.isfinite(leaf.most)), strict=True)]
-            if np.isfinite(leaf.step_us):  # all phases together, by a group of each
+            if np.isfinite(leaf.step_us):  # the cutoff limits the sum of one group of each phase
                 whole = np.einsum("f,fpg->pg", self.tables[k].total[IDS:], unit)
                 top = np.arange(len(whole)), (whole + partial * self.sums[k, -1]).argmax(axis=1)
                 limits.append((ask[top].sum(axis=0), partial[top].sum(),
@@ -310,7 +310,7 @@ class TableCosts:
                 r = ((limit - partial_ * self.sums[k]) / self.grid)[::-1]
                 sent = (self.sums[k] / self.grid)[::-1]
                 first = int(np.count_nonzero(r <= 0))
-                # Beyond all lookups nothing more is sent.
+                # Below the least r, an owner could hold all lookups, and sends what it then sends.
                 r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
                 sums = share[n] * np.interp(ask_, r, sent)
                 for x in (lines[0], line):
@@ -320,22 +320,22 @@ class TableCosts:
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
-        """Least cost of pieces of which all or some rows are pushed; float64 [n].
+        """Least cost of pieces in which all or some rows are pushed; float64 [n].
 
         Args:
             at: int64 [n], the pieces.
             asked: the prices.
-            go, stay: float64 [n, B, C], what blocks cost without their partial sums; [n, B], what
-                they cost where they are not pushed.
-            mass: float64 [n, C], share of its table's lookups that one owner holds at most.
-            lines: float64 [n, B, C] each, bytes of partial sums of each block at least.
+            go: float64 [n, B, C], cost of each block if pushed, without partial sums.
+            stay: float64 [n, B], cost of each block if not pushed.
+            mass: float64 [n, C], largest share of its table's lookups that one owner holds.
+            lines: float64 [n, B, C] each, lower bounds of the bytes of partial sums of each block.
         """
         of, usable = self.of[at], mass > 0
         ids = self.blocks[of, :, IDS]
         price = self.share[at][:, None] * asked.partial
         own = ids[..., None] * asked.own * self.asks[of, None, None]
         go = np.where(usable[:, None], go, np.inf)
-        # Owners of all classes as one, of those that hold most and pay least.
+        # Owners of all classes are merged into one with the largest mass and the lowest price.
         pay = np.where(usable, price, np.inf).min(axis=1)[:, None]
         most = np.maximum(mass.max(axis=1)[:, None], _LEAST_SHARE)
         share = ids / self.total[of, None]
@@ -354,15 +354,15 @@ class TableCosts:
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
-        """Minimum over sets of pushed blocks of the sum of their gains (float64 [n, B]) and the
-        price of their owners' partial sums, where each owner holds at most `most` ([n, 1]); [n]."""
+        """Minimum over sets of pushed blocks of the sum of their gains (float64 [n, B]) plus the
+        price of their owners' partial sums; an owner holds at most `most` ([n, 1]). Returns [n]."""
         rate = np.where(share > 0, gain / np.maximum(share, 1e-300),
                         np.where(gain < 0, -np.inf, np.inf))
         n, order = np.arange(len(gain))[:, None], np.argsort(rate, axis=1, kind="stable")
         gain, share = gain[n, order], share[n, order]
         total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
         least = np.minimum((total + price * self._owners(of, end, most)).min(axis=1), 0.0)
-        # The minimum may lie inside a block, where the first or the last owner in it fills up.
+        # The minimum may lie inside a block, at a mass at which all owners are full.
         for full in (np.floor(end[:, :-1] / most) + 1, _full(end[:, 1:], most)):
             inside = np.clip(most * full, end[:, :-1], end[:, 1:])
             part = (inside - end[:, :-1]) / np.maximum(share, 1e-300)
@@ -370,20 +370,20 @@ class TableCosts:
                 of, inside, most)).min(axis=1))
         return np.asarray(least)
 
-    # -- a table of pieces ------------------------------------------------------------------------
+    # -- combining pieces to a table --------------------------------------------------------------
 
     def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
                ) -> float:
-        """Least cost of table `k`, given lower bounds of the cost of a piece of each width: `still`
-        if it pushes nothing, `pushed` if it pushes rows; float64 [N] each."""
+        """Least cost of table `k`, given lower bounds of the cost of a piece of each width, float64
+        [N]: `still` if the piece pushes nothing, `pushed` if it pushes rows."""
         n = np.flatnonzero(self.of == k)
         widths, dim = self.width[n], int(self.dims[k])
         still, pushed = still[n] + piece, pushed[n] + piece
         if pushes == STILL:
             pushed = np.full(n.size, np.inf)
-        if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
+        if self.cut[k] and dim % STEP:  # relaxed: a fractional number of pieces
             return float((np.minimum(still, pushed) * (dim / widths)).min() - piece)
-        # By whether some rows are pushed so far, and by the columns made up.
+        # Shortest path; states: whether some rows are pushed so far, and columns covered.
         steps = dim // STEP if self.cut[k] else 1
         count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
         cost, pieces = np.full((2, steps + 1), np.inf), np.stack([still, pushed])
@@ -397,13 +397,13 @@ class TableCosts:
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Number of full owners, not counting the last one, which holds the rest."""
+    """Number of full owners, not counting the last one, which holds the remainder."""
     return np.floor(share / most * (1 - _ROUNDING))
 
 
 def _widths(dim: int, cut: bool) -> np.ndarray:
-    """Widths of a table's pieces: the whole row first, then multiples of a step, and the remaining
-    columns next to a pushed piece."""
+    """Widths of a table's pieces: all columns first, then multiples of STEP, and the columns that
+    remain next to a pushed piece."""
     if not cut:
         return np.array([dim], np.int64)
     other = [w for w in range(1, dim)

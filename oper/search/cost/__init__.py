@@ -1,1 +1,1 @@
-"""What a placement costs: loads of every rank, phase by phase, and the step that follows."""
+"""The cost model: loads of every rank by phase, and the step time of a plan."""

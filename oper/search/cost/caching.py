@@ -1,12 +1,12 @@
-"""What caches save, in the batch at hand and from one batch to the next.
+"""What caches save, within a batch and from one batch to the next.
 
-Inside a batch, a row that is read again comes from cache as far as the table's working set fits.
-From batch to batch, the cache keeps what was used within its characteristic time `T`, in batches:
-a row that the ranks of a domain look up `a` times per batch is missed with probability
-`exp(-a T)`, and `T` is where all rows and buffers that the cache then holds fill it (the
+Within a batch, repeated reads of a row come from cache for the part of the table's working set that
+fits the cache. From batch to batch, the cache keeps what was used within its characteristic time
+`T`, in batches: a row that the ranks of a domain look up `a` times per batch is missed with
+probability `exp(-a T)`. `T` is such that the rows and buffers used within T fill the cache (the
 characteristic-time approximation of least-recently-used caches: Che, Tung and Wang 2002). Buffers
-of a batch (outputs, their gradients, the outbox) are used once per batch. How much of a cache is
-there for it is `Costs.warm_share`; with 0, the default, every batch begins cold.
+of a batch (outputs, their gradients, the outbox) are used once per batch. `Costs.warm_share` is the
+share of a cache available for this; with 0, the default, every batch begins with a cold cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOAT_BYTES = 4
 
 
 class Caching:
-    """Cost of reads relative to memory, by rank."""
+    """Costs of reads relative to reads from memory, by rank."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -46,7 +46,7 @@ class Caching:
 
     def again(self, t: TableProblem, rows: float) -> np.ndarray:
         """Cost of reading a row again within a batch whose working set is `rows` rows, relative to
-        memory; float64 [W].
+        a read from memory; float64 [W].
 
         The share of the working set that fits the rank's part of the cache is read at cache
         bandwidth, the rest at memory bandwidth.
@@ -55,8 +55,8 @@ class Caching:
         return self.relative_cost(1.0 - np.minimum(1.0, self._cache_bytes / size))
 
     def first(self, t: TableProblem) -> np.ndarray:
-        """Cost of reading a batch's distinct rows of a table for the first time, relative to
-        memory; float64 [W]."""
+        """Cost of reading a batch's distinct rows of a table for the first time, relative to reads
+        from memory; float64 [W]."""
         if t.spec.name not in self._first:
             rows, ids = _used(t)
             touched = t.blocks[t.blocks[:, ROWS] > 0, TOUCHED]
@@ -68,8 +68,8 @@ class Caching:
 
     @cached_property
     def buffers(self) -> np.ndarray:
-        """Cost of reading or writing buffers that are used once per batch, relative to memory;
-        float64 [W]."""
+        """Cost of reading or writing buffers that are used once per batch, relative to reads from
+        memory; float64 [W]."""
         return self.relative_cost(np.exp(-self.windows))
 
     @cached_property
@@ -93,14 +93,14 @@ class Caching:
 
 
 def _used(t: TableProblem) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, and ids per rank and batch, of the table's blocks; float64 [K] each."""
+    """Rows of each block of a table, and ids per rank and batch; float64 [K] each."""
     blocks = t.blocks[t.blocks[:, ROWS] > 0]
     return blocks[:, ROWS], blocks[:, IDS]
 
 
 def _window(size: np.ndarray, rate: np.ndarray, streamed: float, capacity: float) -> float:
-    """The characteristic time T of a cache: rows of `size` bytes, used at `rate` per batch, and
-    buffers fill it. Found by bisection in log T."""
+    """The characteristic time T of a cache of `capacity` bytes, at which rows (`size` bytes, `rate`
+    lookups per batch) and `streamed` buffer bytes per batch fill it; bisection in log T."""
     low, high = 1e-6, 1e9
     for _ in range(60):
         middle = float(np.sqrt(low * high))

@@ -1,4 +1,4 @@
-"""The modelled step of one plan: phases, their loads on every rank, and the memory it needs."""
+"""The modelled step of one plan: phases, their loads on every rank, and the memory needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Phase:
     """One phase of a step.
 
     Attributes:
-        name: ``"request"``, ``"forward"``, ``"backward"`` or ``"update"``.
+        name: ``"resolve"``, ``"request"``, ``"forward"``, ``"backward"`` or ``"update"``.
         units: float64 [9, W]: bytes, or nanoseconds of compute, by term and rank.
-        seconds: float64 [9, W]; each rank waits for all bytes of a link that it shares.
-        fixed_us: fixed cost.
+        seconds: float64 [9, W]: time of each term; each rank waits for all bytes of a shared link.
+        fixed_us: fixed cost, microseconds.
         hidden: float64 [W], seconds of declared dense compute that the phase overlaps with.
-        has_local: bool [8], which groups include a rank's own memory and compute.
+        has_local: bool [8], which groups include a rank's own memory and compute time.
     """
 
     name: str
@@ -34,18 +34,18 @@ class Phase:
     def groups(self) -> np.ndarray:
         """Seconds by group of terms (`machine.GROUPS`) and rank, float64 [8, W].
 
-        Groups run concurrently. Declared dense compute that hides a part of them is subtracted.
+        Groups run concurrently. Declared dense compute is subtracted from each, down to 0.
         """
         return np.maximum(by_group(self.seconds, self.has_local) - self.hidden, 0.0)
 
     @property
     def time_us(self) -> float:
-        """Microseconds of the phase: those of its slowest rank plus the fixed cost."""
+        """Duration of the phase in microseconds: its slowest rank's time plus the fixed cost."""
         return float(self.groups.max()) * 1e6 + self.fixed_us
 
     @property
     def slowest_rank(self) -> int:
-        """The slowest rank, with which the phase ends."""
+        """The rank with the longest group time."""
         return int(self.groups.max(axis=0).argmax())
 
     @property
@@ -60,7 +60,7 @@ class Evaluation:
 
     Attributes:
         phases: the phases in order.
-        held_bytes: float64 [W], memory attributed to each rank, buffers included.
+        held_bytes: float64 [W], memory attributed to each rank, including buffers.
         domain_bytes: float64 [num_domains], memory needed in each domain.
         capacity_bytes: float64 [num_domains], memory that each domain has.
         host_bytes: float64 [num_hosts], host memory needed on each host.
@@ -81,7 +81,7 @@ class Evaluation:
 
     @property
     def fits(self) -> bool:
-        """Whether every domain, and every host's memory, holds what the plan puts there."""
+        """Whether no memory, of a domain or of a host, overflows."""
         return self.fullest <= 1 + 1e-9
 
     @property
@@ -97,6 +97,6 @@ class Evaluation:
 
     @property
     def imbalance(self) -> float:
-        """max / mean over ranks of the summed phase seconds."""
+        """max / mean over ranks of the phase times summed over phases."""
         load = sum(p.groups.max(axis=0) for p in self.phases)
         return float(load.max() / max(load.mean(), 1e-30))

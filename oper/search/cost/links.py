@@ -1,4 +1,4 @@
-"""Loads of links when owners, readers and holders of copies exchange bytes."""
+"""Link loads of the exchanges between owners, readers and holders of copies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from oper.search.problem.machine import Machine, Term
 
 
 def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Add bytes that every owner sends to each rank outside its domain.
+    """Add the bytes that every owner sends to each rank outside its domain.
 
     Args:
         m: the machine.
-        out: units by term and rank, added to in place.
-        amount: float64 [..., W], bytes that owner o sends to a rank of the same host.
-        message: the same to a rank of another host.
+        out: float64 [..., 9, W], units by term and rank; added to in place.
+        amount: float64 [..., W], bytes that owner o sends to each rank of the same host.
+        message: float64 [..., W], bytes that owner o sends to each rank of another host.
     """
     out[..., Term.MEMORY, :] += amount * (m.world_size - m.num_near)
     out[..., Term.LINK_OUT, :] += amount * (m.num_host - m.num_near)
@@ -27,13 +27,13 @@ def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.nda
 
 
 def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Add bytes that every rank sends from its own memory to each owner outside its domain.
+    """Add the bytes that every rank sends from its own memory to each owner outside its domain.
 
     Args:
         m: the machine.
-        out: units by term and rank, added to in place.
-        amount: float64 [..., W], bytes that owner o receives from a rank of the same host.
-        message: the same from a rank of another host.
+        out: float64 [..., 9, W], units by term and rank; added to in place.
+        amount: float64 [..., W], bytes that owner o receives from each rank of the same host.
+        message: float64 [..., W], bytes that owner o receives from each rank of another host.
     """
     on_host = m.elsewhere_on_host(amount)
     out[..., Term.MEMORY, :] += on_host + m.other_hosts(amount)
@@ -47,18 +47,18 @@ def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
 
 
 def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
-    """Add bytes of changed rows that masters send to all copies.
+    """Add the bytes of changed rows that masters send to all copies.
 
-    A master writes the copies in other domains.
+    The master writes the copies in other domains.
 
     Args:
         m: the machine.
-        out: units by term and rank, float64 [..., 9, W]; added to in place.
-        amount: bytes by master, float64 [..., W].
+        out: float64 [..., 9, W], units by term and rank; added to in place.
+        amount: float64 [..., W], bytes of changed rows by master.
         holds: float64 [W], 1 if a rank has a copy, else 0.
     """
     near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
-    # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
+    # Ranks of a domain with several copies read the domain's changed rows and write their own copy.
     out[..., Term.MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
     out[..., Term.LINK_OUT, :] += amount * (host - near)
     out[..., Term.CROSS_OUT, :] += amount * (every - host)
@@ -72,13 +72,13 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
 
 
 def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:
-    """Add bytes that ranks without a copy in their domain read from the nearest copies.
+    """Add the bytes that ranks without a copy in their domain read from the nearest copies.
 
     Args:
         m: the machine.
-        out: units by term and rank, added to in place.
+        out: float64 [9, W], units by term and rank; added to in place.
         ranks: the ranks that have copies.
-        need: bytes read from a copy on the same host, and on another host.
+        need: (bytes read from a copy on the same host, bytes read from a copy on another host).
     """
     row, message = need
     holds = np.isin(np.arange(m.world_size), ranks).astype(float)
@@ -92,6 +92,6 @@ def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.n
     out[Term.LINK_OUT] += sent_host
     out[Term.CROSS_OUT] += message * asked_afar
     out[Term.MEMORY] += sent_host + row * asked_afar
-    if m.has_racks:  # those of all hosts send alike
+    if m.has_racks:  # copies of all hosts send the same amount
         out[Term.RACK_IN] += message * from_afar * m.other_racks(holds) / holds.sum()
         out[Term.RACK_OUT] += message * m.other_racks(from_afar) / holds.sum() * holds

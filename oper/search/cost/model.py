@@ -1,31 +1,31 @@
 """The cost model: seconds of every phase on every rank, from bytes and calibrated constants.
 
-A plan is first reduced to a *tally*: for every rank a dozen numbers that add up over tables and are
-linear in the features of the rows that a rank owns, replicates or reads. `loads` turns a tally into
-units (bytes, nanoseconds) per phase, term and rank. Every figure of the package comes through these
-two steps: evaluation of a plan, the columns of the lower bound, and the moves of the search.
+A plan is first reduced to a *tally*: for every rank, numbers (`tally.Row`) that add up over tables
+and are linear in the features of the rows that a rank owns, replicates or reads. `loads` converts a
+tally to units (bytes, nanoseconds) per phase, term and rank. Everything that the planner computes
+uses these two steps: evaluation of a plan, columns of the lower bound, and moves of the search.
 
 Phases of a training step (barriers between them) and the work of each rank:
 
-* request (between hosts): the ids of pushed rows reach their owners, which answer once all have
-  arrived. The work of the ranks themselves is counted in forward, since all readers do the same.
+* request (between hosts): the ids of pushed rows are sent to their owners, which answer once all
+  have arrived. The ranks' own work for it is counted in forward, since all readers do the same.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
 * backward: every rank reduces bag gradients per distinct row into its outbox, except for pushed
   rows.
 * update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
-  reduce; they merge and apply the optimizer; a replicated row is updated by the holder of its
+  reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
   master copy, which then writes all other copies.
 
-Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
+Ranks of one memory domain access each other's rows as local memory: no link bytes within a domain.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
-memory; their owner updates them over its link, and sends them to other hosts. A phase takes the
+memory; the owner updates them over its link, and sends them to other hosts. A phase takes the
 slowest rank's max(memory + compute, each direction of each link class, the link to host memory),
-less the dense compute that was declared to overlap with it (`overlap`; none by default), plus a
-fixed cost. Ranks of a host read each other's memory while they compute; hosts exchange messages
-between two parts of that work, so a direction between hosts takes memory + compute + its bytes.
+minus the dense compute that was declared to overlap with it (`overlap`; none by default), plus a
+fixed cost. Ranks of a host read each other's memory while they compute. Hosts exchange messages
+between two parts of that work, so each direction between hosts takes memory + compute + its bytes.
 Ranks that share a link (of a host or rack) wait for all of its bytes. Inference is the forward
-phase alone, with one replica per memory domain.
+phase alone (after request, between hosts), with one replica per memory domain.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Probl
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
-SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
-PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
+SQUARE_BYTES = 4  # of the sum of a row's squared gradients over the columns of a piece
+PUSH_PASSES = 3  # passes of a reader over the ids of a table with pushed rows, per direction
 
 
 class CostModel:
-    """The cost model of one problem; keeps per-table constants."""
+    """The cost model of one problem; caches constants of tables."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.machine = problem.machine
         self.costs = problem.topology.costs
         self.messages = Messages(problem.message_bits)
-        #: Tally rows of nanoseconds by pass over the tables, and of the passes that look at ids.
+        #: Rows of a tally for time per table in each phase; `passes` are those that read ids.
         self.every_pass = (Row.FORWARD_NS, Row.BACKWARD_NS, Row.UPDATE_NS)[
             :3 if problem.training else 1]
         self.passes = self.every_pass[:2]
@@ -83,21 +83,22 @@ class CostModel:
         if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
             self.phases = (RESOLVE, *self.phases)
         none = (0.0,) * self.machine.world_size
-        #: float64 [num_phases, W], seconds of dense compute beside each phase.
+        #: float64 [num_phases, W], seconds of dense compute that overlap with each phase.
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
-        #: Phase in which requests for rows cross hosts.
+        #: Phase in which requests are sent to other hosts.
         self.request_phase = self.phases.index(REQUEST if several_hosts else "forward")
-        #: Microseconds that a plan pays for pushing anything. A wait is two exchanges, of headers
-        #: and what they count. On one host pushing adds a wait for partial sums. Hosts exchange
-        #: headers, requests and rows even where nothing is pushed; headers of sums come on top.
+        #: Microseconds that a plan pays for pushing anything. One `phase_us` is two exchanges: of
+        #: headers, and of the data whose sizes they announce. On one host, pushing adds a wait for
+        #: partial sums. Hosts exchange headers, requests and rows even if nothing is pushed, so
+        #: that pushing adds only the headers of partial sums.
         self.push_us = self.costs.phase_us * (0.5 if several_hosts else 1.0)
         m = self.machine
-        #: bool [num_phases, 8], which groups include a rank's own memory and compute: what hosts
-        #: exchange, in the phases in which they do.
+        #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
+        #: between hosts, in the phases in which hosts exchange messages.
         self.has_local = m.local_groups(self.phases)
-        #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
+        #: float64 [W], nanoseconds per id of a pulled tier; 0 if one domain holds all ranks.
         self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
@@ -119,7 +120,7 @@ class CostModel:
             owner: float64 [..., 4, W], features of the rows that each rank owns.
 
         Returns:
-            float64 [..., 23, W], one line per `Row` of a tally.
+            float64 [..., 23, W], with the rows of a tally (`Row`).
         """
         row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -129,21 +130,21 @@ class CostModel:
         if self.training:
             out[..., Row.HELD, :] += owner[..., ROWS, :] * state
         self._add_reader(out, t, width, owner)
-        # Readers in other domains find each of their rows once before they ask for it.
+        # Readers in other domains find each distinct row once more before requesting it.
         out[..., Row.FORWARD_NS, :] += out[..., Row.FORWARD_IDS, :] * self._per_far_id
         self._add_update(out, t, width, owner)
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
-        """The tally of a tier replicated on all ranks; `master` gives the features of the master
-        copies by rank, like `owner` in `shard_rows`."""
+        """The tally of a tier replicated on all ranks; `master` (float64 [..., 4, W]) gives the
+        features of the rows whose master copies each rank holds."""
         row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
         out[..., Row.HELD, :] = total[..., ROWS, None] * row
         if self.training:
             out[..., Row.BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
-            # Masters beside the copies.
+            # Masters are stored in addition to the copies.
             out[..., Row.HELD, :] += master[..., ROWS, :] * (row + state)
             out[..., Row.UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
@@ -153,11 +154,9 @@ class CostModel:
         return out
 
     def push_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """The tally of a striped or owned tier that is pushed, without partial sums; see
-        `shard_rows`.
-
-        Partial sums are concave in the mass at an owner; see `partial_bytes`.
-        """
+        """The tally of a striped or owned tier that is pushed, without partial sums, which are
+        concave in the mass of an owner: see `partial_bytes`. Arguments and result as for
+        `shard_rows`."""
         row, grad, state = row_bytes(t, width)
         world = self.machine.world_size
         again = self.repeat_cost(t, True)
@@ -171,11 +170,11 @@ class CostModel:
                                       + ID_BYTES * (ids + mine))
         out[..., Row.FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
         out[..., Row.HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
-        # A rank that owns all rows of a table reads its own; see `own_requests` for others.
+        # Own ids are left out, as for an owner of all rows; `own_requests` charges other owners.
         asked = mine - owner[..., IDS, :]
         out[..., Row.FORWARD_NS, :] = asked * self.costs.push_ns + ids * self.odd_ns(t, width, 0)
         if self.training:
-            # Owners reduce what the readers have left for them: per id, and per row and reader.
+            # Owners reduce the gradients of all readers: work per id, and per row and reader.
             runs = owner[..., TOUCHED, :] * world
             out[..., Row.BACKWARD_NS, :] = asked * self.costs.push_ns
             out[..., Row.UPDATE_BYTES, :] = ids * again * grad
@@ -189,8 +188,8 @@ class CostModel:
         """The part of a column piece's tally that does not depend on its width; float64 [..., 23,
         W].
 
-        The squared norms that the owners of a row's columns exchange are counted once per piece; a
-        table of n pieces exchanges them n - 1 times, so the caller takes one off per table.
+        It includes the squared norms that the owners of a row's columns exchange, once per piece.
+        A table of n pieces exchanges them n - 1 times, so the caller subtracts them once per table.
 
         Args:
             t: the table.
@@ -211,8 +210,8 @@ class CostModel:
         return out
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """The tally of one tier of a column piece, without partial sums; replicas are on all ranks.
-        Arguments and result as for `shard_rows`."""
+        """The tally of one tier of a column piece, without partial sums; a replicated tier has
+        copies on all ranks. Arguments and result as for `shard_rows`."""
         in_host = tier.memory == "host"
         if tier.placement == "replicated":
             out = self.replica_rows(t, width, owner)
@@ -234,9 +233,9 @@ class CostModel:
 
     def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
                    pushed: bool) -> None:
-        """Moves the memory of rows, and the bytes that updates read and write, to host memory, and
-        removes the reads of these rows from device memory and its caches, which do not cache host
-        memory."""
+        """Move the memory of rows, and the bytes that updates read and write, to host memory, and
+        subtract the reads of these rows from device memory, whose caches do not hold host memory.
+        """
         row, _, state = row_bytes(t, width)
         out[..., Row.HOST_HELD, :] = out[..., Row.HELD, :]
         out[..., Row.HELD, :] = 0.0
@@ -256,7 +255,7 @@ class CostModel:
         """Nanoseconds that ranks spend on requests for their own pushed rows; float64 [W].
 
         Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and
-        with it the bound, assumes that all owners do so, which is never too much.
+        with it the bound, assumes this for all owners, which never overestimates their load.
 
         Args:
             own: float64 [W], ids that each rank pushes to itself.
@@ -265,17 +264,18 @@ class CostModel:
         return np.where(has_all, 0.0, own) * self.costs.push_ns
 
     def num_sums(self, t: TableProblem, ids: np.ndarray) -> np.ndarray:
-        """Partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
+        """Partial sums that an owner of `ids` (float64 [...], ids per rank) sends to each reader.
+        """
         if t.spec.pooling == "none":
             return ids
         return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Bytes of these partial sums in the columns of a piece, see `Messages.sum_bytes`."""
+        """Bytes of the sums of `num_sums` in the columns of a piece, see `Messages.sum_bytes`."""
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
-        """Adds the work of a tier's readers, and the gradients that they send to its owners."""
+        """Add the work of a tier's readers, and the gradients that they send to its owners."""
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
         total = owner.sum(axis=-1)
@@ -303,19 +303,20 @@ class CostModel:
             out[..., Row.UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Additional nanoseconds per id or row if the table's width has no specialised kernel; a
-        piece of `width` columns is charged its share. `phase`: forward, backward, update."""
+        """Additional nanoseconds per id or row if the table's dim has no specialised kernel; a
+        piece of `width` columns is charged its share. `phase`: 0 forward, 1 backward, 2 update."""
         if t.spec.dim in KERNEL_WIDTHS:
             return 0.0
-        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+        vectors = -(-t.spec.dim // 16) / t.spec.dim  # vectors per column; the last may be partial
         return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
-        """The tally of a table under every plan: outputs, bag gradients, memory of the outbox.
+        """The part of a table's tally that does not depend on the plan: outputs, bag gradients,
+        memory of the outbox; float64 [23, W].
 
         Args:
             t: the table.
-            num_outputs: float64 [W], rows of each rank's output (default: their expected number).
+            num_outputs: float64 [W], rows of each rank's output; default: their expected number.
         """
         out = np.zeros((NUM_ROWS, self.machine.world_size))
         if num_outputs is None:
@@ -333,7 +334,7 @@ class CostModel:
     # -- plans ------------------------------------------------------------------------------------
 
     def base(self) -> Tally:
-        """The tally that every plan has, summed over all tables."""
+        """The sum of `table_rows` over all tables, which every plan has."""
         rows = sum((self.table_rows(t) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
         return Tally(rows)
@@ -344,7 +345,7 @@ class CostModel:
         Args:
             t: the table.
             pieces: its column pieces.
-            ordered: whether positions are hotness ranks (else ids).
+            ordered: whether positions are hotness ranks; else they are ids.
         """
         total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
@@ -355,14 +356,14 @@ class CostModel:
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
-        """The tally of all pieces of a table, with the charges for the table as a whole.
+        """The tally of all pieces of a table including charges for the table as a whole.
 
         Args:
             pieces: its column pieces.
             rows: float64 [23, W], the sum over pieces.
             ids: ids per rank and batch, or float64 [W].
             bags: bags per rank and batch, or float64 [W].
-            exchanges_squares: whether owners of the columns of a row exchange the sum of their
+            exchanges_squares: whether owners of the columns of a row exchange the sums of their
                 squared gradients.
         """
         rows = rows.copy()
@@ -377,10 +378,9 @@ class CostModel:
         return rows
 
     def tiers_ns(self, pushes: bool) -> float:
-        """Nanoseconds per id that a table of several tiers costs; `pushes`: whether any is pushed.
-        A reader of pushed rows passes over its ids three times: to count them, to write requests,
-        and to add up sums.
-        """
+        """Nanoseconds per id and pass for a table of several tiers, some of which are pushed if
+        `pushes`. A reader of pushed rows passes over its ids three times: to count them, to write
+        requests, and to add up sums."""
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
     def piece_tally(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
@@ -390,10 +390,10 @@ class CostModel:
         Args:
             t: the table.
             piece: its columns, and tiers of all or some of its rows.
-            ordered: whether positions are hotness ranks (else they are ids).
-            alone: whether no other rows of the table are pushed; if not, partial sums and own
-                requests, which are concave in what an owner holds, are left out and must be added
-                for the table as a whole.
+            ordered: whether positions are hotness ranks; else they are ids.
+            alone: whether no other rows of the table are pushed. If False, partial sums and own
+                requests, which are concave in what an owner holds, are left out; the caller adds
+                them for the table as a whole.
         """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
@@ -469,7 +469,7 @@ class CostModel:
                        rows[..., Row.REQUESTS, :])
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
-        # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
+        # Ranks of a host read its host memory over their own links; owners read for other hosts.
         forward[..., Term.HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
                                         + self.machine.host_sum(rows[..., Row.HOST_SERVED, :])
                                         + rows[..., Row.HOST_SENT, :]
@@ -479,7 +479,7 @@ class CostModel:
             backward[..., Term.MEMORY, :] = rows[..., Row.BACKWARD_BYTES, :]
             backward[..., Term.COMPUTE, :] = (rows[..., Row.BACKWARD_IDS, :] * costs.reduce_ns
                                          + rows[..., Row.BACKWARD_NS, :])
-            # The phase before forward resolves ahead; else backward is the one that sorts.
+            # Ids are sorted in the resolve phase, if there is one, else in backward.
             sorts = out[..., 0 if RESOLVE in self.phases else first + 1, :, :]
             sorts[..., Term.COMPUTE, :] += rows[..., Row.BACKWARD_IDS, :] * costs.sort_ns
             update[..., Term.MEMORY, :] = rows[..., Row.UPDATE_BYTES, :]
@@ -489,7 +489,7 @@ class CostModel:
             gradients = rows[..., Row.GRADS, :]
             update[..., Term.MEMORY, :] += gradients * self.machine.num_near
             owner_receives(self.machine, update, gradients, rows[..., Row.RETURNED, :])
-            # Gradients of the bags that owners pooled.
+            # Bag gradients of the rows that owners pooled.
             owner_receives(self.machine, update, sums, sums * self.messages.of_bags)
             update[..., Term.MEMORY, :] += sums * world
             broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
@@ -507,8 +507,8 @@ class CostModel:
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and another barrier if the phase
-        waits for partial sums or for squared gradients of column pieces. Hosts fetch rows in three
-        exchanges, of which one belongs to the request phase."""
+        waits for partial sums or for squared gradients of column pieces. Fetching rows from other
+        hosts takes three exchanges, one of which belongs to the request phase."""
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
@@ -517,7 +517,7 @@ class CostModel:
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:
-        """The modelled step, from the tally of a whole plan (`base` included)."""
+        """The modelled step, from the tally of an entire plan (`base` included)."""
         units = self.units(tally)
         seconds = self.machine.seconds(units)
         fixed = self.fixed_us(tally)
@@ -536,10 +536,11 @@ def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
 
 
 def evaluate(plan: Plan, problem: Problem) -> Evaluation:
-    """The modelled step of `plan`: per phase, rank and term, and the memory it needs.
+    """Evaluate the cost model for `plan`: units and seconds per phase, term and rank, and memory.
 
     Raises:
-        PlanError: the plan is for other tables or another number of ranks.
+        PlanError: the plan is for other tables or another number of ranks, or uses host memory on
+            a topology that has none.
     """
     plan.check_for([t.spec for t in problem.tables], problem.machine.world_size)
     model = CostModel(problem)

@@ -1,7 +1,7 @@
 """The space of plans to which a bound applies, and its parts.
 
-It is part of the statement of the problem: the relaxation bounds the plans of this space, the
-checker tests whether a plan is one of them, and neither depends on the other.
+The space is part of the statement of the problem: the relaxation bounds its plans, and the checker
+tests whether a plan lies in it. Neither depends on the other.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from oper.search.problem.space import (
 )
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem
 
-#: Ways to hold rows that are not pinned: on all ranks, on one of every host, on owners that others
-#: read, in device or in host memory, and on owners that pool them.
+#: Ways to hold rows that are not pinned: replicated on all ranks; copied to one rank of every host;
+#: pulled from owners, in device memory or in host memory; pushed.
 KINDS = REPLICATED, COPIES, SHARD, HOST, PUSH = "replicated", "copies", "shard", "host", "push"
-_MAX_HIDDEN_SETS = 4
+_MAX_HIDDEN_SETS = 4  # distinct amounts of overlapping compute that separate classes of ranks
 
 
 def restricted(problem: Problem, plans: Collection[str]) -> Problem:
-    """The problem restricted to the plans of `plans`, some of `oper.search.problem.space.PLANS`.
+    """The problem restricted to the kinds of plans `plans`, from `oper.search.problem.space.PLANS`.
 
-    Plans that push rows keep no copies per host, and column splits of tables that are not pushed
-    are excluded, since they only add cost.
+    In the restricted problem, plans that push rows have no copies per host, and column splits are
+    allowed only with pushed columns, since splits of other tables only add cost.
     """
     if "push" not in problem.allow:
         return problem
@@ -49,8 +49,8 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
-    """Whether table `name` may be placed in the way `kind` (one of `KINDS`), with owner `rank` if
-    the rows have one."""
+    """Whether rows of table `name` may be held in the way `kind` (one of `KINDS`); `rank` is the
+    owner, if the way has one."""
     places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places
@@ -62,9 +62,8 @@ def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
                                                        np.ndarray]]:
-    """Functions that give the tally of a table's rows, by the way of placing them (`KINDS`).
-
-    Copies on one rank per host are keyed by their ranks.
+    """Functions that return the tally of a table's rows, by way of holding them (`KINDS` without
+    COPIES, for which see `copy_tallies`).
     """
     return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
             HOST: model.host_rows}
@@ -74,9 +73,9 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
     """Tallies of one unit of each feature for rows of a table that are copied to one rank of every
     host.
 
-    Which rank of a host does not matter, since all ranks are alike. A changed row then crosses the
-    network once per host, instead of once per rank as with replicas on all ranks; in exchange the
-    other ranks read it from a neighbour.
+    The choice of the rank does not matter, since all ranks are alike. A changed row is sent to each
+    host once, instead of to each rank as with replicas on all ranks; in exchange, the other ranks
+    of a host read the row from a neighbour.
     """
     ranks, out = copy_sets(model.machine)[0], []
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
@@ -87,7 +86,7 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
 
 
 def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
-    """Features of each block of a table without its pinned rows; float64 [K, 4]."""
+    """Features of each block of a table, not counting pinned rows; float64 [K, 4]."""
     out = t.blocks.copy()
     for tier in problem.held(t.spec.name).pinned:
         out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
@@ -95,18 +94,19 @@ def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
 
 
 def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.ndarray:
-    """How many masters of a block's rows a plan may place in a class of ranks of its choice.
+    """Upper limit of the masters of a block's rows that a plan may place in one class of ranks.
 
-    Masters are assigned round-robin, so each rank has one of any W consecutive rows of a tier. Rows
-    of a block are alike; only the remainder of a round, in each tier, can fall to some classes and
-    not to others.
+    Masters are assigned round-robin, so each rank has one of any W consecutive rows of a tier. The
+    rows of a block are interchangeable, so only the incomplete last round of each tier can favour
+    some classes.
 
     Args:
-        problem, t: the table.
+        problem: the problem.
+        t: the table.
         sizes: int64 [C], ranks of each class.
 
     Returns:
-        float64 [C], rows by class.
+        float64 [C], rows by class; infinite if the hotness order of the rows is unknown.
     """
     if not t.ids_are_positions:
         return np.full(sizes.size, np.inf)
@@ -117,11 +117,11 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
 
 
 def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
-    """The tallies that every plan has.
+    """The parts of the tally that every plan has.
 
     Returns:
-        That of outputs and of tables whose rows are all pinned; and that of pinned rows in tables
-            whose other rows are free, taken in a single column piece.
+        The tally of outputs and of tables whose rows are all pinned; and the tally of pinned rows
+            in tables that also have free rows, placed in a single column piece.
     """
     problem, base = model.problem, model.base()
     pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]
@@ -133,8 +133,8 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
             base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
             whole = len(tiers) == 1 and tiers[0].stop - tiers[0].start == t.spec.num_rows
-            # Partial sums are concave in what an owner holds: with other pushed rows beside them,
-            # those of pinned rows may cost nothing more.
+            # Partial sums are concave in what an owner holds: if the owner also has other pushed
+            # rows, pinned rows may add no partial sums.
             alone = whole or "push" not in problem.modes_of(t.spec.name)
             pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers),
                                             t.ids_are_positions or not whole, alone))
@@ -162,12 +162,12 @@ def _equally_hidden(model: CostModel) -> list[list[int]]:
 
 
 def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
-    """Classes of ranks that are interchangeable under machine, constraints and the sets
-    `distinguished`.
+    """Classes of ranks that are interchangeable under the machine, the constraints and the sets of
+    ranks `distinguished`.
 
-    Dense compute that overlaps the phases also separates ranks, but only where it takes few
-    distinct values: with many values, averaging over unequal ranks gives a looser bound but a small
-    relaxation.
+    Dense compute that overlaps with phases also separates ranks, but only if it takes few distinct
+    values: with many values, averaging over unequal ranks gives a looser bound, but keeps the
+    relaxation small.
     """
     held = model.problem.constraints.tables.values()
     hidden = _equally_hidden(model)
@@ -180,15 +180,15 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
 def has_copies(model: CostModel) -> bool:
     """Whether plans without pushed rows may have replicas on one rank of every host.
 
-    They may if the space allows it and all ranks are alike; with unequal ranks the minimum over the
-    choices would bound nothing.
+    They may if the space allows it and all ranks are alike. With unequal ranks, the relaxation
+    would not bound all choices of the rank.
     """
     return ("per_host" in model.problem.allow and bool(copy_sets(model.machine))
             and len(model_classes(model).ranks) == 1)
 
 
 def may_rest(problem: Problem, name: str) -> bool:
-    """Whether table `name` can be placed without being pushed."""
+    """Whether table `name` can be placed without pushing rows."""
     places, pinned = problem.placements_of(name), problem.held(name).pinned
     if sum(x.stop - x.start for x in pinned) == problem.table(name).spec.num_rows:
         return not all(x.mode == "push" and x.placement != "replicated" for x in pinned)
@@ -196,17 +196,17 @@ def may_rest(problem: Problem, name: str) -> bool:
 
 
 def splits_pay(problem: Problem) -> bool:
-    """Whether every column split costs a barrier, to exchange sums of squared gradients."""
+    """Whether every column split costs a barrier, for exchanging sums of squared gradients."""
     return problem.training and all(
         t.spec.optimizer in ROW_WISE for t in problem.free_tables if problem.may_split(t))
 
 
 def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """Why the bound does not apply to this plan and its evaluation; "" if it does."""
+    """The reason why the bound does not apply to this plan and its evaluation; "" if it does."""
     if not found.fits:
         return "the plan does not fit the memory"
     if plan.message_bits != problem.message_bits:
-        return "the plan is for messages of other bits"
+        return "the plan is for other message bits"
     if broken := violations(plan, problem.constraints):
         return f"the plan breaks a constraint: {broken[0]}"
     outside = outside_space(plan, problem)
@@ -214,7 +214,7 @@ def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def outside_space(plan: Plan, problem: Problem) -> str:
-    """The first part of the plan that the relaxation cannot represent; "" if there is none.
+    """Name the first part of the plan that the relaxation does not represent; "" if there is none.
 
     Pinned tables and rows are skipped: the relaxation prices them exactly.
     """
@@ -246,16 +246,16 @@ def outside_space(plan: Plan, problem: Problem) -> str:
             return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
         ordered = is_ordered(t, entry)
         if ordered != _is_taken_as_ordered(t, held, ordered):
-            return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "
-                    "pinned rows are priced otherwise")
+            return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, but the "
+                    f"bound priced its pinned rows with{'out' if ordered else ''} one")
         if held.pinned and not ordered and any(len(p.tiers) > 1 for p in entry.pieces):
-            return f"table {t.spec.name!r} has pinned rows, and no hotness order"
+            return f"table {t.spec.name!r} has pinned rows, but no hotness order"
     return ""
 
 
 def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) -> bool:
     """Whether the relaxation treats positions in the table as hotness ranks if all its rows are
-    pinned; otherwise `other`."""
+    pinned; `other` if some rows are free."""
     if held.tiers is not None:
         return t.ids_are_positions or len(held.tiers) > 1
     whole = len(held.pinned) == 1 and (
@@ -274,7 +274,7 @@ def _one_per_host(problem: Problem, tier: Tier) -> bool:
 
 
 def _has_width(t: TableProblem, piece: Piece) -> bool:
-    """Whether the relaxation has pushed pieces of this width: `oper.search.relaxation.pieces`."""
+    """Whether `oper.search.relaxation.pieces` contains pushed pieces of this width."""
     width = piece.stop - piece.start
     return width == t.spec.dim or (width >= MIN_COLUMNS and (
         width % COLUMN_STEP == 0 or (t.spec.dim - width) % COLUMN_STEP == 0))

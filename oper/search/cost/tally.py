@@ -1,4 +1,4 @@
-"""A tally: loads of the ranks, linear in the rows that they own, copy and read."""
+"""Tallies: the load of a plan on every rank, as numbers that add up over tables."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from oper.search.problem.statement import TableProblem
 from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
-SLOT_BYTES = 4  # number of a row at its owner, in memory and beside a changed row in a message
-#: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
+SLOT_BYTES = 4  # a row's slot at its owner, in memory and with a changed row in a message
+#: Columns for which the host kernels are compiled; other rows are processed by a loop.
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
-#: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
+#: Passes over other rows: forward (pool), backward (stage, sum), update (merge, squares, decay,
+#: update).
 ODD_PASSES = (1, 2, 4)
 
 
 class Row:
     """Indices of the rows of a tally.
 
-    Some are per owner: what it exchanges with *each* reading rank. Others are a rank's own work and
-    the bytes it holds, in device memory and over its link to host memory, and nanoseconds beyond
-    the charges per id and per row.
-
-    Rows in host memory are served to ranks of the same host once per id, and sent to ranks of other
-    hosts once per distinct row. Answers, returned gradients and requests (ids of pushed rows) are
-    the messages to and from a rank of another host.
+    The first ten are bytes that an owner exchanges with *each* reading rank: pulled rows served,
+    gradients, changed rows, pushed ids, partial sums; rows in host memory, served per id to ranks
+    of the same host and sent per distinct row to others; and the messages that between hosts
+    replace SERVED (answers), GRADS (returned) and PUSH_IDS (requests). The others are a rank's own
+    work and memory: bytes, ids and rows by phase, bytes held in device memory, bytes read, updated
+    and held in host memory, and further nanoseconds by phase.
     """
 
     SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
@@ -38,20 +38,20 @@ class Row:
     FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(20, 23)
 
 
-NUM_RELATIONAL, NUM_ROWS = 10, 23  # of rows: the first, and all
+NUM_RELATIONAL, NUM_ROWS = 10, 23  # rows exchanged with other ranks, which come first; all rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tally:
-    """Loads of the ranks before they are priced; tallies of tables can be added.
+    """The load of each rank; tallies of tables can be added.
 
     Attributes:
-        rows: float64 [23, W], see the constants above.
-        units: float64 [phases, 9, W], units by phase and term of tiers replicated on some of the
-            ranks only, whose traffic `rows` cannot express; 0.0 if there are none.
-        num_pushed: pushed tiers. A plan with any pays one barrier more.
-        num_split: column pieces beyond the first, of tables whose optimizer must add up squared
-            gradients over columns. A plan with any pays one barrier more.
+        rows: float64 [23, W], by `Row`.
+        units: float64 [phases, 9, W], units by phase and term of tiers that are replicated on only
+            some ranks, whose traffic `rows` cannot express; 0.0 if there are none.
+        num_pushed: number of pushed tiers. A plan with any pays an additional barrier.
+        num_split: number of column pieces beyond the first, of tables whose optimizer must add up
+            squared gradients over columns. A plan with any pays an additional barrier.
     """
 
     rows: np.ndarray
@@ -67,14 +67,14 @@ class Tally:
 
 
 def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
-    """Bytes of one row of a column piece: of its weights, float32 gradient and optimizer state."""
+    """Bytes of one row of a column piece: (weights, float32 gradient, optimizer state)."""
     return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
             OPTIMIZERS[t.spec.optimizer].state_bytes(width))
 
 
 def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
-    """Features of the rows of a tier that each rank owns, or holds the master copies of; float64
-    [4, W]."""
+    """Features of the rows of a tier that each rank owns, or whose master copies it has; float64
+    [4, W]. `ordered` states whether positions are hotness ranks; else they are ids."""
     pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
     shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
     out = np.zeros((shares.shape[0], world_size))
@@ -86,15 +86,15 @@ def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) 
 
 
 class Messages:
-    """Bytes of messages between hosts, by their bits per number.
+    """Sizes of messages between hosts, given the bits per number.
 
-    Ranks of one host read each other's rows and gradients uncompressed. So the cost model keeps two
-    sizes of a row that another rank reads: its own, for memory and links within a host, and that of
-    the message between hosts.
+    Ranks of one host read each other's rows and gradients uncompressed. So the cost model has two
+    sizes of a row that another rank reads: one for memory and links within a host, and one for
+    messages between hosts.
 
     Attributes:
         bits: bits per number.
-        of_sums, of_bags: bytes that partial sums, and the gradients of their bags, take between
+        of_sums, of_bags: bytes of partial sums, and of gradients of their bags, in messages between
             hosts, relative to `sum_bytes`.
     """
 
@@ -103,12 +103,12 @@ class Messages:
         self.of_sums, self.of_bags = bits.answers / 32, bits.gradients / 32
 
     def answer_bytes(self, t: TableProblem, width: int) -> float:
-        """Bytes of `width` columns of a pulled row."""
+        """Bytes of `width` columns of a pulled row in an answer."""
         return self.bits.row_bytes(t.spec, width)
 
     @staticmethod
     def request_bytes(t: TableProblem) -> float:
-        """Bytes of a pushed id: its slot at the owner, and a bit that says where bags begin."""
+        """Bytes of a pushed id in a request: its slot at the owner, and a bit that marks bags."""
         return (slot_bits(t.spec.num_rows) + 1) / 8
 
     def gradient_bytes(self, t: TableProblem, width: int) -> float:
@@ -118,9 +118,9 @@ class Messages:
     def sum_bytes(self, width: int) -> float:
         """Bytes of a partial sum, or of its bag's gradient, in float32.
 
-        The header of a quantised row counts as numbers, so that `of_sums` and `of_bags` are exact.
-        If only one direction is quantised, the other is charged for the header as well, because the
-        bound prices both by one figure.
+        The header of a quantised row is included as further numbers, so that `of_sums` and
+        `of_bags` are exact. If only one direction is quantised, the header is also charged in the
+        other direction, because the bound has one price for both.
         """
         return max(number_bytes(b, width) * 32 / b for b in (self.bits.answers,
                                                               self.bits.gradients))

@@ -1,4 +1,4 @@
-"""A plan's bottlenecks: the tiers that load its slowest rank, and what moving each would save."""
+"""A plan's bottlenecks: the tiers that load its slowest rank most, and what moving each saves."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from oper.search.cost.tally import Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem, TableProblem
 
-_TARGETS = 4  # ranks that are tried as the new owner
+_TARGETS = 4  # least loaded ranks that are tried as the new owner
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """A tier on the slowest rank of the longest phase.
+    """A tier that loads the slowest rank of the longest phase.
 
     Attributes:
-        table: the table.
-        columns, rows: what the tier covers.
-        tier: how it is placed now, see `describe`.
+        table: name of the table.
+        columns, rows: half-open ranges of columns and of positions that the tier covers.
+        tier: its placement, in the notation of `describe`.
         load_us: its load on the binding resource of that rank, microseconds.
         is_cut: whether the table is split by columns.
-        move: the placement of the tier that would save most, or "" where none saves anything.
-        saves_us: how much that shortens the whole step, microseconds.
+        move: the placement that would shorten the step most if only this tier were moved, or "" if
+            no move shortens it.
+        saves_us: by how much `move` shortens the entire step, microseconds.
     """
 
     table: str
@@ -40,13 +41,14 @@ class Bottleneck:
 
 
 def describe(tier: Tier) -> str:
-    """A placement in split / broadcast / partial notation, with its ranks: ``"S@3"``, ``"Bx8"``."""
+    """A placement in split / broadcast / partial notation with its rank, or the number of its
+    ranks: ``"S@3"``, ``"Bx8"``."""
     ranks = f"@{tier.ranks[0]}" if len(tier.ranks) == 1 else f"x{len(tier.ranks)}"
     return tier.notation() + ranks + ("" if tier.memory == "device" else " host memory")
 
 
 def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck]:
-    """The `count` tiers that load the slowest rank of the longest phase most, heaviest first.
+    """Find the `count` tiers that load the slowest rank of the longest phase most, heaviest first.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -87,7 +89,8 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
                rest: Tally, found: Evaluation) -> tuple[str, float]:
-    """The other placement of one tier with the fastest step that fits, and that step."""
+    """The alternative placement of tier `n` of piece `i` (`place`) with the shortest step that fits
+    the memory, and that step in microseconds; ("", infinity) if there is none."""
     i, n = place
     best = ("", np.inf)
     for tier in _placements(model.problem, t, entry.pieces[i].tiers[n], found):
@@ -101,7 +104,7 @@ def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple
 
 
 def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation) -> list[Tier]:
-    """Other placements of a tier that the constraints allow."""
+    """Alternative placements of a tier that the constraints allow."""
     held = problem.held(t.spec.name)
     if held.tiers is not None or tier in held.pinned:
         return []

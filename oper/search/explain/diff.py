@@ -1,4 +1,4 @@
-"""Two plans side by side: which tables are placed differently, and the effect on the step."""
+"""Comparison of two plans: which tables are placed differently, and the effect on the step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from oper.search.explain.bottleneck import describe
 from oper.search.problem.statement import Problem
 from oper.tables import format_bytes
 
-_MAX_TABLES = 40  # listed one by one
+_MAX_TABLES = 40  # tables that `as_text` lists
 
 
 def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
-    """The differences between two plans of the same tables, as values that JSON can hold.
+    """Compare two plans of the same tables; returns values that JSON can represent.
 
     Args:
         before, after: the plans.
-        problem: the problem under which both are priced.
+        problem: the problem with which both are evaluated.
 
     Returns:
         ``{"tables": [{"table", "before", "after", "num_bytes"}], "num_tables", "before": figures,
-        "after": figures}``, without tables that are placed alike.
+        "after": figures}``. ``tables`` has only those that are placed differently; figures have
+        ``step_us``, ``fits``, ``imbalance``, ``phases_us`` and ``most_held_bytes``.
 
     Raises:
         PlanError: a plan is for other tables or another number of ranks.
@@ -41,8 +42,8 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
 
 
 def _text(entry: TablePlan) -> str:
-    """Tiers of a table in split / broadcast / partial notation, hottest rows first, with rank sets;
-    a column split is written ``S(columns)`` before its pieces."""
+    """Tiers of a table in split / broadcast / partial notation, hottest rows first, with their
+    ranks; the pieces of a column split are preceded by ``S(columns)``."""
     parts = []
     for piece in entry.pieces:
         columns = "" if len(entry.pieces) == 1 else f"S({piece.start}:{piece.stop}) "
@@ -61,7 +62,7 @@ def _figures(found: Evaluation) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
-    """The figures of `diff` as text."""
+    """Format the result of `diff` as text; `names` are the names of the two plans."""
     old, new = found["before"], found["after"]
     rows = [("step us", old["step_us"], new["step_us"])]
     rows += [(f"  {k} us", v, new["phases_us"][k]) for k, v in old["phases_us"].items()]

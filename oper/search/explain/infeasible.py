@@ -1,5 +1,5 @@
-"""Why no plan fits, in numbers: need and capacity, the largest table, the smallest sufficient
-change."""
+"""Explanation why no plan fits: memory needed and available, the largest table, and the smallest
+change with which a plan fits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
 from oper.tables import TableSpec, format_bytes
 
-_TODO = "make one of the changes named"
+_TODO = "make one of the changes in this message"
 _MAX_BLAMED = 16  # constraints whose removal is tried, one at a time
 
 
 def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
-    """The error for a problem whose relaxation overflows: even perfectly divided rows do not
+    """The error for a problem whose relaxation overflows: even fractionally divided rows do not
     fit."""
     relaxation = bound.relaxation
     machine = problem.machine
     classes = relaxation.classes
     share = relaxation.base[relaxation.phase_of == -1].copy()
     if relaxation.tables:
-        # With memory alone priced, every table takes the configuration that needs least of it.
+        # At prices of memory alone, every table takes the configuration that needs least memory.
         cheapest = bound.node.price(np.where(relaxation.phase_of == -1, 1.0, 0.0))
         share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
     need = share[classes.of_domain] * machine.capacity_bytes
@@ -40,7 +40,7 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
 
 
 def _host_memory(problem: Problem) -> str:
-    """The remedy of allowing host memory, if that makes rows fit; else ""."""
+    """The remedy "allow host memory", if rows then fit; else ""."""
     if "host" in problem.allow or not problem.topology.host_memory_bytes or not _has_room(
             replace(problem, allow=problem.allow | {"host"})):
         return ""
@@ -48,7 +48,7 @@ def _host_memory(problem: Problem) -> str:
 
 
 def _blamed(problem: Problem) -> str:
-    """The remedy of removing one of the constraints, if that makes rows fit; else ""."""
+    """The remedy "remove a constraint", if rows then fit; else ""."""
     if problem.constraints == Constraints():
         return ""
     found = [name for name, held in islice(without(problem.constraints), _MAX_BLAMED)
@@ -59,7 +59,7 @@ def _blamed(problem: Problem) -> str:
 
 
 def _fits(problem: Problem, held: Constraints) -> bool:
-    """Whether perfectly divided rows fit under other constraints."""
+    """Whether fractionally divided rows fit under the constraints `held`."""
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
     return _has_room(replace(problem, machine=machine, constraints=held))
 
@@ -69,7 +69,7 @@ def _has_room(problem: Problem) -> bool:
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
-    """The error for a problem whose relaxation fits, but for which no plan that fits was found."""
+    """The error for a problem whose relaxation fits, but whose best plan overflows the memory."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
     ways = [f"memory per domain times {_up(factor)}"]

@@ -1,14 +1,14 @@
 """Plans for a latency bound: replicas and batching that meet it with the least memory.
 
-The queueing model. Samples arrive as a Poisson process of the given rate and are split at random
-over the ranks, each of which serves a queue of its own: it starts a batch as soon as it is free and
-either `max_batch` samples wait or the oldest has waited `max_wait_ms`, takes up to `max_batch` of
-them in order, and is busy for the modelled time of a lookup of that many samples plus the dense
-compute that was declared. This is a queue with Poisson arrivals, deterministic service that depends
-on the batch, and bulk service with a timer (M/D/1 for batches of one); its percentiles have no
-closed form, so that they come from the recursion over batches with fixed random numbers. All times
-are modelled; they do not include the operating system, the network or a server. A common queue for
-all ranks would do a little better than a random split.
+The queueing model: samples arrive as a Poisson process of the given rate and are split at random
+over the ranks, each of which serves a queue of its own. A rank starts a batch as soon as it is free
+and either `max_batch` samples wait or the oldest has waited `max_wait_ms`. It takes up to
+`max_batch` samples in order, and is busy for the modelled time of a lookup of that many samples
+plus the declared dense compute. This is a queue with Poisson arrivals and bulk service with a
+timer, whose duration is a deterministic function of the batch size (M/D/1 for batches of one). Its
+percentiles have no closed form; they are simulated batch by batch with fixed random numbers. All
+times are modelled; they do not include the operating system, the network or a server. One queue
+shared by all ranks would have a slightly lower latency than the random split.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec, format_bytes
 from oper.topology import Topology
 
-_NUM_SAMPLES = 60_000  # of the recursion; the 99th percentile then varies by a few per cent
-_WARM_UP = 0.1  # share that is left out, since it met an empty queue
-_WAITS = (0.0, 0.05, 0.1, 0.2, 0.4)  # of the bound
-_STEPS = 5  # of the bisection over memory; its last interval is 1/32 of the replicas
+_NUM_SAMPLES = 60_000  # samples simulated; the 99th percentile then varies by a few per cent
+_WARM_UP = 0.1  # share of the samples that is left out, because the queue started empty
+_WAITS = (0.0, 0.05, 0.1, 0.2, 0.4)  # values of max_wait_ms that are tried, relative to the bound
+_STEPS = 5  # steps of the bisection over memory; the last interval is 1/32 of the replicas
 _QUANTILE = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyGoal:
-    """The requested service: rate and latency bound.
+    """A request rate and a latency bound.
 
     Attributes:
         request_rate: samples per second, over all ranks.
         bound_ms: upper limit of the 99th percentile of the time from arrival to answer.
-        dense_us: dense compute of a batch, microseconds: fixed, and per sample.
-        max_batch: largest batch to consider.
+        dense_us: dense compute of a batch, microseconds: (fixed, per sample).
+        max_batch: largest batch to consider, samples.
     """
 
     request_rate: float
@@ -58,8 +58,8 @@ class LatencyGoal:
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "invalid latency goal", "state the request rate in samples per second, the bound "
-            "in milliseconds, the dense compute of a batch in microseconds as FIXED,PER_SAMPLE",
+            self, "invalid latency goal", "pass the request rate in samples per second, the bound "
+            "in milliseconds, and dense compute in microseconds as (fixed, per sample)",
             ("request_rate", 0 < self.request_rate < math.inf, "> 0 and finite"),
             ("bound_ms", 0 < self.bound_ms < math.inf, "> 0 and finite"),
             ("dense_us", len(self.dense_us) == 2 and all(0 <= x < math.inf for x in self.dense_us),
@@ -69,12 +69,13 @@ class LatencyGoal:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How to serve a plan, and its modelled performance.
+    """Batching parameters for a plan, and its modelled performance.
 
     Attributes:
-        max_batch, max_wait_ms: when a batch starts.
+        max_batch, max_wait_ms: a batch starts when `max_batch` samples wait or the oldest has
+            waited `max_wait_ms`.
         p99_ms: modelled 99th percentile of the latency.
-        mean_batch: mean samples of a batch.
+        mean_batch: mean number of samples of a batch.
         utilisation: share of the time that a rank is busy.
         memory_bytes: bytes of tables and buffers in all memory domains.
         replica_share: bytes of replicas beyond the first copy, per byte of the tables.
@@ -92,19 +93,20 @@ class Serving:
 def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topology: Topology,
                  goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None,
                  message_bits: MessageBits = EXACT) -> tuple[Plan, Serving]:
-    """The inference plan with the least memory whose modelled latency keeps a bound.
+    """Return the inference plan with the least memory whose modelled latency meets the bound.
 
     Args:
-        tables, stats, topology: as for `make_plan`; every rank is a worker.
-        goal: request rate and bound.
+        tables, stats, topology: as for `make_plan`; every rank serves requests.
+        goal: request rate and latency bound.
         constraints, message_bits: as for `make_plan`.
 
     Returns:
-        The plan, and how to serve it; the plan's notes hold the latter under ``"latency"``.
+        The plan and its batching parameters, which the plan's notes also have under ``"latency"``.
 
     Raises:
-        PlanInfeasibleError: the bound cannot be met with the given memory and rate; names the
-            smallest bound possible at this rate and the largest rate possible under this bound.
+        PlanInfeasibleError: the bound cannot be met with the given memory and rate; the message
+            names the smallest bound possible at this rate and the largest rate possible with this
+            bound.
     """
     specs = list(tables)
 
@@ -113,11 +115,11 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
                               batch_size=batch_size, constraints=constraints)
         return replace(stated, message_bits=message_bits)
 
-    # The placement is made for the samples that a rank sees in half of the bound.
+    # The placement is optimised for the number of samples that a rank receives in half the bound.
     likely = int(goal.request_rate / topology.world_size * goal.bound_ms / 2e3)
     problem = state(max(1, min(goal.max_batch, likely)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there are no statistics: said once
+        warnings.simplefilter("ignore", UserWarning)  # missing statistics: warned of above
         powers = (1 << k for k in range(goal.max_batch.bit_length()))
         problems = {n: state(n) for n in sorted({*powers, goal.max_batch})}
     most = plan_problem(problem)
@@ -145,12 +147,12 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
 
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:
-    """A plan in which no domain holds more than the given bytes; None if there is none."""
+    """A plan in which no domain holds more than `domain_bytes`; None if no plan fits."""
     ranks = min(len(d.ranks) for d in problem.topology.domains)
     held = replace(problem.constraints, memory_bytes=int(domain_bytes / ranks))
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
     try:
-        # Less memory means less of any: host memory is no way out here.
+        # Host memory must not replace device memory here: the aim is less memory in total.
         return plan_problem(replace(problem, machine=machine, constraints=held,
                                     last_resort=frozenset()))
     except PlanInfeasibleError:
@@ -158,13 +160,13 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
 
 
 def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> np.ndarray:
-    """Modelled microseconds of a batch by its number of samples, float64 [max_batch + 1]; [0] is
-    unused.
+    """Modelled microseconds of a batch by its number of samples, float64 [max_batch + 1]; element 0
+    is unused.
 
     Args:
         plan: the plan.
-        problems: the problem stated for some batch sizes; between them times are interpolated.
-        goal: the requested service.
+        problems: the problem for some batch sizes; times for sizes in between are interpolated.
+        goal: gives the dense compute and the largest batch.
     """
     sizes = sorted(problems)
     lookup = [evaluate(plan, problems[n]).step_us for n in sizes]
@@ -174,20 +176,20 @@ def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -
 
 
 def _serving(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> Serving | None:
-    """The batching with the lowest 99th percentile, or None when no batching keeps up."""
+    """The batching with the lowest 99th percentile; None if no batching sustains the rate."""
     largest = problems[max(problems)]
     service = service_us(plan, problems, goal)
     rate = goal.request_rate / largest.topology.world_size
     options: list[Serving] = []
     for size in sorted(problems):
-        # Full batches must leave time to spare, or the queue grows without end.
+        # Only if the rank is busy for less than all the time does the queue stay finite.
         if rate * service[size] * 1e-6 / size < 1:
             options += [simulate_queue(service, rate, size, share * goal.bound_ms)
                         for share in _WAITS if size > 1 or share == 0]
     if not options:
         return None
     found = min(options, key=lambda s: (s.p99_ms, s.max_batch, s.max_wait_ms))
-    # Buffers grow with the batch: those of the batch that is chosen.
+    # Buffers grow with the batch size, so memory is evaluated for the chosen batch.
     need = float(evaluate(plan, problems[found.max_batch]).domain_bytes.sum())
     return replace(found, memory_bytes=int(need), replica_share=_replica_share(plan, largest))
 
@@ -202,6 +204,9 @@ def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms
         max_batch, max_wait_ms: a batch starts when `max_batch` samples wait or the oldest has
             waited `max_wait_ms`.
         seed: seed of the arrival times.
+
+    Returns:
+        Latency, mean batch and utilisation; the fields about memory are 0.
     """
     gaps = np.random.default_rng(seed).exponential(1e6 / rate, _NUM_SAMPLES)
     arrived = np.cumsum(gaps)
@@ -230,7 +235,7 @@ def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms
 
 
 def _replica_share(plan: Plan, problem: Problem) -> float:
-    """Bytes of copies beyond the first, per byte of the tables."""
+    """Bytes of copies in further memory domains, per byte of the tables."""
     domain = problem.machine.domain
     extra = total = 0.0
     for entry in plan.tables:
@@ -246,10 +251,11 @@ def _replica_share(plan: Plan, problem: Problem) -> float:
 
 def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
                 best: Serving | None) -> PlanInfeasibleError:
-    """With all memory used: the smallest bound at this rate, the largest rate at this bound."""
+    """The error for a bound that the fastest plan misses; names the smallest bound at this rate and
+    the largest rate at this bound."""
     service = service_us(plan, problems, goal)
     ranks = problems[1].topology.world_size
-    # No rate above that of full batches without pause can be kept.
+    # A rank that always serves full batches attains the highest rate.
     low, high = 0.0, min(goal.request_rate, max(ranks * n / service[n] * 1e6 for n in problems))
     for _ in range(8):
         middle = (low + high) / 2
@@ -264,7 +270,7 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
     ways.append("more ranks, or less dense compute")
     held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
     return PlanInfeasibleError(
-        "no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
+        "no plan meets the latency bound (modelled)", "request_rate, bound_ms",
         (goal.request_rate, goal.bound_ms),
         f"smallest sufficient change: {', or '.join(ways)} (with {held} of tables and buffers)",
         "make one of these changes")

@@ -1,4 +1,4 @@
-"""A plan's summary as text: where the step time goes, by rank and term."""
+"""A plan's summary as text: its modelled step by phase, rank and term."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from oper.support.text import aligned
 from oper.tables import format_bytes
 
 KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
-_MAX_RANKS = 16  # ranks printed in full; the rest as minimum, mean and maximum
+_MAX_RANKS = 16  # ranks, domains and hosts that are listed; of further ranks two are shown
 
 
 def summary(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> str:
-    """What `plan` costs on the problem's machine, as text.
+    """Describe the modelled cost of `plan` on the problem's machine as text.
 
     Args:
         plan: the plan.
         problem: the problem.
-        verdict: the result of `verify_plan`, if it was called.
+        verdict: the result of `verify_plan`; None if the bound was not checked.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -44,8 +44,8 @@ def summary(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> str
 
 
 def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dict[str, Any]:
-    """The figures of `summary` as values that JSON can hold; ``verified`` is None if the bound was
-    not checked."""
+    """The figures of `summary` as values that JSON can represent; ``verified`` is None if the bound
+    was not checked."""
     found = evaluate(plan, problem)
     share_rows, share_ids = replica_share(plan, problem)
     why = doubt(plan, problem, verdict)
@@ -76,7 +76,7 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
 
 
 def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
-    """Share of all rows, and of all ids looked up, that belong to replicated tiers."""
+    """Share of all rows, and share of all ids looked up, that replicated tiers have."""
     held, every = np.zeros(4), np.zeros(4)
     for t in problem.tables:
         entry = plan.table(t.spec.name)
@@ -90,8 +90,8 @@ def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
 
 
 def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:
-    """Why the plan's bound is not certified, by the checker's verdict if it ran; "" if it is
-    certified."""
+    """The reason why the plan's bound is not certified; "" if it is certified, or if it applies to
+    the problem and was not checked (`verdict` is None)."""
     return not_certified(plan, problem) or ("" if verdict is None else verdict.why)
 
 
@@ -109,8 +109,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
              f"step        {found.step_us:12.1f} us"]
     bits = problem.message_bits
     if bits != EXACT:
-        lines.insert(2, f"between hosts answers of {bits.answers} bits, gradients of "
-                        f"{bits.gradients}")
+        lines.insert(2, f"between hosts: answers of {bits.answers} bits, gradients of "
+                        f"{bits.gradients} bits")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -145,7 +145,7 @@ def _ranks(found: Evaluation) -> str:
     blocks = []
     for p in found.phases:
         terms = [k for k in range(len(TERMS)) if p.seconds[k].max() > 0]
-        if not terms:  # no rank requests pooled rows
+        if not terms:  # the request phase, if no rows are pushed
             continue
         head = ["rank", "total us", *(f"{TERMS[k]} us" for k in terms),
                 *(f"{TERMS[k]} bytes" for k in terms if TERMS[k] != "compute")]
@@ -197,7 +197,7 @@ def _kind(tier: Tier, world_size: int) -> str:
 
 
 def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """The tiers with the largest loads on the slowest rank of the longest phase, and how much
+    """The tiers with the largest loads on the slowest rank of the longest phase, and the time that
     moving each of them saves."""
     phase = max(found.phases, key=lambda p: p.time_us)
     rows = []
@@ -213,18 +213,18 @@ def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def _constraints(plan: Plan, problem: Problem) -> str:
-    """Lines about the plan's constraints, and those that it violates."""
+    """The names of the plan's constraints, and a line for each that it violates."""
     held = problem.constraints
     if held == Constraints():
         return ""
     broken = violations(plan, held)
     names = ", ".join(held.to_json())
     if not broken:
-        return f"constraints: all kept ({names})"
-    return f"constraints: {len(broken)} broken ({names})\n" + "\n".join(
+        return f"constraints: all satisfied ({names})"
+    return f"constraints: {len(broken)} violated ({names})\n" + "\n".join(
         f"  {line}" for line in broken)
 
 
 def _aligned(head: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """A table as indented text, with numbers aligned to the right."""
+    """Format a table as indented text; the columns `left` are aligned left, others right."""
     return "\n".join(f"  {line}" for line in aligned([head, *rows], left))

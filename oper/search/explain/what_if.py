@@ -1,4 +1,4 @@
-"""What a plan, and the best plan, would cost on a slightly different machine."""
+"""What-if analysis: the cost of a plan, and of a new plan, on a modified machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One changed quantity of a problem.
+    """One modified quantity of a problem.
 
     Attributes:
         text: the change as the user wrote it.
         name: one of `NAMES`.
-        factor: factor by which it is multiplied.
-        value: the new value (batch size only), or None.
+        factor: the factor by which the quantity is multiplied; 0 if `value` is given.
+        value: the new batch size, or None.
     """
 
     text: str
@@ -39,10 +39,10 @@ class Change:
 
 
 def parse_change(text: str) -> Change:
-    """A change from text such as ``memory=+10%``, ``link=x2`` or ``batch=4096``.
+    """Parse a change such as ``memory=+10%``, ``link=x2`` or ``batch=4096``.
 
     Raises:
-        InvalidInputError: an unknown name, or a quantity that would not stay positive.
+        InvalidInputError: the name is unknown, or the new value would not be positive.
     """
     name, _, amount = text.partition("=")
     percent = re.fullmatch(r"([+-]\d+(?:\.\d+)?)%", amount)
@@ -51,16 +51,16 @@ def parse_change(text: str) -> Change:
     whole = int(amount) if name == "batch" and amount.isdecimal() else 0
     require("cannot change the problem", "write the change as memory=+10% or batch=8192",
             ("what-if", text, name in NAMES and (factor > 0 or whole >= 1),
-             f"{_FORM} with a name of {list(NAMES)}, staying above 0"))
+             f"{_FORM} with a name of {list(NAMES)}, and a result above 0"))
     return Change(text, name, factor, whole or None)
 
 
 def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Change]
                     ) -> tuple[Topology, int]:
-    """The topology and the batch size after the changes.
+    """Return the topology and the batch size after the changes.
 
-    After a change the source of the constants is ``assumed``, since they are no longer measured or
-    published ones.
+    The constants of a changed topology have the source ``assumed``, because they are no longer
+    measured or published values.
     """
     for change in changes:
         if change.name == "batch":
@@ -76,32 +76,32 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
 
 
 def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any:
-    """A topology, or a domain, with the quantities of a change multiplied."""
+    """Return a topology, or a domain, with the fields of a change multiplied by its factor."""
     new = {n: getattr(of, n) * change.factor for n in fields[change.name]}
     return replace(of, **{n: int(x) if n.endswith("_bytes") else x for n, x in new.items()})
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:
-    """Compare a plan, a new plan and the bound before and after a change, as values that JSON can
-    hold.
+    """Evaluate a plan, and a new plan, before and after a change; returns values that JSON can
+    represent.
 
     Args:
-        plan: for the tables of both problems.
-        before: the problem as it is.
-        after: the problem as it would be.
+        plan: a plan for the tables of both problems.
+        before: the unchanged problem.
+        after: the changed problem.
 
     Returns:
-        ``{"before": figures, "after": figures}`` with ``step_us`` and ``fits`` of the plan,
-        ``planned_step_us``, ``lower_bound_us`` and ``imbalance`` of a new plan (None where nothing
-        fits), and ``slowest_phase`` and ``binding`` of the plan.
+        ``{"before": figures, "after": figures}``. Of `plan`: ``step_us``, ``fits``,
+        ``slowest_phase``, ``binding``, ``imbalance`` and ``memory_used``. Of a new plan:
+        ``planned_step_us`` and ``lower_bound_us``, None if no plan fits. Also ``batch_size``.
     """
     old, planned = _figures(plan, before, plan)
-    # Started from the plans before, so that more of anything never makes the new plan worse.
+    # The earlier plan is the starting point, so that a better machine never gives a slower plan.
     return {"before": old, "after": _figures(plan, after, planned)[0]}
 
 
 def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any], Plan]:
-    """Figures of a problem, and a new plan for it (`start` if no plan fits)."""
+    """Figures of a problem as in `compare`, and a new plan for it (`start` if no plan fits)."""
     found = evaluate(plan, problem)
     longest = max(found.phases, key=lambda p: p.time_us)
     values: dict[str, Any] = {
@@ -117,7 +117,7 @@ def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any],
 
 
 def as_text(changes: Sequence[Change], found: dict[str, Any]) -> str:
-    """The figures of `compare` side by side, as text."""
+    """Format the result of `compare` as text."""
     us: Callable[[Any], str] = lambda x: "infeasible" if x is None else f"{x:.1f} us"  # noqa: E731
     rows: list[tuple[str, str, Callable[[Any], str]]] = [
         ("samples per rank", "batch_size", str), ("this plan", "step_us", us),

@@ -1,1 +1,1 @@
-"""Other systems' planners, as published, under the same cost model."""
+"""Other systems' planners, re-implemented from publications and scored by the same cost model."""

@@ -1,9 +1,9 @@
-"""Peers' planners, re-implemented from their published descriptions and scored by one cost model.
+"""Other systems' planners, re-implemented from their publications and scored by one cost model.
 
-Each takes the problem and returns a plan, or None where its rule finds no placement that fits. None
-of them sees more of the problem than its publication says it uses; all are scored by `evaluate`.
-Each uses the exchange of its own system: whole tables pool at the owner and push (`push`), caches
-of rows are read by their reader (`pull`).
+Each takes the problem and returns a plan, or None if its method finds no placement that fits. None
+uses more of the problem than its publication states; all are scored by `evaluate`. Each uses the
+exchange of its own system: assigned tables and columns are pooled at their owner (`push`); rows of
+caches are read by their reader (`pull`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from oper.search.peers.programs import coverage_milp, extraction_lp, hot_and_col
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.rounding.placing import plan_of
 
-_SMALL_ROWS = 2000  # tables that hybrid plans keep data-parallel
-_ROUNDS = 20  # splitting rounds, as HugeCTR's planner runs at most
+_SMALL_ROWS = 2000  # rows up to which hybrid plans replicate a table (data parallelism)
+_ROUNDS = 20  # upper limit of splitting rounds, as in HugeCTR's planner
 _MAX_COLUMN_CUTS = 8
-_PROPOSALS = 1500  # of the Markov chain
+_PROPOSALS = 1500  # proposals of the Markov chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Shard:
 
 
 def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
-    """The peers by name; each is called with the problem and a seed."""
+    """The peers by name, as functions of the problem and a seed."""
     return {
         "random": _random,
         "largest-first-size": _largest_first(lambda t: float(t.spec.num_bytes)),
@@ -52,21 +52,21 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
         "recshard-coverage-milp": coverage_milp,
         "ugache-replicate-or-partition": lambda p, _: replicate_or_partition(p),
         "ugache-lp": extraction_lp,
-        # FlexShard-like: replicate the rows that take half of each table's accesses.
+        # FlexShard-like: replicate the hottest rows that receive half of each table's lookups.
         "flexshard-top-mass": lambda p, _: _threshold(p, 0.5),
-        # FlexFlow's Metropolis search over our space and costs, a short chain of it.
+        # FlexFlow's Metropolis search over OPER's space and costs, with a short chain.
         "flexflow-markov-chain": lambda p, seed: markov_chain(p, seed, _PROPOSALS),
     }
 
 
 def score_peers(problem: Problem, seed: int = 0,
                 others: Mapping[str, Plan | None] | None = None) -> dict[str, float]:
-    """Modelled step (us) of every peer whose plan fits.
+    """Modelled step in microseconds of every peer whose plan fits.
 
     Args:
         problem: the problem.
-        seed: seed of the peers that choose at random.
-        others: plans of peers outside of this package, by name.
+        seed: seed of the peers that use random numbers.
+        others: further plans by name, made outside of this module.
     """
     plans = {name: make(problem, seed) for name, make in peers().items()} | dict(others or {})
     out = {}
@@ -99,7 +99,8 @@ def _random(problem: Problem, seed: int) -> Plan | None:
 
 def _largest_first(cost: Callable[[TableProblem], float]
                    ) -> Callable[[Problem, int], Plan | None]:
-    """Longest processing time first (Graham 1969): the baselines of DreamShard and NeuroShard."""
+    """Longest processing time first (Graham 1969), as in the baselines of DreamShard and
+    NeuroShard."""
 
     def make(problem: Problem, seed: int) -> Plan | None:
         return _pack(problem, _whole(problem), np.array([cost(t) for t in problem.tables]))
@@ -108,8 +109,8 @@ def _largest_first(cost: Callable[[TableProblem], float]
 
 
 def _hybrid(problem: Problem, seed: int) -> Plan | None:
-    """Small tables data-parallel, the others assigned whole by their lookups (TorchRec's usual
-    mix)."""
+    """Replicate small tables (data parallelism) and assign each other table to one rank by its
+    lookups; TorchRec's usual mix."""
     small = _small(problem)
     shards = _whole(problem, small)
     cost = np.array([problem.tables[s.table].total[IDS] * s.stop for s in shards])
@@ -117,14 +118,15 @@ def _hybrid(problem: Problem, seed: int) -> Plan | None:
 
 
 def _row_wise(problem: Problem, seed: int) -> Plan | None:
-    """Row-wise sharding: every table over all ranks, partial sums pushed and reduced."""
+    """Row-wise sharding: stripe every table over all ranks; owners push partial sums."""
     world = problem.machine.world_size
     return _plan(problem, [(Tier(0, t.spec.num_rows, "striped", tuple(range(world)), mode="push"),)
                            for t in problem.tables])
 
 
 def _shard_costs(problem: Problem, shards: Sequence[Shard]) -> np.ndarray:
-    """HugeCTR's published cost of shards: memory term by hotness, exchange term by width."""
+    """HugeCTR's published shard cost: lookups x width / memory bandwidth + bags x width / link
+    bandwidth."""
     d = problem.topology.domains[0]
     link = d.link_gbps if problem.topology.num_hosts == 1 else d.cross_gbps
     tables = [problem.tables[s.table] for s in shards]
@@ -134,7 +136,7 @@ def _shard_costs(problem: Problem, shards: Sequence[Shard]) -> np.ndarray:
 
 
 def _split_and_place(problem: Problem, seed: int) -> Plan | None:
-    """HugeCTR's planner as EMBark describes it: place, halve the costliest shard, and repeat."""
+    """HugeCTR's planner as EMBark describes it: place all shards, halve the costliest, repeat."""
     small = _small(problem)
     shards = _whole(problem, small)
     best: tuple[float, Plan] | None = None
@@ -153,7 +155,8 @@ def _split_and_place(problem: Problem, seed: int) -> Plan | None:
 
 
 def _beam(problem: Problem, seed: int) -> Plan | None:
-    """NeuroShard's outer beam over column splits, with the shard cost in place of learned nets."""
+    """NeuroShard's outer beam search over column splits, with `_shard_costs` instead of its
+    learned cost model."""
     beam, seen = [_whole(problem)], []
     for _ in range(_MAX_COLUMN_CUTS):
         seen += beam
@@ -169,7 +172,7 @@ def _beam(problem: Problem, seed: int) -> Plan | None:
 
 
 def _wide(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> list[int]:
-    """Shards that may be halved, the costliest first."""
+    """Indices of the shards that may be halved, the costliest first."""
     return [n for n in np.argsort(-cost).tolist() if shards[n].stop - shards[n].start >= 8
             and problem.tables[shards[n].table].spec.may_be_split]
 
@@ -183,7 +186,7 @@ def _halved(shards: Sequence[Shard], n: int) -> list[Shard]:
 
 
 def _peak(problem: Problem, shards: Sequence[Shard]) -> float:
-    """Largest rank load after packing by cost alone."""
+    """Largest rank load after packing by cost, ignoring memory."""
     load = [0.0] * problem.machine.world_size
     for value in sorted(_shard_costs(problem, shards).tolist(), reverse=True):
         heapq.heapreplace(load, load[0] + value)
@@ -192,8 +195,8 @@ def _peak(problem: Problem, shards: Sequence[Shard]) -> float:
 
 def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
           replicated: frozenset[int] | set[int] = frozenset()) -> Plan | None:
-    """Assigns shards, the costliest first, to the least loaded rank with enough memory; other
-    tables are replicated."""
+    """Assign shards, the costliest first, to the least loaded rank with enough memory, and
+    replicate the tables `replicated`; None if a shard does not fit."""
     machine = problem.machine
     tiers: list[list[tuple[Shard, int]]] = [[] for _ in problem.tables]
     held = machine.per_domain(np.zeros(machine.world_size))
@@ -228,13 +231,14 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
 
 
 def replicate_or_partition(problem: Problem) -> Plan | None:
-    """UGache's closed form on a symmetric machine: replicate the hottest rows of all tables, down
-    to one frequency per byte, until memory is full; partition the rest."""
+    """UGache's closed form for a symmetric machine: replicate the hottest rows of all tables by
+    lookups per byte until memory is full, and partition the rest."""
     return _threshold(problem, None)
 
 
 def _threshold(problem: Problem, mass: float | None) -> Plan | None:
-    """The largest replicated prefix by a common rule whose plan fits."""
+    """Replicate rows above a threshold of lookups per byte, at most the share `mass` of each
+    table's lookups, and stripe the rest; the lowest threshold whose plan fits."""
     low, high, best = 0.0, 1.0, None
     every = tuple(range(problem.machine.world_size))
     cuts = np.array([np.searchsorted(t.cumulative[IDS], (mass or 1.0) * t.total[IDS] - 1e-9)

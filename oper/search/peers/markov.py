@@ -1,10 +1,10 @@
-"""A Markov-chain search over the whole space, as a peer of the relaxation-guided one.
+"""A Markov-chain search over the entire space, a baseline for the relaxation-guided search.
 
 FlexFlow (Jia, Zaharia, Aiken 2019) searches its SOAP space with the Metropolis-Hastings algorithm:
-a proposal gives one operator another configuration, drawn at random, and is taken when it lowers
-the simulated cost, else with probability `exp(beta (old - new))`. Here an operator is a table, its
-configuration are column pieces, tiers, placements, ranks and exchange modes, and the simulator is
-the cost model. The chain uses neither a bound nor the bottleneck.
+a proposal gives one operator another configuration, drawn at random. It is accepted if it lowers
+the simulated cost, else with probability `exp(beta (old - new))`. Here an operator is a table; its
+configuration consists of column pieces, tiers, placements, ranks and exchange modes; the simulator
+is the cost model. The chain uses neither a bound nor the bottleneck.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
 from oper.search.rounding.placing import Placement, plan_of, table_tally
 
-_BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
-_OVERFLOW = 1e3  # a placement that misses memory by x is charged as 1 + 1e3 x of its step
+_BETA = 50.0  # beta times the initial cost: an increase by 2 % of it is accepted with chance 1 / e
+_OVERFLOW = 1e3  # a memory overflow x multiplies the cost by 1 + 1e3 x
 _MAX_TIERS = 3
 _MAX_PIECES = 4
 
 
 def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None:
-    """The best plan that the chain visits, or None if it visits none that fits.
+    """Return the best plan that the chain visits, or None if no visited plan fits.
 
     Args:
-        problem: the problem; groups of tables are ignored.
-        seed: equal seeds give equal plans.
-        num_proposals: length of the chain.
+        problem: the problem; `keep_together` and `keep_apart` are ignored.
+        seed: seed of the chain; equal seeds give equal plans.
+        num_proposals: number of proposals.
     """
     rng, tables = np.random.default_rng(seed), problem.free_tables
     model = CostModel(problem)
@@ -64,17 +64,17 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
 
 
 def _cost(found: Evaluation) -> float:
-    """The step (us), with a penalty if memory overflows."""
+    """The modelled step in microseconds, with a penalty if memory overflows."""
     over = float(np.maximum(found.memory_used() - 1.0, 0.0).sum())
     return found.step_us * (1.0 + _OVERFLOW * over)
 
 
 def _start(problem: Problem, t: TableProblem) -> Placement:
-    """The initial configuration: rows striped over all ranks if that is allowed. FlexFlow starts
-    from data parallelism."""
+    """The initial configuration: rows striped over all ranks if that is allowed. (FlexFlow starts
+    from data parallelism.)"""
     places, owners = problem.placements_of(t.spec.name), problem.owners_of(t.spec.name)
     mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
-    memory = min(problem.memories_of(t.spec.name))  # the device's where that is allowed
+    memory = min(problem.memories_of(t.spec.name))  # "device" < "host"
     if "striped" in places:
         tier = Tier(0, t.spec.num_rows, "striped", tuple(owners), mode=mode, memory=memory)
     elif "owned" in places:

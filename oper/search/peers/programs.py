@@ -1,7 +1,7 @@
-"""Peers that state placement as a program: RecShard's coverage MILP and UGache's LP.
+"""Peers that state placement as a mathematical program: RecShard's MILP and UGache's LP.
 
-Both are written here from their publications, solved with HiGHS, and use only those parts of the
-problem that their papers use: access frequencies, sizes, bandwidths.
+Both are written from their publications, solved with HiGHS, and use only those parts of the problem
+that their papers use: access frequencies, sizes, bandwidths.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from oper.search.problem.machine import Machine, Term
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.rounding.placing import plan_of
 
-_COVERAGE = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # steps of a table's access distribution
-_MAX_BINARIES = 12_000  # what the solver handles within its time
+_COVERAGE = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # shares of a table's lookups in fast memory
+_MAX_BINARIES = 12_000  # size that the solver can handle within `_SECONDS`
 _SECONDS = 3.0
 _MIP_GAP = 0.01
 _HEAT_CLASSES = 30
 _MAX_WEIGHT = 16
-#: Shares of memory offered to a program; a plan has buffers of which the programs know nothing.
+#: Shares of memory that a program may use, tried in order: it does not know a plan's buffers.
 _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
@@ -44,12 +44,12 @@ def _scipy() -> tuple[Any, Any]:
 def coverage_milp(problem: Problem, seed: int) -> Plan | None:
     """RecShard (Sethi et al. 2022): the hottest rows of every table on one rank, chosen by MILP.
 
-    Per table a binary names the rank and a step of the table's access distribution; rows up to the
-    step live in the rank's fast memory, the others in slow memory. The largest cost over ranks,
-    `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`, is least. There is no
-    slow memory here, so the colder rows are distributed over all ranks and read across links.
-    Tables are pooled at their rank (pushed). None when nothing fits, or with more binaries than the
-    solver handles in a few seconds.
+    A binary per table, rank and step of the table's access distribution: rows up to the step lie in
+    the rank's fast memory, the others in slow memory. The objective is the largest cost of a rank,
+    `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`. There is no slow memory
+    here, so the colder rows are striped over all ranks and read across links. Hot rows are pooled
+    at their rank (pushed). Returns None if nothing fits, or if tables x ranks exceeds
+    `_MAX_BINARIES`; near this limit, the MILP places whole tables only.
     """
     world = problem.machine.world_size
     cells = len(problem.tables) * world
@@ -69,7 +69,7 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
 
 def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
                     ) -> list[tuple[Tier, ...]] | None:
-    """Tiers of every table; None if the program has no solution."""
+    """Tiers of every table; None if the MILP solver finds no solution."""
     (optimize, sparse), machine = _scipy(), problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
@@ -81,7 +81,7 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     every = np.array([float(t.total[IDS]) for t in problem.tables])[:, None]
     slow_term = Term.CROSS_IN if problem.topology.num_hosts > 1 else Term.LINK_IN
     fast, slow = machine.seconds_per_unit[Term.MEMORY], machine.seconds_per_unit[slow_term]
-    # [T, W, K]: cost at the rank, and bytes there; rows spread over ranks count everywhere.
+    # [T, W, K]: cost at the rank, and bytes there; striped rows count on every rank.
     cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
     hot = size * stops / rows
     cold = (size - hot) / world
@@ -114,14 +114,15 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
 
 
 def _stops(t: TableProblem, steps: tuple[float, ...]) -> list[int]:
-    """Rows that take each share of the table's accesses."""
+    """Number of hottest rows that receive each share of the table's lookups."""
     block = np.searchsorted(t.cumulative[IDS], np.array(steps) * t.total[IDS] * (1 - 1e-12))
     stops = t.edges[np.minimum(block, t.edges.size - 1)]
     return [t.spec.num_rows if s == 1.0 else int(x) for s, x in zip(steps, stops, strict=True)]
 
 
 def hot_and_cold(t: TableProblem, stop: int, hot: Tier, cold: Tier) -> tuple[Tier, ...]:
-    """Tiers of a table whose `stop` hottest rows are placed as one, and the others as another."""
+    """Tiers of a table whose `stop` hottest rows are placed like `hot`, and the others like
+    `cold`."""
     tiers = replace(hot, start=0, stop=stop), replace(cold, start=stop, stop=t.spec.num_rows)
     return tuple(x for x in tiers if x.start < x.stop)
 
@@ -132,11 +133,11 @@ def hot_and_cold(t: TableProblem, stop: int, hot: Tier, cold: Tier) -> tuple[Tie
 def extraction_lp(problem: Problem, seed: int) -> Plan | None:
     """UGache (Song et al. 2023): replicate, partition or mix, for ranks and links of any speed.
 
-    Rows of equal hotness over all tables are one class. The LP divides each class into a share that
-    every rank holds and shares that single ranks hold, so that the slowest of all extractions
-    (local reads and each direction of each link, all concurrent) is as fast as memory allows. It is
-    rounded to the hottest rows replicated and the others assigned by the ranks' shares; the paper's
-    symmetric closed form is the peer ``ugache-replicate-or-partition``.
+    Rows of similar hotness form a class across all tables. The LP divides each class into a share
+    that every rank holds and shares that single ranks hold. It minimises the slowest extraction
+    (local reads and each direction of each link, all concurrent) within the memory. The solution is
+    rounded: the hottest rows are replicated, and the others assigned in proportion to the ranks'
+    shares. The paper's symmetric closed form is the peer ``ugache-replicate-or-partition``.
     """
     for share in _SHARES:
         found = _solve_extraction(problem, share)
@@ -149,13 +150,14 @@ def extraction_lp(problem: Problem, seed: int) -> Plan | None:
 
 
 def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Class of every block of every table (hottest 0), and bytes held and read by class."""
+    """Hotness class of every block of every table (0 = hottest), and bytes held and bytes read by
+    class."""
     heat = np.concatenate([t.blocks[:, IDS] / (np.diff(t.edges) * t.spec.row_bytes)
                            for t in problem.tables])
     held = np.concatenate([np.diff(t.edges) * float(t.spec.row_bytes) for t in problem.tables])
     read = np.concatenate([t.blocks[:, IDS] * t.spec.row_bytes for t in problem.tables])
     order = np.argsort(-heat, kind="stable")
-    # Classes of equal share of the reads, then of the bytes: hot and cold ends are both resolved.
+    # Class edges by the mean of two shares, of reads and of bytes: resolves hot and cold rows.
     level = (np.cumsum(read[order]) / max(read.sum(), 1e-300)
              + np.cumsum(held[order]) / held.sum()) / 2
     of_block = np.empty(order.size, np.int64)
@@ -166,7 +168,8 @@ def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def _solve_extraction(problem: Problem, share: float
                       ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Class of every block, replicated share by class [H], and rows by rank of the others [W]."""
+    """Class of every block, replicated share of each class [H], and bytes of other rows by rank
+    [W]; None if the LP has no solution."""
     (optimize, _), machine = _scipy(), problem.machine
     of_block, held, read = _heat_classes(problem)
     world, classes = machine.world_size, held.size
@@ -187,7 +190,8 @@ def _solve_extraction(problem: Problem, share: float
 
 def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share: float,
                      training: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Memory and extraction rows over variables (replicated [H], part [H, W], time)."""
+    """Rows A and limits b (A x <= b) of memory and extraction; x = (replicated [H], part [H, W],
+    time)."""
     world, classes = machine.world_size, held.size
     unit = machine.seconds_per_unit * 1e6
     near = machine.domain[:, None] == machine.domain

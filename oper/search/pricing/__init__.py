@@ -1,1 +1,1 @@
-"""Column generation: the pricing of tables, and the master problem that finds the prices."""
+"""Column generation: the tables' pricing problems, and the master problem that gives prices."""

@@ -1,11 +1,10 @@
-"""The certified lower bound: a column-generation master over whole-table configurations.
+"""The certified lower bound: a column-generation master over configurations of tables.
 
 The master chooses for every table a convex combination of configurations so that the sum of the
-phase times is least and memory holds (Dantzig and Wolfe 1960). Its dual variables are the prices of
-the resources; each table answers with its cheapest configuration at these prices (`Node.price`).
-Whatever the solver reports, the bound is recomputed from the prices themselves: prices that are
-non-negative and sum to at most 1 over each phase certify it without reference to the solver's
-status.
+phase times is minimal and memory suffices (Dantzig and Wolfe 1960). Its dual values are the prices
+of the resource rows; each table's pricing problem returns its cheapest configuration at these
+prices (`Node.price`). The bound is then recomputed from the prices: any prices that are
+non-negative and sum to at most 1 over each phase certify it, whatever status the solver reports.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from oper.search.pricing.node import Columns, Configuration, Node
 from oper.search.problem.statement import Problem
 from oper.search.relaxation.relaxation import Relaxation
 
-MAX_ROUNDS = 200  # of column generation, after which a node counts as solved
-_SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
-_KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's
-_NEVER = 1e15  # microseconds: a bound of plans that there are none of
-_ELASTIC = 1e3  # price ceiling of memory, in units of the first configurations' step
+MAX_ROUNDS = 200  # limit of rounds of column generation
+_SEVERAL = 4e-4  # least tolerance if ranks differ: prices of several classes converge slowly
+_KEPT = 4  # cheapest configurations per table that a child inherits, besides the solution's
+_NEVER = 1e15  # microseconds: the bound of a node without plans
+_ELASTIC = 1e3  # cost of missing memory, relative to the step of the first configurations
 
 
 @dataclass(eq=False)
 class Pool:
-    """Configurations found so far.
+    """The columns generated so far: configurations of tables, and what they consume.
 
     Attributes:
         table: index of each configuration's table.
         configuration: the configurations.
-        resources: float64 [R], what each consumes of the resource rows.
+        resources: float64 [R] each, their consumption of the resource rows.
         known: keys that identify the configurations, in the same order.
-        weight: float64 [N], share of each in the relaxed solution.
-        basis: final basis of the last simplex run: HiGHS' statuses of the columns that are not
+        weight: float64 [N], value of each configuration in the relaxed solution.
+        basis: final basis of the last simplex run: HiGHS statuses of the columns that are not
             configurations, and of the rows; None before the first run.
-        in_basis: whether each configuration was basic then; later ones were not.
+        in_basis: whether each configuration was basic in that run.
     """
 
     table: list[int] = field(default_factory=list)
@@ -55,8 +54,7 @@ class Pool:
     in_basis: list[bool] = field(default_factory=list)
 
     def add(self, columns: Columns, wanted: np.ndarray) -> bool:
-        """Add those configurations of the tables `wanted` that are new; returns whether there were
-        any."""
+        """Add the configurations of the tables `wanted` that are new; returns whether any was."""
         before = len(self.table)
         for k in wanted.tolist():
             found = columns.configurations[k]
@@ -72,16 +70,16 @@ class Pool:
         self.resources.append(resources)
 
     def least_costs(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
-        """What each table's cheapest configuration costs at `prices`; float64 [T]."""
+        """Cost of each table's cheapest configuration in the pool at `prices`; float64 [T]."""
         out = np.full(num_tables, np.inf)
         np.minimum.at(out, self.table, np.array(self.resources) @ prices)
         return out
 
     def under(self, node: Node, prices: np.ndarray) -> Pool:
-        """The configurations of this solved pool that another node also allows.
+        """The pool for a child node: those configurations of this solved pool that it allows.
 
-        Kept are those that were the cheapest few of each table here at `prices` (float64 [R]), and
-        those in the relaxed solution.
+        Of them, it has the cheapest few of each table at `prices` (float64 [R]), and those in the
+        relaxed solution.
         """
         out = Pool()
         held = (node.holds(np.array(self.table), self.configuration) if self.table
@@ -91,7 +89,7 @@ class Pool:
             return out
         tables = np.array(self.table)[at]
         order = np.lexsort((np.array(self.resources)[at] @ prices, tables))
-        first = np.searchsorted(tables[order], tables[order])  # where the table's begin
+        first = np.searchsorted(tables[order], tables[order])  # first entry of the same table
         keep = np.zeros(tables.size, bool)
         keep[order] = np.arange(tables.size) - first < _KEPT
         keep |= self.weight[at] > 0
@@ -106,15 +104,16 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A certified lower bound of the modelled step.
+    """A certified lower bound on the modelled step of the plans of a node.
 
     Attributes:
-        lower_bound_us: no plan of the node is faster (0 when nothing was proved).
-        relaxed_us: optimum of the master problem when solving stopped.
+        lower_bound_us: no plan of the node is faster; 0 if nothing was proved.
+        relaxed_us: optimum of the restricted master problem when solving stopped.
         prices: float64 [R], the prices that certify the bound.
-        node: the plans to which the bound applies.
+        node: the node.
         pool: configurations and their weights in the relaxed solution.
-        overflow: smallest possible excess of the relaxed solution over memory (0 = it fits).
+        overflow: smallest possible excess of the relaxed solution over memory, as a share of a
+            memory (0 = it fits).
         num_rounds: rounds of column generation.
         is_infeasible: whether prices of memory alone prove that no plan fits (Farkas), or a table
             has no configuration.
@@ -135,7 +134,7 @@ class Bound:
         return self.node.relaxation
 
     def total(self) -> np.ndarray:
-        """Resource rows that the relaxed solution consumes, base included; float64 [R]."""
+        """Resource rows that the relaxed solution consumes, including `node.base`; float64 [R]."""
         if not self.pool.resources:
             return self.node.base
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)
@@ -149,15 +148,15 @@ def lower_bound(problem: Problem, max_rounds: int = MAX_ROUNDS) -> Bound:
 def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS,
                deadline: float | None = None, pool: Pool | None = None,
                enough_us: float = np.inf) -> Bound:
-    """Column generation on the plans of a node.
+    """Solve the relaxation of a node by column generation.
 
     Args:
         node: the node.
-        tolerance: relative distance between relaxation and certificate at which to stop.
-        max_rounds: rounds of column generation.
+        tolerance: relative difference between relaxed optimum and bound at which to stop.
+        max_rounds: limit of rounds of column generation.
         deadline: `time.monotonic()` value after which no further round begins.
-        pool: configurations to start from.
-        enough_us: a bound at which to stop.
+        pool: configurations to start from; the generated ones are added to it.
+        enough_us: stop when the bound has reached this.
     """
     pool, relaxation = Pool() if pool is None else pool, node.relaxation
     if not relaxation.tables:
@@ -200,14 +199,16 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
     full = None if over <= 0 or solved is None else _full(node, solved[2])
     if full is not None:
         return Bound(_NEVER, relaxed, full, node, pool, over, rounds, True)
-    # Rounding of a few thousand additions stays far below this margin.
+    # The margin is far larger than the rounding error of a few thousand additions.
     return Bound(best * (1 - 1e-9), relaxed, best_prices, node, pool, over, rounds)
 
 
 def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
-    """Memory prices at which every step is at least `_NEVER`, if at the given prices (float64 [R])
-    the tables' least need of memory costs more than all memory (Farkas), so that no plan fits; else
-    None."""
+    """Memory prices that prove that no plan fits (Farkas), or None.
+
+    At such prices the tables' least cost exceeds the price of all memory. They are scaled so that
+    the bound they certify is at least `_NEVER`. `prices`, float64 [R], gives their ratios.
+    """
     memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
     need = node.price(memory).value.sum() + float(memory @ node.base)
     missing = need - float(memory.sum()) * (1 + 1e-9)
@@ -215,7 +216,7 @@ def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
 
 
 def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
-    """Prices with 1 on the largest row of each phase, else 0."""
+    """Prices of 1 on the row with the largest load of each phase, else 0."""
     prices = np.zeros(relaxation.num_rows)
     for phase in range(int(relaxation.phase_of.max()) + 1):
         at = np.flatnonzero(relaxation.phase_of == phase)
@@ -225,7 +226,7 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
 
 
 def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
-    """Prices for the first columns: equal prices, memory alone, and each group of terms alone."""
+    """Prices for the first columns: equal prices, memory only, and each group of terms only."""
     memory = relaxation.phase_of == -1
     yield relaxation.project_prices(np.where(memory, 0.0, 1.0))
     yield np.where(memory, 1e6, 1e-6)
@@ -236,11 +237,11 @@ def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
 
 
 class _Master:
-    """The restricted master LP in HiGHS, solved by dual or primal simplex from the last basis.
+    """The restricted master LP in HiGHS, solved by simplex from the last basis.
 
-    Rows: resource rows `resources x - T_phase <= -base` (memory: `<= 1 - base`), then one convexity
-    row per table. An elastic column with a high cost keeps memory rows feasible, so that a solution
-    always exists; its value is the missing memory.
+    Rows: resource rows `resources x - weighted phase times <= -base` (memory: `<= 1 - base`), then
+    one convexity row per table. An elastic column with a high cost keeps memory rows feasible, so
+    that a solution always exists; its value is the missing memory.
     """
 
     def __init__(self, node: Node, pool: Pool) -> None:
@@ -269,24 +270,24 @@ class _Master:
         scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
         self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),
                           -np.ones(memory.size))
-        self.num_columns = 0  # of the pool, which come first there
+        self.num_columns = 0  # configurations of the pool that are in the LP
         self.add_columns()
         if pool.basis is not None:
             self._begin_at(*pool.basis)
 
     def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
-        """Start the simplex from the final basis of the parent node, whose plans include these."""
+        """Start the simplex from the final basis of the parent node."""
         status = highspy.HighsBasisStatus
         basis = highspy.HighsBasis()
         known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
         basis.col_status = fixed + [status.kBasic if x else status.kLower for x in known]
         basis.row_status = rows
-        # Columns of it may be gone: HiGHS completes the basis by itself.
+        # Some of its columns may not be in this pool; HiGHS then completes the basis ("alien").
         basis.valid = basis.alien = True
         self.highs.setBasis(basis)
 
     def add_columns(self) -> None:
-        """Add the pool's columns that are new to the LP."""
+        """Add the pool's new configurations to the LP."""
         tables = np.array(self.pool.table)[self.num_columns:]
         # The resources, and a 1 in the convexity row of the column's table.
         num_rows, number = self.relaxation.num_rows, tables.size
@@ -302,12 +303,12 @@ class _Master:
         self.num_columns += number
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
-        """Relaxed step (us), memory overflow and raw prices [R]; None if the solver found no
-        solution."""
+        """Relaxed step (us), missing memory and raw prices [R]; None if the solver finds no
+        optimum."""
         optimal = highspy.HighsModelStatus.kOptimal
         self.highs.run()
         if self.highs.getModelStatus() != optimal:
-            # A basis that went numerically wrong is dropped once before giving up.
+            # Try once more without the basis, which may be numerically singular.
             self.highs.clearSolver()
             self.highs.run()
             if self.highs.getModelStatus() != optimal:
@@ -319,7 +320,7 @@ class _Master:
         return times + self.relaxation.fixed_us, float(values[self.num_fixed - 1]), prices
 
     def store_weights(self) -> None:
-        """Write the last primal solution into the pool."""
+        """Write the last primal solution and basis into the pool."""
         values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
         self.pool.weight = np.zeros(len(self.pool.table))
         self.pool.weight[:values.size] = np.maximum(values, 0.0)

@@ -1,6 +1,8 @@
-"""A node of the branch-and-bound tree: a subset of the plans, and the pricing of its tables.
+"""A node of the branch-and-bound tree: a subset of the plans, and the pricing problems of its
+tables.
 
-Nodes are immutable: each holds limits on the loads of large pieces, and which tables push.
+A node is immutable. It has limits on the loads of large pieces, and states of tables (whether each
+pushes rows).
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from oper.search.relaxation.inequalities import Inequality
 from oper.search.relaxation.pieces import Fit, LoadLimits
 from oper.search.relaxation.relaxation import Relaxation
 
-#: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
+#: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
 #: Modes of a piece: one tier, or several, without pushed rows; all rows pushed, or some.
 ONE_TIER, TIERS, ALL_PUSHED, TIERS_PUSHED = 0, 1, 2, 3
-_WHOLE = 1 - 1e-9  # mass of an owner that holds a whole piece
-_CLOSE, _CLOSE_SEVERAL = 5e-5, 3e-4  # how near prices are to the least, with one class and several
+_WHOLE = 1 - 1e-9  # mass of an owner that holds an entire piece
+_CLOSE, _CLOSE_SEVERAL = 5e-5, 3e-4  # relative tolerance of pricing: one class, several classes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceChoice:
-    """Column pieces of a configuration that are placed alike.
+    """The column pieces of a configuration that have the same placement.
 
     Attributes:
-        share: share of the table's columns that these pieces have together.
-        streams: columns of the table divided by those of one piece, if no rows are pushed;
-            otherwise the piece type determines it.
-        kind: type of the pushed pieces, an index among the table's types.
+        share: share of the table's columns that these pieces have in total.
+        streams: columns of the table divided by the columns of one piece, if no rows are pushed;
+            otherwise `kind` determines this quotient.
+        kind: type (width) of pushed pieces, an index among the table's types.
         mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
         choice: int64 [num_blocks of the table], option of each block.
-        amount: float64 [M, 4], features by option of all columns.
+        amount: float64 [M, 4], features of the table's rows by option.
     """
 
     share: float
@@ -66,13 +68,13 @@ def pushes_rows(found: Configuration) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """The cheapest configuration of every table.
+    """The solutions of all tables' pricing problems.
 
     Attributes:
-        configurations: by table; none if none is cheaper than the known one.
-        resources: float64 [T, R], what each consumes of the resource rows, 0 for none.
-        value: float64 [T], a lower bound of each table's cost over all configurations at the prices
-            that produced these; infinite if the node has no configuration.
+        configurations: by table, the cheapest configuration; None if a known one is no costlier.
+        resources: float64 [T, R], consumption of the resource rows; 0 for None.
+        value: float64 [T], a lower bound of each table's cost over all configurations at the given
+            prices; infinite if the node has no configuration of it.
     """
 
     configurations: list[Configuration | None]
@@ -86,10 +88,10 @@ class Node:
     Args:
         relaxation: the relaxation.
         limits: limits on the loads of large pieces; None = no limits.
-        pushes: uint8 [T], FREE, STILL or PUSHES; None: all free.
+        pushes: uint8 [T], FREE, STILL or PUSHES; None = all FREE.
 
     Attributes:
-        base: float64 [R], what every plan of the node consumes of the resource rows.
+        base: float64 [R], consumption of the resource rows by every plan of the node.
     """
 
     def __init__(self, relaxation: Relaxation, limits: LoadLimits | None = None,
@@ -100,24 +102,25 @@ class Node:
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
         self.base = relaxation.base.copy()
         least = self.limits.least.ravel()
-        for _ in range(2):  # what is known of one load says more of the others
+        for _ in range(2):  # a limit on one load implies limits on others, and these further ones
             implied = relaxation.pieces.implied(least)
             least = np.maximum(least, (implied * least[:, None]).max(axis=0))
-        #: float64 [num_phases, 5], what some piece puts on its owner at least; and twice these, see
-        #: `Pieces.implied`.
+        #: float64 [P, 5], least load that the largest piece puts on its owner; and float64
+        #: [P, 5, P, 5], ratios of its loads, see `Pieces.implied`.
         self.least = least.reshape(self.limits.least.shape)
         self.implied = implied.reshape(2 * self.least.shape)
         for x in relaxation.inequalities:
             self.base[x.row] += self.share(x) * self.least[x.load]
 
     def share(self, x: Inequality) -> float:
-        """Lower bound of the load in inequality `x`'s row that its piece causes, per microsecond of
-        the load by which that piece is the largest."""
+        """Lower bound of the piece's load in the row of inequality `x`, per microsecond of the load
+        by which that piece is the largest."""
         return 1.0 if x.at == x.load else float(self.implied[(*x.load, *x.at)])
 
     @cached_property
     def fit(self) -> Fit:
-        """The pieces of the node; computed on first use, since many nodes are never solved."""
+        """The pieces that the node allows; computed on first use, since many nodes are not solved.
+        """
         return self.relaxation.pieces.fit(self.limits)
 
     @cached_property
@@ -126,23 +129,22 @@ class Node:
         return self.fit.types(np.array([r.options[o].rank_class for o in np.flatnonzero(r.pushes)],
                                        np.int64))
 
-    # -- the price of tables ----------------------------------------------------------------------
+    # -- pricing problems -------------------------------------------------------------------------
 
     def price(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
-        """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
+        """Solve the pricing problem of every table at `prices` (float64 [R], >= 0).
 
-        With `known` (float64 [T]), the cost of the cheapest known configuration of each table, only
-        cheaper ones are searched for.
+        If `known` (float64 [T]) is given, only configurations that cost less are searched for.
 
         Each piece takes the cheapest placement per column, and the pieces must add up to the
         table's columns: a shortest path over widths. Blocks of a piece are independent except for
-        the charge of several tiers and for partial sums, whose cost is concave in the pushed mass
+        the charge for several tiers and for partial sums, whose cost is concave in the pushed mass
         between consecutive numbers of full owners. With one class of owners, the best set of pushed
         blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
         (a tangent of a concave function separates over blocks, and its minimum over fractional sets
-        lies at a vertex), or has a mass at which owners are full; all of these are tried. Several
-        classes are bounded as one. If owners may take only small loads, the least bytes that rows
-        must send bound all classes.
+        lies at a vertex), or has a mass at which all owners are full; all of these are tried.
+        Several classes are bounded by one with the largest capacity and the lowest price. Bounds on
+        partial sums that are linear in the blocks (`Fit.least_sums`) are also used.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
@@ -180,9 +182,9 @@ class Node:
         return Columns(found, resources, piece["value"])
 
     def _one_tier(self, still: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What each table costs in a single tier that is not pushed (a stripe over several classes
-        is one, and so are replicas with masters in any), and the options of its blocks then;
-        float64 [T], int64 [num_blocks]."""
+        """Cost of each table in a single tier without pushed rows, float64 [T], and the option of
+        each block then, int64 [num_blocks]. A stripe over several classes is a single tier, and so
+        are replicas with masters in several classes."""
         r = self.relaxation
         best = np.full(len(r.tables), np.inf)
         choice = np.zeros(len(r.table_of), np.int64)
@@ -197,7 +199,7 @@ class Node:
         return best, choice
 
     def _call(self, prices: np.ndarray, costs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Prices all tables, given what blocks cost; see `OperPricing`."""
+        """Solve the pricing problems in C++, given the costs of blocks; see `OperPricing`."""
         r, pieces = self.relaxation, self.relaxation.pieces
         options = np.flatnonzero(r.pushes)
         classes = [r.options[o].rank_class for o in options.tolist()]
@@ -211,8 +213,8 @@ class Node:
             "price": r.unit[classes, Row.PARTIALS] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
-            # Where widths are no multiples, pieces that stay beside others that are pushed are not
-            # priced: such tables are as if nothing was known.
+            # If the columns are no multiple of the step, unpushed pieces next to pushed ones are
+            # not priced; such a table is treated as undecided, which is a valid relaxation.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
                 (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "columns": pieces.columns, **self._types}
@@ -227,17 +229,18 @@ class Node:
                     close=_CLOSE if r.alike else _CLOSE_SEVERAL, sums=pieces.native_sums)
         return out
 
-    # -- what configurations ask ------------------------------------------------------------------
+    # -- consumption of configurations ------------------------------------------------------------
 
     def resources(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
-        """Resource rows that configurations of some tables (int64 [N]) consume; float64 [N, R]."""
+        """Consumption of the resource rows by configurations of the tables `tables` (int64 [N]);
+        float64 [N, R]."""
         r = self.relaxation
         out = np.zeros((len(found), r.num_rows))
         if not found:
             return out
         of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
-        # In the class where they are least.
+        # Of the classes of owners, the one with the least quotient bounds the others.
         streams = np.where(pushed, self.fit.streams[self.fit.place(table, kind)].min(axis=1),
                            [p.streams for x in found for p in x])[:, None]
         asked = self.resources_at(amount, table, kind, streams) + (streams - 1.0) * r.piece
@@ -246,7 +249,7 @@ class Node:
         options = np.flatnonzero(r.pushes)
         for o in options if pushed.any() else ():
             each, mass = self.fit.chosen(table, r.options[o].rank_class, kind)
-            # The owner of a whole piece does not ask itself.
+            # The owner of an entire table sends no requests to itself.
             asks = r.asks[table] & ((mode == TIERS_PUSHED) | ((mode == ALL_PUSHED)
                                                               & (mass < _WHOLE)))
             asked += (asks * each * amount[:, o, IDS])[:, None] * r.own[o]
@@ -254,9 +257,10 @@ class Node:
         return out
 
     def holds(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
-        """Which configurations of some tables (int64 [N]) the node allows; bool [N].
+        """Which configurations of the tables `tables` (int64 [N]) the node allows; bool [N].
 
-        Their pieces must fit, and they must push rows, or not, as the node requires.
+        Their pieces must be within the limits, and the table must push rows, or none, if the node
+        requires this.
         """
         r, number = self.relaxation, len(found)
         of, table, kind, mode, amount = _pieces_of(tables, found)
@@ -270,15 +274,15 @@ class Node:
         return np.asarray(out)
 
     def kinds(self, amount: np.ndarray, tables: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """The cheapest type of pieces for each placement.
+        """The cheapest type of pushed pieces for each placement.
 
         Args:
             amount: float64 [N, M, 4], features by option.
-            tables: int64 [N], the table of each.
+            tables: int64 [N], the table of each placement.
             prices: float64 [R].
 
         Returns:
-            int64 [N], the types.
+            int64 [N], indices among the table's types.
         """
         r, pieces, fit = self.relaxation, self.relaxation.pieces, self.fit
         out, least = np.zeros(len(tables), np.int64), np.full(len(tables), np.inf)
@@ -303,13 +307,13 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """Resource rows that features placed by option consume, without fixed charges, with full
-        owners.
+        """Consumption of the resource rows by features placed by option, without fixed charges,
+        assuming full owners.
 
         Args:
-            amount: float64 [N, M, 4].
+            amount: float64 [N, M, 4], features by option.
             tables: int64 [N], the table of each entry.
-            kind: int64 [N], type of its pieces.
+            kind: int64 [N], type of its pushed pieces.
             others: float64 [N, 1], columns of the table divided by those of one piece, for rows
                 that are not pushed.
 
@@ -332,11 +336,11 @@ class Node:
         return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
-        """The lower bound (microseconds) that prices and each table's least cost at them certify.
+        """The lower bound in microseconds that `prices` (float64 [R]) certify, given lower bounds
+        `value` (float64 [T]) of the tables' costs at these prices.
 
-        Any prices >= 0 whose weighted sum over the rows of a phase is at most 1 are a certificate
-        for the plans of the node: the step is at least the priced sum of its rows, and no
-        configuration costs less than `value`.
+        The bound holds for the plans of the node if prices are >= 0 and their weighted sum over the
+        rows of each phase is at most 1: a step is then at least the priced sum of its rows.
         """
         memory = self.relaxation.phase_of == -1
         total = value.sum() + float(prices @ self.base) - float(prices[memory].sum())
@@ -345,8 +349,8 @@ class Node:
 
 def _pieces_of(tables: np.ndarray, found: Sequence[Configuration]
                ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The pieces of configurations of some tables (int64 [N]): whose they are, table, kind and mode
-    (int64 [L] each), and amount (float64 [L, M, 4])."""
+    """The pieces of configurations of some tables (int64 [N]): index of their configuration,
+    table, kind and mode (int64 [L] each), and amount (float64 [L, M, 4])."""
     of = np.repeat(np.arange(len(found)), [len(x) for x in found])
     pieces = [p for x in found for p in x]
     return (of, tables[of], np.array([p.kind for p in pieces]), np.array([p.mode for p in pieces]),

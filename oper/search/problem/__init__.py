@@ -1,1 +1,1 @@
-"""What is planned: tables with their access curves, machine, constraints, space of placements."""
+"""The planning problem: tables with access curves, machine, constraints, plan space."""

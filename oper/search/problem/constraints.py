@@ -1,7 +1,8 @@
-"""Constraints that a user puts on a plan: pinned tables, tables kept together or apart, memory set
-aside.
+"""Constraints that a user puts on a plan: pinned tables and rows, tables kept together or apart,
+and limits on memory.
 
-As JSON (``oper plan --constraints FILE``), every key optional, sizes in bytes or as ``"2GB"``::
+As JSON (``oper plan --constraints FILE``); every key is optional, and sizes are bytes or text such
+as ``"2GB"``::
 
     {"tables": {"user": {"ranks": [0, 1]},
                 "item": {"tiers": [{"rows": [0, 5000], "place": "owned", "ranks": [0]}]},
@@ -41,16 +42,16 @@ _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "res
 
 @dataclass(frozen=True, slots=True)
 class TableConstraint:
-    """Constraints on one table; None = whatever the plan's space allows.
+    """Constraints on one table; None = not constrained.
 
     Attributes:
         placements: allowed placements.
         modes: allowed exchange modes.
-        memories: allowed memories, ``"device"`` and ``"host"``.
         ranks: ranks that may own rows of the table. A table restricted to some of the ranks is not
             replicated, because a replicated tier has a copy on every rank.
-        tiers: the whole tier list, pinned; the planner then only accounts for the table.
-        pinned: tiers of some rows, in order; the planner places the others.
+        tiers: the complete list of tiers, pinned; the planner then only accounts for the table.
+        memories: allowed memories, ``"device"`` and ``"host"``.
+        pinned: tiers of some rows, in order; the planner places the other rows.
         unreplicated: positions [start, stop) of rows that are not replicated.
     """
 
@@ -68,12 +69,12 @@ class Constraints:
     """Constraints on a plan, in addition to the topology.
 
     Attributes:
-        tables: by table name.
-        keep_together: groups of tables; the same ranks hold rows of each table of a group.
+        tables: constraints by table name.
+        keep_together: groups of tables; each table of a group has rows on the same ranks.
         keep_apart: groups of tables; no rank holds rows of two tables of a group.
-        memory_bytes: most that tables and their buffers may take of each rank's memory: one number,
-            one per rank, or None. Ranks of one memory domain share what their caps add up to.
-        reserve_bytes: memory kept free for dense parameters and activations: one number for every
+        memory_bytes: limit of the memory for tables and their buffers per rank: one number for all
+            ranks, one number per rank, or None. For a memory domain the limits of its ranks add up.
+        reserve_bytes: memory left free for dense parameters and activations: one number for every
             rank, or one per rank.
     """
 
@@ -84,8 +85,8 @@ class Constraints:
     reserve_bytes: int | tuple[int, ...] = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The constraints as values that JSON can hold and `parse_constraints` reads; defaults are
-        left out."""
+        """The constraints as values that JSON can represent and `parse_constraints` reads; defaults
+        are left out."""
         tables = {name: _table_json(c) for name, c in self.tables.items()}
         value: dict[str, Any] = {"tables": {k: v for k, v in tables.items() if v}}
         for name in ("keep_together", "keep_apart"):
@@ -114,16 +115,16 @@ def _table_json(held: TableConstraint) -> dict[str, Any]:
 
 def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iterable[str],
                       world_size: int) -> Constraints:
-    """Constraints from the dataclass, or from a mapping as in the file above.
+    """Return checked constraints, from a `Constraints` object or a mapping in the JSON form.
 
     Args:
-        value: None = none.
-        names: the tables that exist.
+        value: the constraints; None = no constraints.
+        names: the names of all tables.
         world_size: number of ranks.
 
     Raises:
-        InvalidInputError: an unknown key, table, field, placement, mode or rank, a value of
-            another type, or a pair of tables to be kept both together and apart.
+        InvalidInputError: an unknown key, table, field, placement, mode or rank, a value of a wrong
+            type, or a pair of tables that are to be kept both together and apart.
     """
     if value is None:
         return Constraints()
@@ -140,7 +141,7 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     for label in ("memory_bytes", "reserve_bytes"):
         size = getattr(value, label)
         each = size if isinstance(size, tuple) else (size or 0,) * world_size
-        require(_WRONG, "give one number for all ranks, or one for each",
+        require(_WRONG, "pass one number for all ranks, or one per rank",
                 (label, size, len(each) == world_size and min(each) >= 0,
                  f">= 0, one number or one for each of {world_size} ranks"))
     return value
@@ -148,8 +149,8 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
 
 def _from_mapping(value: Any) -> Constraints:
     is_mapping = isinstance(value, Mapping)
-    require(_WRONG, "remove the keys that are not known",
-            ("keys", sorted(map(str, value)) if is_mapping else value,
+    require(_WRONG, "pass an object, without unknown keys",
+            ("keys", sorted(map(str, set(value) - _KEYS)) if is_mapping else value,
              is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
     require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
@@ -163,7 +164,7 @@ def _from_mapping(value: Any) -> Constraints:
 
 
 def _sizes(label: str, value: Any) -> Any:
-    """Bytes: one number, or a tuple of them."""
+    """Parse one size in bytes, or a list of sizes into a tuple."""
     if isinstance(value, list | tuple):
         return tuple(_sizes(label, x) for x in value)
     try:
@@ -186,9 +187,10 @@ def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 def _table(name: str, value: Any) -> TableConstraint:
     what = f"invalid constraint of table {name!r}"
-    require(what, "remove the fields that are not known, and those that are null",
-            ("fields", value, isinstance(value, Mapping) and not set(value) - _FIELDS
-             and None not in value.values(), f"some of {sorted(_FIELDS)}"))
+    is_mapping = isinstance(value, Mapping)
+    wrong = [k for k in value if k not in _FIELDS or value[k] is None] if is_mapping else value
+    require(what, "remove unknown fields and those that are null",
+            ("fields", wrong, is_mapping and not wrong, f"a mapping of some of {sorted(_FIELDS)}"))
     try:
         chosen = {k: list(value[k]) for k in _NAMES if k in value}
         if not all(isinstance(x, str) for part in chosen.values() for x in part):
@@ -211,7 +213,7 @@ def _table(name: str, value: Any) -> TableConstraint:
                                tiers=tiers, pinned=tuple(pinned), unreplicated=tuple(ranges))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidInputError(what, "fields", value, "lists, and tiers as in a plan file",
-                                str(error)) from None
+                                f"correct this: {error}") from None
 
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
@@ -221,16 +223,16 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
     for label, allowed in (("placements", PLACEMENTS), ("modes", MODES), ("memories", MEMORIES),
                            ("ranks", range(world_size))):
         chosen = getattr(held, label)
-        require(what, "choose from these, and at least one",
+        require(what, "name at least one, all from this list",
                 (label, chosen and sorted(chosen), chosen is None or (
                     bool(chosen) and set(chosen) <= set(allowed)),
                  f"some of {sorted(allowed)[:16]}"))
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
-    """Raise InvalidInputError when constraints on some rows of a table contradict each other."""
+    """Raise InvalidInputError if constraints on some rows of a table contradict each other."""
     what = f"invalid constraint of table {name!r}"
-    require(what, "leave one out", (
+    require(what, "remove 'tiers', or 'pinned' and 'replicate'", (
         "tiers, pinned, replicate", "both given",
         held.tiers is None or not (held.pinned or held.unreplicated),
         "either all tiers, or constraints on some rows"))
@@ -242,7 +244,7 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         require(what, "order the ranges, and keep them inside the table", (
             label, ranges, is_right, f"row ranges within 0..{num_rows} that do not overlap"))
     for x in held.pinned:
-        # A tier is checked as a plan's would be: padded to a whole table, it must make one.
+        # To check it like a tier of a plan, pad it with other tiers to a complete table.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
         tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
         check_tiers(what, tiers, num_rows, world_size)
@@ -254,8 +256,8 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
 
 
 def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, list[Any], str]]:
-    """Features of tiers that a constraint does not allow: kind of feature, those used, those
-    allowed."""
+    """Features of tiers that a constraint does not allow: (kind of feature, forbidden values used,
+    text of the allowed values)."""
     every = list(tiers)
     used: dict[str, set[Any]] = {
         "placements": {x.placement for x in every}, "memories": {x.memory for x in every},
@@ -267,7 +269,7 @@ def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, lis
 
 
 def _breaks(held: TableConstraint, tier: Tier) -> bool:
-    """Whether a tier replicates rows for which the constraint excludes replicas."""
+    """Whether a tier replicates rows that must not be replicated."""
     return tier.placement == "replicated" and any(
         a < tier.stop and tier.start < b for a, b in held.unreplicated)
 
@@ -279,13 +281,13 @@ def _check_groups(value: Constraints, known: Sequence[str]) -> None:
                     (label, group, 2 <= len(group) == len(set(group) & set(known)),
                      f"two or more of {sorted(known)[:8]}"))
     root = units(value)
-    require(_WRONG, "remove one", *(
+    require(_WRONG, "remove the pair from one of the two", *(
         ("keep_together, keep_apart", pair, root[pair[0]] != root[pair[1]], "one of the two")
         for group in value.keep_apart for pair in combinations(group, 2)))
 
 
 def units(value: Constraints) -> dict[str, str]:
-    """Each grouped table's representative: one table stands for all that are kept together with it.
+    """The representative of each table in a group: tables that are kept together have the same one.
     """
     root = {name: name for group in (*value.keep_together, *value.keep_apart) for name in group}
     for first, *rest in value.keep_together:
@@ -296,10 +298,10 @@ def units(value: Constraints) -> dict[str, str]:
 
 
 def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
-    """The constraints with one part that restricts memory or placement left out at a time.
+    """Yield the constraints with one part removed that restricts memory or placement.
 
     Yields:
-        Name of the part left out, and the other constraints.
+        Name of the part removed, and the remaining constraints.
     """
     if held.memory_bytes is not None:
         yield "memory_bytes", replace(held, memory_bytes=None)
@@ -315,7 +317,7 @@ def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
 
 
 def violations(plan: Plan, held: Constraints) -> list[str]:
-    """The constraints of `held` that a plan violates, one line each; memory is checked by
+    """One line for each constraint of `held` that a plan violates; memory is checked by
     `evaluate`."""
     out = []
     for name, c in held.tables.items():
@@ -328,15 +330,15 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
         for piece in entry.pieces:
             out += [f"table {name!r} has other tiers than the one pinned on rows {x.start}:{x.stop}"
                     for x in c.pinned if x not in piece.tiers]
-            out += [f"table {name!r} replicates rows {x.start}:{x.stop}, some held to no replicas"
+            out += [f"table {name!r} replicates rows {x.start}:{x.stop}, some of which must not be"
                     for x in piece.tiers if _breaks(c, x)]
-        out += [f"table {name!r} uses {label} {used}, held to {allowed}"
+        out += [f"table {name!r} uses {label} {used}, but may use {allowed}"
                 for label, used, allowed in _beyond(c, tiers)]
     return out + group_violations(plan, held)
 
 
 def group_violations(plan: Plan, held: Constraints) -> list[str]:
-    """One line for each group whose tables are not kept together, or not kept apart."""
+    """One line for each group whose tables violate `keep_together` or `keep_apart`."""
     names = units(held)
     on = {name: frozenset(r for piece in plan.table(name).pieces for tier in piece.tiers
                           for r in tier.ranks) for name in names}
@@ -350,8 +352,8 @@ def group_violations(plan: Plan, held: Constraints) -> list[str]:
 
 
 def check_constraints(plan: Plan, held: Constraints) -> None:
-    """Raise PlanError when a plan breaks a constraint."""
+    """Raise PlanError if the plan violates a constraint."""
     broken = violations(plan, held)
     if broken:
-        raise PlanError("the plan breaks its constraints", "broken", broken[:4], "none",
-                        "plan again or relax them")
+        raise PlanError("the plan violates its constraints", "violated", broken[:4], "none",
+                        "plan again, or remove constraints")

@@ -13,8 +13,8 @@ from oper.search.problem.statement import Problem
 
 
 def problem_digest(problem: Problem) -> str:
-    """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
-    objective, batch size, space of plans, constraints, overlap and bits of messages."""
+    """SHA-256 (hexadecimal) of everything that a bound depends on: tables, access curves, machine,
+    costs, objective, batch size, plan space, constraints, overlap and message bits."""
     machine = problem.machine
     stated = {"topology": asdict(problem.topology), "objective": problem.objective,
               "batch_size": problem.batch_size, "allow": sorted(problem.allow),

@@ -1,7 +1,5 @@
-"""A topology as arrays over ranks: shared memory, shared hosts, and costs per byte.
-
-Also the partition of ranks into classes that a relaxation may average over: two ranks are of one
-class when the topology and the constraints on single ranks look the same from both.
+"""A topology as arrays over ranks (memory domains, hosts, racks, costs per byte), and classes of
+interchangeable ranks, over which a relaxation may average.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ import numpy as np
 
 from oper.topology import Topology
 
-# Terms of a phase's load on one rank. `memory` and `compute` add up (one core or one kernel does
-# both); the result, each direction of each link class, and what a rank reads and writes in host
-# memory run beside each other. A phase with an exchange between hosts is an exception: messages are
-# written before they are sent and used when they have arrived, so that a rank's own work comes on
-# top of either direction.
+# Terms of a phase's load on one rank. `memory` and `compute` add up, since one core or one kernel
+# does both. This sum, each direction of each link class, and the access to host memory run
+# concurrently. In phases with an exchange between hosts it is different: messages are written
+# before they are sent and used after they have arrived, so that a rank's own work adds to the time
+# of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
          "rack_in", "rack_out")
-REQUEST = "request"  # phase in which hosts ask each other for rows, before they answer in forward
+REQUEST = "request"  # phase in which hosts request rows from each other, before forward
 EXCHANGES = (REQUEST, "forward", "update")  # phases in which hosts send each other messages
 GROUPS = ("local", *TERMS[2:])
 
@@ -42,10 +40,10 @@ class Machine:
         topology: the topology.
         domain: int64 [W], index of the rank's memory domain.
         host: int64 [W], index 0..num_hosts-1 of the rank's host.
-        num_near: float64 [W], ranks of the same domain, itself included.
-        num_host: float64 [W], ranks of the same host, itself included.
-        rack: int64 [W], index of the rank's rack; 0 where the topology has none.
-        num_rack: float64 [W], ranks of the same rack, itself included.
+        num_near: float64 [W], ranks of the same domain, including the rank itself.
+        num_host: float64 [W], ranks of the same host, including the rank itself.
+        rack: int64 [W], index of the rank's rack; 0 if the topology has no racks.
+        num_rack: float64 [W], ranks of the same rack, including the rank itself.
         seconds_per_unit: float64 [9, W], by term: seconds per byte, or per nanosecond of compute,
             for the result of `on_links`.
         capacity_bytes: float64 [num_domains], memory for tables.
@@ -69,15 +67,16 @@ class Machine:
         return self.domain.size
 
     def local_groups(self, phases: tuple[str, ...]) -> np.ndarray:
-        """For each phase, which groups of terms include a rank's own memory and compute; bool [P,
-        8]."""
+        """For each phase, which groups of terms include a rank's own memory and compute time;
+        bool [P, 8]."""
         links = ("cross",) * bool(self.host.any()) + ("rack",) * self.has_racks
         return np.array([[g == "local" or (p in EXCHANGES and g.startswith(links)) for g in GROUPS]
                          for p in phases], bool)
 
     @cached_property
     def shared_terms(self) -> tuple[tuple[int, ...], ...]:
-        """Terms of links that several ranks share: those of their host, those of their rack."""
+        """Terms of links that the ranks of a host share, and of links that those of a rack share.
+        """
         of_host = self.topology.hosts_share_links and (self.num_host > 1).any()
         return ((Term.CROSS_IN, Term.CROSS_OUT) if of_host else (),
                 (Term.RACK_IN, Term.RACK_OUT) if self.has_racks else ())
@@ -88,8 +87,8 @@ class Machine:
         return bool(self.rack.any())
 
     def on_links(self, units: np.ndarray) -> np.ndarray:
-        """Replace units on shared links by what each rank waits for: the mean over all ranks of the
-        link.
+        """Replace units on shared links by their mean over the ranks of the link, for which
+        `seconds_per_unit` gives the time of all bytes of the link: each rank waits for all of them.
 
         float64 [..., 9, W] -> the same shape.
         """
@@ -104,8 +103,7 @@ class Machine:
         return out
 
     def seconds(self, units: np.ndarray) -> np.ndarray:
-        """Seconds by term for which units (bytes, or nanoseconds of compute, of all ranks) occupy
-        ranks.
+        """Convert units (bytes, or nanoseconds of compute) to seconds by term and rank.
 
         float64 [..., 9, W] -> the same shape.
         """
@@ -133,9 +131,10 @@ class Machine:
 
     @cached_property
     def _groups(self) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-        """By level, the group of each rank, and where groups begin if they are contiguous. Ranks
-        are numbered domain by domain and domains host by host, so all groups are contiguous except
-        a host that is listed twice and a rack of hosts that are not consecutive."""
+        """By level, the group of each rank, and the first rank of each group if groups are
+        contiguous. Ranks are numbered domain by domain and domains host by host, so all groups are
+        contiguous except a host that is listed twice and a rack of hosts that are not consecutive.
+        """
         found: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for level, group in (("domain", self.domain), ("host", self.host), ("rack", self.rack)):
             starts = np.flatnonzero(np.diff(group, prepend=-1))
@@ -168,12 +167,12 @@ class Machine:
 
 def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
                  memory_bytes: int | tuple[int, ...] | None = None) -> Machine:
-    """The arrays of `topology`.
+    """Make the arrays of `topology`.
 
     Args:
         topology: the machine.
-        reserve_bytes: memory set aside, per rank.
-        memory_bytes: limit on the remaining memory, per rank; None = no limit.
+        reserve_bytes: memory that tables may not use, per rank.
+        memory_bytes: upper limit of the remaining memory, per rank; None = no limit.
     """
     domain = np.array(topology.domain_of(), np.int64)
     hosts = sorted({d.host for d in topology.domains})
@@ -207,7 +206,7 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
 
 
 def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
-    """Add up terms by the groups that run concurrently.
+    """Add up terms by the groups that run concurrently (`GROUPS`).
 
     Args:
         loads: float64 [..., 9, W], by term.
@@ -223,7 +222,7 @@ def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
 
 
 def add_wire(units: np.ndarray, machine: Machine) -> None:
-    """Add the cost of sending and receiving between hosts to the compute of every rank, in place.
+    """Add the ranks' own time for sending and receiving between hosts to their compute, in place.
 
     Args:
         units: float64 [..., 9, W], by term and rank.
@@ -235,7 +234,7 @@ def add_wire(units: np.ndarray, machine: Machine) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClasses:
-    """Classes of interchangeable ranks, and of interchangeable domains.
+    """Classes of interchangeable ranks, of interchangeable domains and of interchangeable hosts.
 
     Attributes:
         of_rank: int64 [W], class of each rank.
@@ -261,7 +260,7 @@ class RankClasses:
 
 
 def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
-    """Partition the ranks so that permuting a class leaves the machine as it is.
+    """Partition the ranks so that permuting a class leaves the machine unchanged.
 
     Args:
         machine: the machine.
@@ -269,15 +268,15 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
             ranks.
 
     A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
-    a host by its domains, a rack by its hosts; equal descriptions at all levels can be swapped,
-    because links depend only on whether two ranks share a domain, a host or a rack. So the mean
-    load over a class is the load of the symmetrised plan, and it depends on a plan only through how
-    much each class owns.
+    a host by its domains, a rack by its hosts. Ranks with equal descriptions at all levels can be
+    swapped, because links depend only on whether two ranks share a domain, a host or a rack. So the
+    mean load over a class equals the load of a plan made symmetric by averaging, and it depends on
+    a plan only through the amount that each class owns.
     """
     sets = [frozenset(s) for s in distinguished]
     domains = machine.topology.domains
     marks = [tuple(r in s for s in sets) for r in range(machine.world_size)]
-    capacity = machine.capacity_bytes.tolist()  # with what constraints take off single ranks
+    capacity = machine.capacity_bytes.tolist()  # after limits for single ranks in constraints
     of_domain = [(capacity[k], d.read_gbps, d.cache_gbps, d.cache_bytes, d.link_gbps,
                   d.cross_gbps, tuple(sorted(marks[r] for r in d.ranks)))
                  for k, d in enumerate(domains)]
@@ -295,19 +294,17 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
 
 
 def _numbered(keys: Sequence[Any]) -> np.ndarray:
-    """Numbers for keys in the order of their first occurrence, the same number for equal keys;
-    int64 [N]."""
+    """Number the keys in the order of first occurrence, equal keys alike; int64 [N]."""
     numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[k] for k in keys], np.int64)
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
-    """Neighbourhoods of ranks, separated by the slowest links: hosts, or memory domains of one
-    host.
+    """Groups of ranks separated by the slowest links: hosts, or on a single host memory domains.
 
     Returns:
-        Index of each rank's neighbourhood, int64 [W], and the group of terms of the links from
-            outside.
+        Index of each rank's group, int64 [W], and the term of the links that come in from other
+            groups, ``"cross_in"`` or ``"link_in"``.
     """
     if (machine.host != machine.host[0]).any():
         return machine.host, "cross_in"
@@ -321,9 +318,9 @@ def first_neighbourhood(machine: Machine) -> list[int]:
 
 
 def copy_sets(machine: Machine) -> list[tuple[int, ...]]:
-    """Sets of ranks with one rank of every host: the first rank of each, the second, and so on.
+    """Sets with one rank of every host: the first rank of each host, the second, and so on.
 
-    Empty if hosts have one rank or there is only one host.
+    Empty if there is only one host, or hosts have only one rank.
     """
     hosts = [np.flatnonzero(machine.host == h) for h in range(machine.host_capacity_bytes.size)]
     most = max(h.size for h in hosts)

@@ -1,18 +1,18 @@
-"""Dense compute that phases may hide behind: declared by the user, never assumed.
+"""Dense compute that overlaps with phases; declared by the user, never assumed.
 
-A phase that runs beside dense compute of `x` microseconds on a rank delays that rank only by the
-time beyond `x`. The phase then ends when every rank has finished both, so only the excess of a
-rank's load over its own dense time counts. Contention for memory and links is not modelled: declare
-less than the dense time where both want the same memory.
+A phase that overlaps with `x` microseconds of dense compute on a rank delays that rank only by the
+time beyond `x`. The phase ends when every rank has finished both, so only the excess of a rank's
+load over its dense time counts. Contention for memory and links is not modelled: declare less than
+the dense time if both need the same memory bandwidth.
 
-What can hide, in a training step of `oper.shard`'s modules:
+Phases that can overlap in a training step of `oper.shard`'s modules:
 
-* ``update``: the reduction and update of rows, and the refresh of replicas, beside the dense
-  backward and optimizer that remain once the gradients of the tables are known;
-* ``backward`` and ``forward``: beside layers that do not depend on the tables' outputs;
-* ``resolve``: the sorting of a rank's own ids, which needs the next batch's ids alone and may run
-  ahead beside anything; declaring it takes that work out of ``backward`` into a phase of its own
-  (gradients of pushed rows are sorted by their owner in ``update``, and stay there).
+* ``update``: reduction and update of rows, and refresh of replicas, overlap with the part of the
+  dense backward and optimizer that remains once the gradients of the tables are known;
+* ``backward`` and ``forward``: overlap with layers that do not depend on the tables' outputs;
+* ``resolve``: sorting of a rank's own ids, which needs only the next batch's ids and may run ahead
+  during any other work. Declaring it moves this work from ``backward`` to a phase of its own.
+  (Gradients of pushed rows are sorted by their owner in ``update``, with or without it.)
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import Any
 from oper.errors import require
 
 RESOLVE = "resolve"
-#: By phase, microseconds of dense compute on each rank.
+#: Microseconds of dense compute on each rank, by phase.
 Overlap = dict[str, tuple[float, ...]]
 
 
 def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
                   world_size: int) -> Overlap:
-    """Declared dense compute by phase.
+    """Check and expand declared dense compute, by phase.
 
     Args:
-        value: ``{phase: microseconds}``, a number for all ranks or one for each.
+        value: ``{phase: microseconds}``, with one number for all ranks or a list of one per rank.
         phases: phases of the objective; ``resolve`` is also allowed if there are several.
         world_size: number of ranks.
 
     Raises:
-        InvalidInputError: an unknown phase, or anything but numbers >= 0.
+        InvalidInputError: an unknown phase, or a value that is not a finite number >= 0.
     """
     known = [RESOLVE, *phases] if len(phases) > 1 else list(phases)
     what = "invalid overlap with dense compute"
     value = {} if value is None else value
     require(what, "pass a mapping such as {'update': 400}",
-            ("overlap", value, isinstance(value, Mapping), "microseconds by phase"))
+            ("overlap", value, isinstance(value, Mapping), "a mapping from phases to microseconds"))
     out: Overlap = {}
     for name, given in value.items():
         require(what, "name a phase of the objective",
@@ -52,7 +52,7 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
         each = list(given) if isinstance(given, list | tuple) else [given] * world_size
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool)
                       and math.isfinite(x) and x >= 0 for x in each)
-        require(what, "give one number for all ranks, or one for each",
+        require(what, "pass one number for all ranks, or one per rank",
                 (name, given, numbers and len(each) == world_size,
                  f"microseconds >= 0, one number or {world_size}"))
         if any(each):
@@ -61,13 +61,13 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
 
 
 def overlap_to_json(overlap: Overlap) -> dict[str, Any]:
-    """The overlap as values that JSON can hold and `parse_overlap` reads."""
+    """The overlap as values that JSON can represent and `parse_overlap` reads."""
     return {k: v[0] if len(set(v)) == 1 else list(v) for k, v in overlap.items()}
 
 
 def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
-    """Parse ``PHASE=US`` and ``PHASE=US,US,...`` (one value per rank) of a command line; None
-    without any."""
+    """Parse command-line words ``PHASE=US`` or ``PHASE=US,US,...`` (one value per rank); None if
+    there are none."""
     out: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -76,7 +76,7 @@ def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
         except ValueError:
             each = []
         require("invalid overlap with dense compute",
-                "write --overlap once for each phase, as update=400",
+                "write --overlap once per phase, e.g. --overlap update=400",
                 ("overlap", word, bool(each) and name not in out,
                  "PHASE=US or PHASE=US,US,... once per phase"))
         out[name] = each if len(each) > 1 else each[0]

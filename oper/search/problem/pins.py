@@ -1,4 +1,4 @@
-"""Constraints on some rows of a table, imposed on a placement of it."""
+"""Applies constraints on some rows of a table to a placement of the table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from oper.search.problem.constraints import TableConstraint
 
 
 def impose(held: TableConstraint, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """Column pieces of a table, with the constraint's pinned tiers in place of the tiers of the
-    same rows.
+    """Replace the tiers of pinned rows by the constraint's pinned tiers, and remove replicas of
+    rows that must not be replicated.
 
-    Pinned tiers take their rows in all columns; rows that must not be replicated are striped over
-    the ranks that had copies.
+    Pinned tiers hold their rows in all column pieces. Rows that must not be replicated are striped
+    over the ranks that had copies, or owned by the first of them if striping is not allowed.
     """
     if not (held.pinned or held.unreplicated):
         return pieces
@@ -40,7 +40,7 @@ def _imposed(held: TableConstraint, tiers: Iterable[Tier]) -> list[Tier]:
 
 
 def _parts(tier: Tier, ranges: Iterable[tuple[int, int]]) -> list[tuple[Tier, bool]]:
-    """The parts of a tier cut at the edges of row ranges, and whether each part is inside a
+    """The parts of a tier cut at the ends of row ranges, and whether each part lies inside a
     range."""
     cuts = {tier.start, tier.stop, *(e for r in ranges for e in r if tier.start < e < tier.stop)}
     return [(replace(tier, start=a, stop=b), any(low <= a and b <= high for low, high in ranges))

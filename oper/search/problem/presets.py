@@ -1,4 +1,4 @@
-"""Topology presets shipped with the package: servers of common GPUs, published constants."""
+"""Topology presets shipped with the package: servers with common GPUs and published constants."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from oper.errors import InvalidInputError, require
 from oper.topology import Topology
 
 THIS_HOST = "this-host"
-MAX_THIS_HOST = 1024  # processes that one machine might run, one per core
+MAX_THIS_HOST = 1024  # upper limit of ranks on one machine, one per core
 
 
 def preset_names() -> list[str]:
-    """Names of the shipped presets, e.g. ``"h100-8"`` (GPUs per host) or ``"h100-2x8"`` (hosts)."""
+    """Names of the shipped presets, such as ``"h100-8"`` (one host of 8 GPUs) or ``"h100-2x8"``
+    (two hosts of 8 GPUs)."""
     folder = resources.files("oper") / "topologies"
     names = (f.name for f in folder.iterdir())
     return sorted(n.removesuffix(".toml") for n in names if n.endswith(".toml"))
 
 
 def topology_preset(name: str, world_size: int | None = None) -> Topology:
-    """The topology of that name.
+    """Return the topology with a given name.
 
     Args:
-        name: a preset, ``"GPU-HxN"`` for H hosts of N GPUs of a preset's kind, ``"this-host"``, or
-            the path of a TOML file.
-        world_size: number of ranks of ``"this-host"`` (default 2); None elsewhere, or equal to the
-            topology's own.
+        name: a preset, ``"GPU-HxN"`` for H hosts with N GPUs of a preset's kind, ``"this-host"``,
+            or the path of a TOML file.
+        world_size: number of ranks of ``"this-host"`` (default 2). For other topologies None, or
+            the topology's own number of ranks.
 
     Raises:
-        InvalidInputError: there is no such preset or file, or the file is not a topology.
+        InvalidInputError: there is no such preset or file, the file is not a topology, or
+            `world_size` does not match.
     """
     if name == THIS_HOST:
         world_size = 2 if world_size is None else world_size
@@ -40,7 +42,7 @@ def topology_preset(name: str, world_size: int | None = None) -> Topology:
                  f"1..{MAX_THIS_HOST} processes of one machine"))
         return Topology.this_host(world_size)
     topology = _find(name)
-    require(f"topology {name!r} has a fixed number of ranks", "leave it out",
+    require(f"topology {name!r} has a fixed number of ranks", "do not pass a world size",
             ("world_size", world_size, world_size in (None, topology.world_size),
              f"{topology.world_size}"))
     return topology
@@ -59,11 +61,12 @@ def _find(name: str) -> Topology:
     except FileNotFoundError:
         raise InvalidInputError("no such topology", "topology", name,
                                 f"'{THIS_HOST}', a TOML file, or one of {preset_names()}",
-                                "name a preset or write a file") from None
+                                "name a preset or write a TOML file") from None
 
 
 def _hosts(kind: str, num_hosts: int, per_host: int) -> Topology:
-    """H hosts of N GPUs with the constants of the shipped two-host preset of that kind."""
+    """A topology of `num_hosts` hosts of `per_host` GPUs, with the constants of the shipped
+    two-host preset of that kind."""
     require("invalid topology", "name at least one host and one GPU, e.g. h100-2x8",
             ("hosts, GPUs per host", (num_hosts, per_host), min(num_hosts, per_host) >= 1, ">= 1"))
     shipped = _find(f"{kind}-2x8")

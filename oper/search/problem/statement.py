@@ -1,20 +1,20 @@
-"""The planning problem: tables as curves over hotness, a machine, an objective, a space of plans.
+"""The planning problem: tables as curves over hotness, a machine, an objective, a plan space.
 
-Rows never appear one by one. A table is cut into blocks of about equal hotness, geometric in the
-number of rows (the hottest rows alone, then blocks that grow by about a third), and each block is
-described by four numbers, its *features*:
+Rows are aggregated. A table is cut into blocks of rows of about equal hotness: the hottest rows are
+blocks of their own, and further blocks grow by about a third each. A block is described by four
+numbers, its *features*, which are sums over its rows r:
 
 ===========  ====================================================================
 ROWS         rows
-IDS          expected ids per rank and batch, `B L p_r` summed
-TOUCHED      expected distinct rows in one rank's batch, `u_r(B)` summed
-TOUCHED_ALL  expected distinct rows in all ranks' batches, `u_r(WB)` summed
+IDS          expected ids per rank and batch, `B L p_r`
+TOUCHED      expected distinct rows in one rank's batch, `u_r(B)`
+TOUCHED_ALL  expected distinct rows in all ranks' batches, `u_r(WB)`
 ===========  ====================================================================
 
 `u_r(n) = 1 - E[(1 - p_r)^L]^n` for n bags of independent ids, over the distribution of the bag
-length L. With its mean alone, `1 - (1 - p_r)^(n E[L])`, rows of rare long bags would count as
-touched more often than they are. Where presence was measured, `n` is replaced by the number of
-independent bags that would touch as many rows, so that saturated rows stay at 1.
+length L. The mean of L alone, `1 - (1 - p_r)^(n E[L])`, would overestimate the distinct rows of
+tables with a few long bags. If statistics contain measured numbers of distinct rows (presence), `n`
+is replaced by the number of independent bags that touches as many rows.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from oper.topology import Topology
 ROWS, IDS, TOUCHED, TOUCHED_ALL = range(4)
 NUM_FEATURES = 4
 MAX_BLOCKS = 60
-_MAX_PRODUCTS = 20_000_000  # hotness classes times bag lengths that are multiplied out
-_MOST_KNOWN = 8  # deals of one table that are remembered
-_NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries no hotness order
+_MAX_PRODUCTS = 20_000_000  # hotness classes x bag lengths; with more, lengths are grouped
+_MOST_KNOWN = 8  # cached results of `TableProblem.shares` per table
+_NUM_EXPLICIT = 1 << 16  # hot rows represented by id, for plans that carry no hotness order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +57,8 @@ class Traffic:
     """Ids and bags of one rank's batch in a table.
 
     Attributes:
-        num_ids: ids per rank and batch, `B L` over all features of the table.
-        num_bags: bags per rank and batch.
+        num_ids: expected ids per rank and batch, over all features of the table.
+        num_bags: expected bags per rank and batch.
         lengths: float64 [P], bag lengths.
         length_share: float64 [P], share of the bags that have each length.
     """
@@ -69,8 +69,8 @@ class Traffic:
     length_share: np.ndarray
 
     def bags_touching(self, mass: np.ndarray | float) -> np.ndarray:
-        """Expected bags with an id among rows that hold the share `mass` of the accesses: `bags E[1
-        - (1 - q)^L]`."""
+        """Expected bags with an id among rows that receive the share `mass` of the lookups:
+        `num_bags E[1 - (1 - mass)^L]`."""
         miss = np.power(1.0 - np.clip(np.asarray(mass)[..., None], 0.0, 1.0), self.lengths)
         return self.num_bags * ((1.0 - miss) @ self.length_share)
 
@@ -84,10 +84,10 @@ class TableProblem:
         traffic: ids and bags per rank and batch.
         edges: int64 [K+1], positions where blocks begin, ending with `num_rows`.
         cumulative: float64 [4, K+1], the features of positions `[0, edges[k])`.
-        ids_are_positions: ids are in hotness order; a plan needs no `head_ids`.
-        head_ids: int64 [H], ids at the first positions (empty when `ids_are_positions`).
+        ids_are_positions: whether ids are in hotness order, so that a plan needs no `head_ids`.
+        head_ids: int64 [H], ids at the first positions (empty if `ids_are_positions`).
         explicit_ids: int64 [E], ascending; the hottest rows by id, for plans that do not order ids.
-        explicit: float64 [4, E], their features.
+        explicit: float64 [4, E], the features of each row in `explicit_ids`.
     """
 
     spec: TableSpec
@@ -106,7 +106,7 @@ class TableProblem:
 
     @cached_property
     def total(self) -> np.ndarray:
-        """float64 [4], the features of the whole table."""
+        """float64 [4], the features of the entire table."""
         return self.cumulative[:, -1]
 
     @cached_property
@@ -121,19 +121,13 @@ class TableProblem:
     def features(self, start: int, stop: int, ordered: bool) -> np.ndarray:
         """Features of positions `[start, stop)`; float64 [4].
 
-        Args:
-            start, stop: positions.
-            ordered: whether positions are hotness ranks (else they are ids).
+        `ordered` states whether positions are hotness ranks; else they are ids.
         """
         return self.shares(start, stop, 1, ordered)[:, 0]
 
     def shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
-        """Features of the positions `start + k + j * period` below `stop`, `j = 0, 1, ...`, for
-        each k.
-
-        Returns:
-            float64 [4, period], read-only.
-        """
+        """For each k < period, features of the positions `start + k + j * period` below `stop`, j =
+        0, 1, ...; float64 [4, period], read-only. Arguments as for `features`."""
         key = (start, stop, period, ordered)
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
@@ -144,7 +138,7 @@ class TableProblem:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int, int, bool], np.ndarray]:
-        """The last results of `shares`, because a placement is evaluated several times."""
+        """Cached results of `shares`, because a placement is evaluated several times."""
         return {}
 
     def _shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
@@ -153,7 +147,7 @@ class TableProblem:
             inside = self.edges[(self.edges > start) & (self.edges < stop)]
             cuts = np.concatenate([[start], inside, [stop]])
             density = np.diff(self.prefix(cuts), axis=1) / np.diff(cuts)
-            # Positions below x that are congruent to k, for every cut x; their differences count.
+            # For every cut x and slot k: positions below x that belong to k.
             below = -((turn[None, :] - (cuts[:, None] - start)) // period)
             return density @ np.diff(np.maximum(below, 0), axis=0)
         first, last = np.searchsorted(self.explicit_ids, [start, stop])
@@ -167,18 +161,18 @@ class TableProblem:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What to plan: tables, machine, objective, and what a plan may use.
+    """A planning problem: tables, machine, objective, and the plan space.
 
     Attributes:
         tables: one entry per table, in the order given.
         machine: the topology as arrays.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        allow: placements, exchange modes and splits that a plan may use.
+        allow: features that a plan may use, see `oper.search.problem.space.FEATURES`.
         constraints: constraints on the plan.
-        overlap: dense compute that phases may hide behind, microseconds by phase and rank.
-        last_resort: what a plan may additionally use if no plan fits otherwise.
-        message_bits: bits per number in messages between hosts, in every plan of the problem.
+        overlap: dense compute that overlaps with phases, microseconds by phase and rank.
+        last_resort: features that a plan may also use if no plan fits otherwise.
+        message_bits: bits per number in messages between hosts, the same in every plan.
     """
 
     tables: tuple[TableProblem, ...]
@@ -193,22 +187,22 @@ class Problem:
 
     @property
     def topology(self) -> Topology:
-        """The topology the problem is for."""
+        """The topology of `machine`."""
         return self.machine.topology
 
     @property
     def training(self) -> bool:
-        """Whether backward and update phases count."""
+        """Whether the objective is training, which adds backward and update phases."""
         return self.objective == "training"
 
     def table(self, name: str) -> TableProblem:
-        """The entry of table `name`; raises InvalidInputError."""
+        """The entry of table `name`; raises InvalidInputError if there is none."""
         for t in self.tables:
             if t.spec.name == name:
                 return t
-        raise InvalidInputError("the problem does not know a table", "table", name,
+        raise InvalidInputError("the problem has no such table", "table", name,
                                 f"one of {[t.spec.name for t in self.tables][:8]}",
-                                "state the problem for this model")
+                                "make the problem from this model's tables")
 
     def held(self, name: str) -> TableConstraint:
         """The constraints on table `name`."""
@@ -216,11 +210,11 @@ class Problem:
 
     @property
     def free_tables(self) -> tuple[TableProblem, ...]:
-        """The tables that the planner places: all but those whose rows are all pinned."""
+        """The tables that the planner places: those without a complete list of pinned tiers."""
         return tuple(t for t in self.tables if self.held(t.spec.name).tiers is None)
 
     def in_need(self) -> Problem:
-        """The problem whose plans may also use `last_resort`."""
+        """The problem with `last_resort` added to the features that plans may use."""
         return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
 
     def may_split(self, t: TableProblem) -> bool:
@@ -265,17 +259,17 @@ def make_problem(
     allow: Iterable[str] | None = None,
     constraints: Constraints | Mapping[str, Any] | None = None,
 ) -> Problem:
-    """State the planning problem of a model on a machine.
+    """Make the planning problem of a model on a machine.
 
     Args:
         tables: the tables, in the order of the collection.
-        stats: access statistics; None = plan from sizes alone, with one warning.
+        stats: access statistics; None = assume equally hot rows, and warn once.
         topology: the machine.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        allow: what a plan may use, names of `oper.search.problem.space.FEATURES`. By default what
-            the runtimes execute well on that topology (`executed_space`), and host memory where the
-            rows do not fit without it.
+        allow: features that a plan may use, from `oper.search.problem.space.FEATURES`. Default:
+            those that the runtimes execute well on this topology (`executed_space`), and host
+            memory if the rows do not fit without it.
         constraints: see `oper.search.problem.constraints`.
 
     Raises:
@@ -284,17 +278,17 @@ def make_problem(
     specs = check_unique(tables)
     _check_arguments(topology, objective, batch_size)
     if stats is None:
-        warnings.warn("no access statistics: the plan follows table sizes alone and takes all rows "
-                      "of a table as equally hot", stacklevel=2)
+        warnings.warn("no access statistics: the plan is based on table sizes alone and assumes "
+                      "that all rows of a table are equally hot", stacklevel=2)
     world_size = topology.world_size
     held = parse_constraints(constraints, (t.name for t in specs), world_size)
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
     chosen = executed_space(topology) if allow is None else check_allow(allow)
     in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
     if "pull" in chosen and not owners_pool(specs, objective == "training", topology.num_hosts):
-        chosen -= {"push"}  # ranks that serve from one memory do not wait for each other
+        chosen -= {"push"}  # ranks of one memory do not wait for owners to pool rows
         if allow is None:
-            chosen -= {"columns"}  # which spread partial sums
+            chosen -= {"columns"}  # column splits only pay by distributing partial sums
     chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}
     if any(t.dtype in CODE_BITS for t in specs):
         chosen -= {"columns"}  # the codes of a row share a scale
@@ -306,8 +300,8 @@ def make_problem(
     for t in specs:
         mine = problem.held(t.name)
         check_rows(t.name, mine, t.num_rows, world_size)
-        require(f"nothing is left to choose for table {t.name!r}",
-                "relax the constraint or widen `allow`",
+        require(f"no placement is allowed for table {t.name!r}",
+                "remove the constraint or extend `allow`",
                 ("constraint", mine, mine.tiers is not None or _may_place(problem, t.name),
                  f"a placement and a mode of {sorted(problem.allow)}"))
     return problem
@@ -324,14 +318,14 @@ def _may_place(problem: Problem, name: str) -> bool:
 
 
 def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem:
-    """The problem with dense compute declared to overlap with its phases.
+    """Return the problem with declared dense compute.
 
     Args:
         problem: the problem.
-        overlap: see `oper.search.problem.overlap.parse_overlap`; None = nothing hides.
+        overlap: see `oper.search.problem.overlap.parse_overlap`; None = no overlap.
 
     Raises:
-        InvalidInputError: an unknown phase, or anything but microseconds >= 0.
+        InvalidInputError: an unknown phase, or a value that is not a finite number >= 0.
     """
     phases = ("forward", "backward", "update") if problem.training else ("forward",)
     return replace(problem, overlap=parse_overlap(overlap, phases, problem.machine.world_size))
@@ -341,7 +335,7 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
     what = "cannot state the problem"
     require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
             ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
-    require(what, "say whether the model trains or only infers",
+    require(what, "state the objective, training or inference",
             ("objective", objective, objective in OBJECTIVES, EXPECTED_OBJECTIVE))
     is_right = isinstance(batch_size, numbers.Integral) and 1 <= int(batch_size) < 2**31
     require(what, "pass the samples per rank and step",
@@ -350,8 +344,8 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
                world_size: int) -> TableProblem:
-    """The planner's description of one table; raises InvalidInputError if the statistics do not
-    fit."""
+    """Describe one table by features of blocks; raises InvalidInputError if the statistics are for
+    another number of rows."""
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
@@ -372,7 +366,7 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
         if not in_order:
             head = found.head_ids
             if head.size < spec.num_rows:
-                # Beyond the head single rows are not known: all of them have their mean hotness.
+                # The hotness of single rows outside the head is unknown: they get their mean.
                 curve = curve[:, (curve[ROWS] <= head.size) | (curve[ROWS] == spec.num_rows)]
                 num_touched = head.size
     edges = np.unique(np.array(
@@ -381,14 +375,14 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     explicit = head[:_NUM_EXPLICIT]
     order = np.argsort(explicit)
     position = np.arange(explicit.size + 1)
-    # As hot as the mean of its block: plans that do not order ids then lie between those that do.
+    # Each explicit row has the mean features of its block.
     each = np.diff(np.stack([np.interp(position, edges, c) for c in cumulative]), axis=1)
     return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
                         each[:, order])
 
 
 def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:
-    """Block edges in `(0, num_rows)`: single rows first, then a constant ratio."""
+    """Block edges in `(0, num_rows)`: single rows first, then at a constant ratio."""
     single = min(8, num_rows)
     edges = list(range(1, single + 1))
     if num_rows > single:
@@ -397,10 +391,11 @@ def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:
 
 
 def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of equal access count, hottest first: how many (int64 [K]) and `p_r` (float64 [K]).
+    """Classes of rows with equal access counts, hottest first: number of rows (int64 [K]) and
+    probability `p_r` of an access to each row (float64 [K]).
 
-    Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but are never taken to be
-    hotter than the coldest row that was seen.
+    Rows never seen share the Good-Turing mass of unseen ids (Good 1953), but each gets no more than
+    the coldest row that was seen.
     """
     counts, rows = stats.count_histogram()
     rows = rows.copy()
@@ -411,7 +406,7 @@ def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.
     probability = counts / total * (1.0 - mass)
     probability[counts == 0] = mass / max(unseen, 1.0)
     if in_order and stats.head_ids.size:
-        # Id 0 stands for unseen and rare ids and is written first whatever its count is.
+        # Id 0 represents unseen and rare ids, and is at position 0 whatever its count.
         at = np.flatnonzero(stats.head_ids == 0)
         count = stats.head_counts[at[0]] if at.size else counts[-1]
         k = int(np.flatnonzero(counts == count)[0])
@@ -434,20 +429,20 @@ def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size:
 
 
 def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """`ln E[(1 - p)^L]`: what a bag adds to the log probability of missing a row; float64 [K]."""
+    """`ln E[(1 - p)^L]`, the log probability that a bag misses a row; float64 [K]."""
     if lengths.size * probability.size > _MAX_PRODUCTS:
-        # Lengths within 5 % of each other stand in for their mean.
+        # Lengths within 5 % of each other are replaced by their mean.
         group = np.floor(np.log(np.maximum(lengths, 0.5)) / np.log(1.05)).astype(np.int64)
         _, group = np.unique(group, return_inverse=True)
         total = np.bincount(group, share)
         lengths = np.bincount(group, share * lengths) / np.maximum(total, 1e-300)
         share = total
-    # A row that takes every access (p = 1) is touched by any id at all.
+    # p is limited below 1, because log1p(-1) is infinite.
     once = np.log1p(-np.minimum(probability, 1.0 - 1e-12))
     missed = np.zeros_like(once)
     for length, part in zip(lengths.tolist(), share.tolist(), strict=True):
         missed += part * np.expm1(length * once)
-    return np.log1p(np.maximum(missed, -1.0 + 2.0**-53))  # rounding of what no bag misses
+    return np.log1p(np.maximum(missed, -1.0 + 2.0**-53))  # the same for rows that no bag misses
 
 
 def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndarray:
@@ -457,14 +452,14 @@ def _touched(rows: np.ndarray, log_miss: np.ndarray, num_bags: float) -> np.ndar
 
 def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size: int,
            world_size: int, traffic: Traffic, stretch: tuple[float, float]) -> np.ndarray:
-    """Cumulative features at the class ends; float64 [4, K+1]."""
+    """Cumulative features at the ends of hotness classes; float64 [4, K+1]."""
     rows = np.asarray(rows, float)
     mass = rows * probability
     ids = traffic.num_ids * mass / mass.sum()
     log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
     one = _touched(rows, log_miss, traffic.num_bags * stretch[0])
     every = _touched(rows, log_miss, traffic.num_bags * world_size * stretch[1])
-    one = np.minimum(one, ids)  # no more rows than ids
+    one = np.minimum(one, ids)  # distinct rows never exceed ids
     every = np.clip(every, one, world_size * one)
     each = np.stack([rows, ids, one, every])
     return np.concatenate([np.zeros((NUM_FEATURES, 1)), np.cumsum(each, axis=1)], axis=1)
@@ -472,10 +467,11 @@ def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size
 
 def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
                       bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
-    """Independent samples per real sample at the numbers of samples `wanted` (1.0 = independent).
+    """Number of independent samples, per real sample, that touch as many rows, at the numbers of
+    samples `wanted`; 1.0 if presence was not measured.
 
-    At each measured n the number of independent bags is found that touches the measured rows; their
-    ratio is interpolated in log n and held constant outside of the measured range.
+    At each measured n it is found by bisection; between these it is interpolated in log n, and
+    beyond them it is constant.
     """
     use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
     if not use.any():

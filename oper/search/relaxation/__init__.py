@@ -1,1 +1,1 @@
-"""The relaxed problem: resource rows, what configurations consume of them, pushed pieces."""
+"""The relaxation: resource rows, their consumption by configurations, pushed pieces."""

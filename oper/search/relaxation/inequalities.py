@@ -1,22 +1,22 @@
-"""Valid inequalities of the relaxation about the owner of the largest pushed piece.
+"""Valid inequalities about the owner of the largest pushed piece.
 
-Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
-at least y, and also at least y plus what the owner does as a reader. An owner reads its own piece,
-too. So for its own time, y is the excess over a reader's work for that piece, and all other rows
-cost it at least the smaller of an owner's and a reader's part, R in total. Over links, a reader r
-takes s_r seconds for every byte that other hosts (on a single host, memory domains) own, of E in
-all. The n of W ranks of its own host own e bytes and send them to all others within T, or within T
-- R if the time of a link includes the rank's own work: `e (W - n) <= sum over them of (T - R) / s`.
-So `T + k (T - R) >= y + R + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks, which
-is `n / (W - n)` where links are alike, and s the least s_r. If the ranks of a host share its link,
-y contains the mean over them of the bytes that the piece sends or receives, every rank reads the
-same bytes from other hosts, and s_r is equal for all ranks of the host: the same inequality holds.
+Let y be the largest load that a piece puts on its owner, in some phase and group, and T the length
+of the phase. Then T >= y. The owner also reads, as every rank does:
 
-Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
-that owns the piece are a class of their own (`Relaxation(distinguished=...)`): the solution then
-includes, in every phase, the bytes that such a rank need not read. Hosts are interchangeable, so
-this host can be taken to be the first, for the piece that is largest by one load; the piece's other
-loads are bounded as well.
+* Own time. Let y be the excess of the piece's load over a reader's work for it. All other rows cost
+  a rank at least the smaller of an owner's and a reader's work, R in total: T >= y + R.
+* Links. A reader r takes s_r seconds for every byte that other hosts (on a single host: memory
+  domains) own, of E bytes in total. The n ranks of its host, of W, own e bytes and send them to all
+  others within T, or within T - R if the time of a link includes own work:
+  `e (W - n) <= sum of (T - R) / s` over these n ranks. Hence `T + k (T - R) >= y + R + s E`, with
+  k the largest `s_r / (W - n) sum 1 / s` over all ranks, which is `n / (W - n)` if links are alike,
+  and s the least s_r. If the ranks of a host share its link, y contains the mean over them of the
+  piece's bytes, every rank reads the same bytes from other hosts, and s_r is equal for all ranks of
+  the host: the same inequality holds.
+* A distinguished host (`Relaxation(distinguished=...)`). The ranks of the host (on a single host:
+  memory domain) that owns the piece form a class of their own, so that the solution includes, in
+  every phase, the bytes that they need not read. This is tighter. Hosts must be interchangeable;
+  the host is then the first without loss of generality, for the piece that is largest by one load.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from oper.search.relaxation.rows import Option, ResourceRows
 from oper.search.relaxation.units import LOCAL
 
 Load = tuple[int, int]  # phase and group of terms
-#: Kinds of rows: the load of the piece beside what a rank reads; the same over links, where its
-#: host is spared what it owns; with the distinguished host.
+#: Kinds of rows, in this order in the module's docstring: own time, links, distinguished host.
 READER, SPREAD, APART = "reader", "spread", "apart"
 
 
@@ -45,11 +44,11 @@ class Inequality:
 
     Attributes:
         row: index of the row.
-        kind: which of the inequalities above it is.
-        at: phase and group of terms of the load that it is about.
+        kind: READER, SPREAD or APART.
+        at: the load (phase, group) that the row bounds.
         load: the load by which the piece is the largest.
-        spared: the factor k of rows about links: the row is at most 1 + k times its phase, k of
-            which account for the senders' own work.
+        spared: the factor k of SPREAD rows, whose value is at most 1 + k times the phase's length;
+            0 for other rows.
     """
 
     row: int
@@ -60,23 +59,23 @@ class Inequality:
 
 
 class OwnerRows:
-    """The O rows with inequalities about the owner of the largest piece; none if nothing is pushed.
+    """The O rows about the owner of the largest piece; none if nothing is pushed.
 
-    Where ranks are unequal, the owner is assumed to read as fast as the fastest rank.
+    If ranks are unequal, the owner is assumed to read as fast as the fastest rank.
 
     Args:
-        rows: the resource rows, which these follow.
+        rows: the resource rows; the indices of owner rows follow theirs.
         pieces: the pushed pieces, with their tables.
         options: ways to place a block.
-        distinguished: the load whose owner's host is distinguished, see `Relaxation`.
+        distinguished: the load that determines the distinguished host, see `Relaxation`.
 
     Attributes:
         inequalities: the rows.
-        phase_of: int64 [O], phase of each row, -2 for rows that may exceed their phase.
-        weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
-        base: float64 [O], what every plan consumes.
-        unit: float64 [C, 23, O], what a unit of each tally row, spread over a class, consumes.
-        every: float64 [23, O], what a unit of each tally row on every rank consumes.
+        phase_of: int64 [O], phase of each row; -2 for SPREAD rows, which may exceed their phase.
+        weight: float64 [O, P]; a row is at most the sum over phases of weight x length.
+        base: float64 [O], consumption by every plan.
+        unit: float64 [C, 23, O], consumption by a unit of each tally row, spread over a class.
+        every: float64 [23, O], consumption by a unit of each tally row on every rank.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
@@ -90,31 +89,31 @@ class OwnerRows:
         times = 1.0 + np.array([x.spared for x in self.inequalities])
         self.weight = np.zeros((times.size, len(self.model.phases)))
         self.weight[np.arange(times.size), phase] = times
-        #: float64 [O], how often own time counts: where it is part of the load, that of the reader.
+        #: float64 [O], factor of a reader's own time; 0 if the load does not include own time.
         self._own = times * pieces.has_local[self._at]
         m, seen, units = self.model.machine, self.units.seen, self.units
         of_rank, _ = neighbourhoods(m)
-        #: bool [C, S], ranks seen from the owner that are elsewhere, and others of the first host.
+        #: bool [C, S], of the ranks `seen`: those of other hosts; those of the first, except owner.
         self._far = of_rank[seen] != of_rank[seen[:, :1]]
         self._first = np.isin(seen, first_neighbourhood(m)) & (seen != seen[:, :1])
         self.phase_of = np.where(times == 1.0, phase, -2)
         floor = pieces.floor.min(axis=0)
-        # Loads exceed the phases by the dense compute that hides them, at most.
+        # Loads exceed phase times by no more than the dense compute that hides them.
         self.base = (floor[self._at] - times * pieces.hidden.max(axis=0)[phase, 0]
                      + (times - 1.0) * pieces.has_local[self._at] * floor[phase, LOCAL])
         self.unit = self.asked(units.each)
         self.every = self.asked(units.every).min(axis=0)
 
     def asked(self, units: np.ndarray) -> np.ndarray:
-        """Consumption of the rows by units, from their loads on ranks as seen from the owner.
+        """Consumption of the owner rows by units.
 
-        Rows about a rank's own time take it on the rank where it is least. Rows about links take
-        the bytes that ranks of other neighbourhoods read, over the fastest links; for the
-        distinguished host, what its other ranks have there. Of a link shared by the ranks of a host
-        only their own bytes count, since the piece's part of the link is counted apart.
+        Own time is counted on the rank where it is least. SPREAD rows count the least bytes that a
+        rank of another host reads, over the fastest links; APART rows the least link time of the
+        distinguished host's other ranks. Of a link that the ranks of a host share, each rank counts
+        only its own bytes, because the piece's bytes on that link are part of y.
 
         Args:
-            units: float64 [2, C, ..., 20], see `UnitRows`.
+            units: float64 [2, C, ..., 23], see `UnitRows`.
 
         Returns:
             float64 [C, ..., O].
@@ -152,7 +151,7 @@ class OwnerRows:
             yield READER, load, load
             if self._is_far(load):
                 yield SPREAD, load, load, self._spared(load)
-        # The piece is on a rank of the distinguished host, whatever else it loads.
+        # The piece is on the distinguished host, in whichever load the row counts it.
         if distinguished is not None and distinguished in loads:
             for load in filter(self._is_far, loads):
                 yield APART, load, distinguished
@@ -165,6 +164,6 @@ class OwnerRows:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _is_far(self, load: Load) -> bool:
-        """Whether bytes of a load go over the slowest links."""
+        """Whether a load is on the links between hosts (on a single host: memory domains)."""
         of_rank, slowest = neighbourhoods(self.model.machine)
         return bool(of_rank.any()) and GROUPS[load[1]].split("_")[0] == slowest.split("_")[0]

@@ -1,15 +1,15 @@
-"""Pushed pieces: how much of a table one owner may hold in a step of limited length.
+"""Pushed pieces: how much of a table one owner may hold if the step length is limited.
 
-The mean over ranks spreads a pushed table over all of them for the price of one id stream and one
+A mean over ranks spreads a pushed table over all of them for the price of one id stream and one
 partial sum per bag. A plan cannot do that: an owner receives the ids of every column piece that it
 holds, and sends a partial sum for every bag with an id among its rows. So the cost of a table
-depends on its largest pieces, and those are limited: whoever owns a piece is busy with it for at
-least its own load, so that in a plan of at most T microseconds no piece has a load above T. A
-column of a table whose pieces are `w` wide and hold at most the share `q` of its lookups (their
-mass) costs `D / w` id streams and at least `pb(q) / q` bytes of partial sums per unit of mass, `pb`
-being concave.
+depends on the size of its largest piece. This size is limited, because the owner of a piece is busy
+for at least the load of the piece: in a plan of at most T microseconds no piece has a load above T.
+A column of a table whose pieces are `w` wide, and whose owners hold at most the share `q` of its
+lookups (their mass), costs `D / w` id streams and at least `sums(q) / q` bytes of partial sums per
+unit of mass, since `sums` is concave.
 
-So for any T and any prices a plan takes at least min(T, the priced bound with pieces that fit T).
+So for any T and any prices, a step takes at least min(T, the priced bound with pieces that fit T).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
 from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
 
-NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
-_RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many
-_FEW = 30  # tables, up to which every width is told apart
+NUM_PIECE_GROUPS = 5  # the first groups of terms; no pushed piece loads the others
+_RATIO = 1.15  # largest ratio of two widths of the same type, if there are more than `_FEW` tables
+_FEW = 30  # tables, up to which every width is a type of its own
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
-_ROUNDING = 1e-9  # up to which an owner that has more than full is full
+_ROUNDING = 1e-9  # relative tolerance within which an owner is full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadLimits:
-    """Limits on the largest load that one pushed piece puts on its owner, by phase.
+    """Limits on the largest load that one pushed piece puts on its owner.
 
     Attributes:
         least, most: float64 [num_phases, 5], microseconds by phase and group of terms.
-        step: longest time of all phases together, without fixed costs.
+        step: cutoff for the sum of all phases, without fixed costs, microseconds.
     """
 
     least: np.ndarray
@@ -48,39 +48,37 @@ class LoadLimits:
 
 
 def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int, int]]:
-    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first.
-
-    The widths of one interval differ by at most the factor `ratio`.
-    """
+    """Intervals (narrowest, widest) that cover all widths that a piece may have; the first is the
+    entire row. Widths of an interval differ by at most the factor `ratio`."""
     dim = t.spec.dim
     if not split:
         return [(dim, dim)]
-    # Multiples of the step, and what is left of a row beside them.
+    # Multiples of the step, and the columns that remain next to them.
     widths = np.array([w for w in range(dim - 1, MIN_COLUMNS - 1, -1)
                        if w % COLUMN_STEP == 0 or (dim - w) % COLUMN_STEP == 0], np.int64)
     if not widths.size:
         return [(dim, dim)]
-    # Intervals that grow with the width, the narrow ones of a single width.
+    # Intervals of constant ratio; the narrowest contain a single width.
     level = np.floor(np.log(widths / widths[-1]) / max(np.log(ratio), 1e-9))
     parts = np.split(widths, np.flatnonzero(np.diff(level)) + 1)
     return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
 
 
 class Pieces:
-    """The pushed pieces that fit, for every table and class of ranks.
+    """The types of pushed pieces of every table, and their loads on owners by class of ranks.
 
-    An owner also reads its own piece, as every rank does. In a rank's own time (the local group,
-    and its part in other groups) the load of a piece is therefore what its owner does in excess of
-    a reader.
+    An owner also reads its own piece, as every rank does. Of a rank's own time (the local group,
+    and its part in other groups), the load of a piece is therefore only the owner's excess over a
+    reader.
 
     Args:
         units: unit loads of the tables' rows, by class of their owner.
         base_rows: float64 [23, W], the tally that every plan has.
-        asks: bool [T], tables for which an owner of some pushed rows sends requests to itself.
+        asks: bool [T], whether an owner of some pushed rows of the table sends requests to itself.
         may: bool [T, C], whether a table may be pushed to a class.
 
     Attributes:
-        floor: float64 [C, num_phases, 5], load that every plan puts on a rank of a class.
+        floor: float64 [C, num_phases, 5], least load that every plan puts on a rank of a class.
         hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
         unit: float64 [C, 23, num_phases, 5], load of a unit of each tally row on its owner.
@@ -92,11 +90,10 @@ class Pieces:
         self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
-        #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
+        #: float64 [C, P, 5], load of a byte of partial sums on the owner of a piece.
         self.partial = (self.unit[:, Row.PARTIALS]
                         - units.read_us[:, Row.PARTIALS, :, None] * self.has_local)
         base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
-        # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
         self.hidden = hidden[:, :, None]  # [C, P, 1]
@@ -108,12 +105,13 @@ class Pieces:
                               for t in tables]) if tables else np.zeros((0, _GRID))
         self.native_sums = native.Sums(_GRID, _FIRST, float(self.grid[1] / self.grid[0]),
                                        self.sums.ctypes.data)
-        #: int64 [T + 1], where each table's types begin; float64 [N], their widths and id streams.
+        #: int64 [T + 1], first type of each table; float64 [N], narrowest width and id streams.
         sizes = [len(w) for w in self.widths]
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        #: bool [T], which may be cut by columns.
+        #: bool [T], whether the table may be cut by columns.
         self.cut = np.array([len(w) > 1 for w in self.widths], bool)
-        #: int64 [T], columns of the tables whose pieces have to make them up, 0 for others.
+        #: int64 [T], columns that pieces must add up to; 0 if the table has one piece, or a dim
+        #: that is no multiple of the step.
         self.columns = np.array([t.spec.dim * (len(w) > 1 and t.spec.dim % COLUMN_STEP == 0)
                                  for t, w in zip(tables, self.widths, strict=True)], np.int64)
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
@@ -123,16 +121,15 @@ class Pieces:
         self._set_ratios(may)
 
     def _set_loads(self, asks: np.ndarray) -> None:
-        """Loads that a pushed table puts on its owner, without partial sums: as one piece, and in
-        the narrowest pieces.
+        """Set the loads of a pushed table on its owner, without partial sums: as one piece, and in
+        the narrowest pieces (axis of size 2). G is the number of loads.
 
         Attributes:
             per_unit: float64 [T, C, 2, G, 3], load of a unit of each feature except rows.
-            density: float64 [T, C, 2, G, 3], load of all ids if all were ids of the block with the
-                least load per id; the same for the block with the most; load of all ids as they
-                are.
+            density: float64 [T, C, 2, G, 3], load if all lookups were to the block with the least
+                load per id; to the block with the largest load per id; and as they are.
             asks: float64 [T, C, G], part of these loads for the ids that the owner pushes to
-                itself; 0 if it owns all rows.
+                itself, which an owner of all rows does not have.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
         shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
@@ -156,14 +153,14 @@ class Pieces:
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
     def _more(self, units: np.ndarray) -> np.ndarray:
-        """Load of a unit of every feature except rows on its owner; for own time, the excess over
-        the least loaded reader; float64 [2, C, T, 4, 20] -> [C, T, 3, P, 5]."""
+        """Load of a unit of every feature except rows on its owner; of own time, only the excess
+        over the least loaded reader; float64 [2, C, T, 4, 23] -> [C, T, 3, P, 5]."""
         us = self.units.group_us(self.units.loads(units)[:, :, IDS:])
         least = us[..., LOCAL, :].min(axis=-1)[..., None]
         return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self.has_local)
 
     def fit(self, limits: LoadLimits) -> Fit:
-        """The pieces that plans within `limits` may have."""
+        """The pieces that plans within `limits` may have, computed in C++."""
         shape = (len(self.tables), len(self.floor))
         mass = np.zeros((self.narrow.size, shape[1]))
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
@@ -180,19 +177,16 @@ class Pieces:
         return Fit(self, mass, least_sums, whole.astype(bool))
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Least bytes of partial sums that the owners of a share of a table's mass send to each
-        reader.
+        """Least bytes of partial sums that the owners of a share of a table's lookups send to each
+        reader, for all columns; float64 [N].
 
-        Since these sums are concave in the mass of an owner, the least bytes result when all owners
-        but one hold as much as they may.
+        The sums are concave in the mass of an owner, so that they are least if all owners but one
+        are full.
 
         Args:
             tables: int64 [N].
             share: float64 [N], share of all lookups of the table.
             owner: float64 [N], largest share that one owner may hold.
-
-        Returns:
-            float64 [N].
         """
         full = np.floor(share / owner * (1 - _ROUNDING))
         most, rest = self._one_sum(tables, np.stack([np.minimum(share, owner),
@@ -200,9 +194,8 @@ class Pieces:
         return np.asarray(full * most + rest)
 
     def _one_sum(self, tables: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Lower bound of the bytes that one owner of a share (float64 [..., N]) sends, from
-        tabulated points.
-        """
+        """Lower bound of the bytes that one owner of a share (float64 [..., N]) sends, by linear
+        interpolation of a concave function."""
         at = np.interp(share, self.grid, np.arange(_GRID))
         low = np.minimum(at.astype(np.int64), _GRID - 2)
         left, right = self.sums[tables, low], self.sums[tables, low + 1]
@@ -210,14 +203,12 @@ class Pieces:
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
     def load(self, k: int, c: int, width: int, features: np.ndarray) -> np.ndarray:
-        """Load of a piece of `width` columns of table `k` on its owner, of class `c`.
+        """Load of a piece of table `k` on its owner, a rank of class `c`; float64 [num_phases, 5].
 
         Args:
-            k, c, width: see above.
+            k, c: indices of table and class.
+            width: columns of the piece.
             features: float64 [4], of the rows of the piece, in all columns.
-
-        Returns:
-            float64 [num_phases, 5].
         """
         t = self.tables[k]
         widest, narrowest = self.widths[k][0][0], self.widths[k][-1][0]
@@ -231,15 +222,15 @@ class Pieces:
                           + sums * self.partial[c])
 
     def _set_ratios(self, may: np.ndarray) -> None:
-        """Set, for a piece of each table, the least ratio of one load to another over all its rows
-        (float64 [T, C, G, G]; infinite if the class may own none), and its largest loads (float64
-        [T, C, G])."""
+        """Set, for pieces of each table, the least ratio of each load to each other load (float64
+        [T, C, G, G]; infinite if the class may own none), and the largest loads (float64 [T, C,
+        G])."""
         number = self.density.shape[-2]
         self._ratio = np.full((*may.shape, number, number), np.inf)
         self._most = np.zeros((*may.shape, number))
         for k, c in np.argwhere(may).tolist():
             blocks, sums = self.by_block[k][c], self.partial[c].reshape(-1, 1)
-            # Who has all rows does not ask itself.
+            # An owner of all rows sends no requests to itself.
             whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
             for x in (*blocks, *whole, sums):  # [G, B], of widest and narrowest
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -252,16 +243,16 @@ class Pieces:
                 sums[:, 0] * self.sums[k, -1])
 
     def implied(self, least: np.ndarray) -> np.ndarray:
-        """Lower bounds of the largest piece's other loads, per microsecond of the load by which it
-        is largest.
+        """Lower bounds of the largest piece's other loads, as ratios to the load by which it is
+        the largest.
 
-        A table whose total load on an owner stays below `least` has no such piece.
+        Tables whose total load on an owner is below `least` have no such piece.
 
         Args:
-            least: float64 [G], least value of the load by which the piece is the largest.
+            least: float64 [G], lower limit of the load by which the piece is the largest.
 
         Returns:
-            float64 [G, G], by that load and the other one.
+            float64 [G, G], ratio by that load (first axis) and the other load.
         """
         has = self._most * (1 + _ROUNDING) >= least
         found = np.where(has[..., None], self._ratio, np.inf).min(axis=(0, 1), initial=np.inf)
@@ -269,14 +260,14 @@ class Pieces:
 
 
 class Fit:
-    """The pieces that plans within `limits` may have.
+    """The pieces that plans within limits may have.
 
     A table that fits a class of ranks as one piece has only that piece there.
 
     Args:
         pieces: all pieces, of N types.
-        mass: float64 [N, C], largest share of a table's lookups that one owner may hold; 0 if none
-            fits.
+        mass: float64 [N, C], largest share of a table's lookups that one owner may hold; 0 if the
+            limits admit no piece of the type.
         least_sums: float64 [N, C, 3], least bytes of partial sums per unit of each feature except
             rows.
         whole: bool [T, C], whether the table fits the class as one piece.
@@ -294,7 +285,8 @@ class Fit:
         self._least_sums = np.where(one[..., None], 0.0, least_sums)
 
     def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
-        """Types of every table in some classes (int64 [M]), in the layout of `OperPricing`."""
+        """Types of every table in the classes `classes` (int64 [M]), in the layout of
+        `OperPricing`."""
         p, number = self._pieces, len(self.whole)
         table, rank_class = np.repeat(np.arange(number), classes.size), np.tile(classes, number)
         whole = self.whole[table, rank_class]
@@ -302,7 +294,7 @@ class Fit:
         first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         of = np.repeat(np.arange(sizes.size), sizes)
         at, c = p.first[table[of]] + np.arange(of.size) - first[of], rank_class[of]
-        # What fits as a whole row has the least streams, whatever its width is.
+        # A table that fits as one piece has one stream, for pieces of any width.
         narrowest = np.minimum.reduceat(p.narrow, p.first[:-1])[table[of]]
         return {"first": first, "streams": self.streams[at, c], "mass": self.mass[at, c],
                 "least_sums": self._least_sums[at, c],
@@ -315,20 +307,14 @@ class Fit:
 
     def chosen(self, tables: np.ndarray, c: int, kind: np.ndarray
                ) -> tuple[np.ndarray, np.ndarray]:
-        """Id streams and largest mass of one owner for the types `kind` of some tables."""
+        """Id streams of pieces of type `kind` of some tables, and the largest mass of one owner of
+        class `c`; float64 [N] each."""
         at = self.place(tables, kind), c
         return self.streams[at], self.mass[at]
 
     def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
                    ) -> np.ndarray:
-        """Lower bound of the bytes of partial sums that rows with the given features cause.
-
-        Args:
-            tables, c, kind: as for `chosen`.
-            features: float64 [N, 4].
-
-        Returns:
-            float64 [N], valid while owners keep their load limits.
-        """
+        """Lower bound of the bytes of partial sums that rows with the given features (float64 [N,
+        4]) cause within the load limits; float64 [N]. Other arguments as for `chosen`."""
         each = self._least_sums[self.place(tables, kind), c]
         return np.asarray((each * features[:, IDS:]).sum(axis=1))

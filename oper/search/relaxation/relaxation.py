@@ -1,19 +1,19 @@
-"""The relaxation of a planning problem, and what its tables cost at given prices.
+"""The relaxation of a planning problem: resource rows, and their consumption by tables.
 
-Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`), and tables
-interact only through these resource rows, so that at given prices of the rows each table has its
-own cheapest configuration, independent of the others. A *configuration* cuts a table by columns
-into pieces, and gives every block of rows of a piece an *option*: replicated on all ranks or on one
+Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`). Tables interact
+only through these resource rows, so that at given prices of the rows each table has its own
+cheapest configuration, independent of other tables. A *configuration* cuts a table by columns into
+pieces, and gives every block of rows of a piece an *option*: replicated on all ranks or on one rank
 of each host, owned within a class (striped or not: the mean is the same), pulled (from device or
 host memory) or pushed. A piece of width w of a table of D columns consumes w / D times
 
     sum over blocks of features @ (coefficients + (s - 1) per_stream)
     + (s - 1) piece                                     one more piece
-    + s tiers, or s tiers_pushed where rows are pushed  unless all rows are in one tier
+    + s tiers, or s tiers_pushed if rows are pushed     unless all rows are in one tier
     + s own ids                                         pushed, unless one rank owns the whole piece
-    + partial sums of what is pushed                    concave in the mass of one owner
+    + partial sums of pushed rows                       concave in the mass of one owner
 
-with s = D / w: every charge of the cost model is in it (`oper.search.cost.model.whole_table`).
+with s = D / w. These are all charges of the cost model (`CostModel.whole_table`).
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ class Relaxation:
 
     Args:
         model: the cost model.
-        distinguished: a load, by phase and group of terms. Among interchangeable hosts (domains, on
-            a single host) the one that owns the piece with the largest such load is the first,
-            without loss of generality; its ranks are then classes of their own, so that the
-            relaxation sees what that host owns.
+        distinguished: None, or a load (phase, group of terms). Hosts (on a single host: memory
+            domains) must be interchangeable; then the owner of the piece with the largest such load
+            is on the first one, without loss of generality. The ranks of that host become classes
+            of their own, so that the relaxation represents what that host owns.
 
     Attributes:
-        tables: the tables that are free to choose (pinned ones are part of `base`).
+        tables: the free tables (pinned tables are part of `base`).
         options: the options.
-        allowed: bool [T, M].
+        allowed: bool [T, M], whether a table may use an option.
         features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
-        coefficients: float64 [T, M, 4, R], resources per unit of each feature, by option, with one
-            column piece.
-        per_stream: float64 [T, M, 4, R], resources that every further column piece adds to them.
-        piece: float64 [R], resources of every further column piece of a table.
-        tiers, tiers_pushed: float64 [T, R], resources of a piece of several tiers, if none, or
-            some, of them are pushed.
-        own: float64 [M, R], resources of an id that a rank pushes to itself, for the tables `asks`
-            (bool [T]) only.
+        coefficients: float64 [T, M, 4, R], consumption per unit of each feature, by option, with
+            one column piece.
+        per_stream: float64 [T, M, 4, R], what every further column piece adds to `coefficients`.
+        piece: float64 [R], fixed consumption of every further column piece of a table.
+        tiers, tiers_pushed: float64 [T, R], consumption of a piece for having several tiers, if
+            none, or some, of them are pushed.
+        own: float64 [M, R], consumption of an id that a rank pushes to itself, for the tables
+            `asks` (bool [T]) only.
         units: unit loads of the tables' rows on the ranks.
         pieces: pushed pieces.
-        inequalities: the rows about the owner of a large piece.
-        distinguished: the load by whose largest piece a host is distinguished.
-        unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
-        base: float64 [R], what every plan consumes.
-        pinned: float64 [R], what pinned rows consume; part of `base`, and of no configuration.
-        phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows that may exceed theirs.
-        phase_weight: float64 [R, P], a row is at most the weighted sum of the phases' times.
-        fixed_us: fixed cost of a step.
+        inequalities: the rows about the owner of the largest piece.
+        distinguished: the argument of this name.
+        unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
+        base: float64 [R], consumption by every plan.
+        pinned: float64 [R], the part of `base` for pinned rows of free tables.
+        phase_of: int64 [R], phase of each row; -1 for memory, -2 for rows that may exceed a phase.
+        phase_weight: float64 [R, P]; a row is at most the sum over phases of weight x length.
+        fixed_us: fixed cost of a step, microseconds.
     """
 
     def __init__(self, model: CostModel, distinguished: Load | None = None) -> None:
@@ -90,7 +90,7 @@ class Relaxation:
         #: Whether all ranks are interchangeable, except for a distinguished host.
         self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
         self.units = UnitRows(model, self.classes, self.tables)
-        # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
+        # One rank may hold all rows of a table if some are pinned to it, whatever the limits.
         self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
                                   for x in self.problem.held(t.spec.name).pinned)
                               for t in self.tables], bool)
@@ -107,8 +107,8 @@ class Relaxation:
         self.table_of = np.repeat(np.arange(len(self.tables)), blocks)
         self.features = np.concatenate([np.zeros((0, NUM_FEATURES)), *(
             free_blocks(self.problem, t) for t in self.tables)])
-        #: float64 [num_blocks, M], share of each block that is placed as the option says; the
-        #: masters of the rest are distributed over all ranks.
+        #: float64 [num_blocks, M], share of each block whose masters are in the option's class; the
+        #: other masters are distributed over all ranks.
         self.own_share = np.ones((len(self.features), len(self.options)))
         sizes = self.units.sizes
         most = np.array([most_masters(self.problem, t, sizes) for t in self.tables]).reshape(
@@ -125,7 +125,7 @@ class Relaxation:
         if "replicated" in self.problem.allow:
             self.options.append(Option(REPLICATED, -1))
             if len(every_class) > 1:
-                # Master copies are assigned row by row: a few hot rows may all lie in one class.
+                # Round-robin assignment may put the masters of a few hot rows in one class.
                 self.options += [Option(REPLICATED, c) for c in every_class]
         if distinguished is None and has_copies(self.model):
             self.options.append(Option(COPIES, -1))
@@ -133,37 +133,36 @@ class Relaxation:
         for kind, mode in kinds:
             if mode in self.problem.allow:
                 self.options += [Option(kind, c) for c in every_class]
-        #: int64 [M], the option that stands for each in a candidate: masters distributed over all
-        #: ranks.
+        #: int64 [M], the option without a class for masters: masters distributed over all ranks.
         self.plain = np.where([o.kind == REPLICATED for o in self.options], 0,
                               np.arange(len(self.options)))
         first = [int(self.classes.ranks[o.rank_class][0]) for o in self.options]
         allowed = [may_hold(self.problem, t.spec.name, o.kind, r) for t in self.tables
                    for o, r in zip(self.options, first, strict=True)]
         self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
-        #: bool [M], which of them push.
+        #: bool [M], whether the option pushes rows.
         self.pushes = np.array([o.kind == PUSH for o in self.options], bool)
 
     def _build_base(self) -> None:
         model = self.model
         self.base_tally, pinned = fixed_tallies(model)
-        #: The same with rows that are pinned in tables that are free to choose for others.
+        #: `base_tally` plus the pinned rows of free tables.
         self.fixed_tally = self.base_tally.plus(pinned)
         self.pinned = self.rows.of_tally(pinned)
         self.base: np.ndarray = self.rows.of_tally(self.base_tally)
         for k, (phase, _, rank_class) in enumerate(self.rows.names):
-            # A mean of excesses never exceeds the largest, nor falls below the excess of the mean.
+            # The mean of max(0, load - hidden) is at least mean load - mean hidden.
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
     def _block_costs(self, owners: OwnerRows) -> np.ndarray:
-        """`coefficients` and `per_stream`, with the rows about owners after the others."""
+        """`coefficients` and `per_stream`; owner rows follow the resource rows."""
         rows, units, number = self.rows, self.units, self.rows.phase_of.size
         out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES,
                         number + owners.phase_of.size))
         for kind in {o.kind for o in self.options} - {COPIES}:
             of = units.of(kind)
-            # Owners are symmetric within a class by construction, readers by definition.
+            # All owners of a class have equal loads, and so have all its readers.
             asked = [np.concatenate([units.mean(of[mean], rows.unit),
                                      units.by_tables(of[alone], owners.asked)], axis=-1)
                      for mean, alone in ((WHOLE, WHOLE), (ANY_SQUARES, ANY))]  # [C, T, 4, R]
@@ -171,14 +170,14 @@ class Relaxation:
                 if option.kind == kind:
                     out[:, :, o] = [units.by_owner(x, option.rank_class) for x in asked]
         for o, option in enumerate(self.options):
-            if option.kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
+            if option.kind == COPIES:  # owner rows stay 0, a valid lower bound
                 for k, t in enumerate(self.tables):
                     out[0, k, o, :, :number] = [rows.of_tally(x)
                                                 for x in copy_tallies(self.model, t)]
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
-        """Append the rows about owners to the others."""
+        """Append the owner rows to the resource rows."""
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         self.inequalities = owners.inequalities
@@ -192,7 +191,7 @@ class Relaxation:
         self.phase_weight = np.concatenate([weight, owners.weight])
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
-        #: float64 [23, R], what a unit of each tally row on every rank asks.
+        #: float64 [23, R], consumption by a unit of each tally row on every rank.
         self.every = np.concatenate([rows.of_tally(Tally(every)), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
@@ -202,8 +201,8 @@ class Relaxation:
         ids = np.array([t.total[IDS] for t in self.tables])[:, None]
         bags = np.array([t.traffic.num_bags for t in self.tables])[:, None]
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
-        # Pieces of a table pay the same, and what pushes nothing may lie beside pieces, or pinned
-        # rows, that are pushed.
+        # A table's pieces pay the same charge. A piece that pushes nothing may lie next to pieces,
+        # or pinned rows, that are pushed, so it is charged the smaller of the two.
         still = np.array([
             min(pull, push) if self.problem.may_split(t) or self.problem.held(t.spec.name).pinned
             else pull for t in self.tables])[:, None]
@@ -211,7 +210,7 @@ class Relaxation:
         self.tiers_pushed = (ids * push * passes
                              + bags * costs.push_bag_ns * self.every[Row.FORWARD_NS])
         own = np.zeros((len(self.options), self.phase_of.size))
-        timed = self.rows.phase_of.size  # the owner of a large piece may have none of these ids
+        timed = self.rows.phase_of.size  # 0 in owner rows: that owner may push none of these ids
         for o in np.flatnonzero(self.pushes):
             mine = self.rows.unit[self.options[o].rank_class]
             own[o, :timed] = costs.push_ns * mine[list(model.passes)].sum(axis=0)
@@ -225,11 +224,11 @@ class Relaxation:
         return self.phase_of.size
 
     def amounts(self, choice: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Features by option of whole tables whose blocks are placed by `choice`.
+        """Features by option of entire tables whose blocks are placed by `choice`.
 
         Args:
             choice: int64 [num_blocks], option of each block.
-            wanted: bool [T], the tables.
+            wanted: bool [T], the tables to include.
 
         Returns:
             float64 [T, M, 4], 0 for other tables.
@@ -246,24 +245,19 @@ class Relaxation:
         return out.reshape(shape)
 
     def by_option(self, asked: np.ndarray) -> np.ndarray:
-        """Resources that each block consumes under each option, given those of whole tables.
-
-        Returns:
-            float64 [num_blocks, M].
-        """
+        """Cost of each block under each option (float64 [num_blocks, M]), given the cost with all
+        masters in the option's class (same shape)."""
         return self.own_share * asked + (1.0 - self.own_share) * asked[:, self.plain]
 
     def project_prices(self, prices: np.ndarray) -> np.ndarray:
-        """Project prices so that they certify a bound: non-negative, weighted sum at most 1 in each
-        phase."""
+        """Make prices certify a bound: clip them to >= 0, and scale those of each phase so that
+        their weighted sum is at most 1."""
         out = np.maximum(prices, 0.0)
         for weight in self.phase_weight.T:
             out[weight > 0] /= max(1.0, float(out @ weight))
         return out
 
     def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Resource rows that features by option (float64 [N, M, 4]) of tables (int64 [N]) consume.
-
-        Taken as one column piece, without partial sums and fixed charges; float64 [N, R].
-        """
+        """Consumption of the resource rows by features by option (float64 [N, M, 4]) of tables
+        (int64 [N]) as one column piece, without partial sums and fixed charges; float64 [N, R]."""
         return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))

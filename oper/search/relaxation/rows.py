@@ -1,13 +1,13 @@
-"""Resource rows: limited resources of ranks and memories, as means over classes of equal ranks.
+"""Resource rows: loads of ranks and use of memories, as means over classes of equal ranks.
 
 A mean never exceeds a maximum, and the mean over a class of interchangeable ranks depends on a plan
-only through how much each class owns, so whatever holds for the averaged loads of all placements
-holds for every plan. There is
+only through the amounts that each class owns. So a bound over averaged loads holds for every plan.
+The rows are
 
-* one row per (phase, class, group of terms that run concurrently), in microseconds; the phase time
-  is at least each of its rows;
-* one per class of memory domains, memory over capacity, at most 1, and the same per class of hosts
-  where rows may lie in host memory.
+* one per phase, class and group of terms that run concurrently, in microseconds; the phase time is
+  at least each of its rows;
+* one per class of memory domains, memory used / capacity, at most 1; and the same per class of
+  hosts, if rows may lie in host memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from oper.search.problem.machine import GROUPS
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to place a block.
-
-    `kind` is one of `oper.search.cost.space.KINDS`; the rank class owns the rows or has their
-    master copies (-1: all ranks).
-    """
+    """A way to place a block: one of `oper.search.cost.space.KINDS`, and the class of ranks that
+    owns the rows or has their master copies (-1: all ranks)."""
 
     kind: str
     rank_class: int
@@ -43,10 +40,10 @@ class ResourceRows:
 
     Attributes:
         classes: classes of ranks.
-        uses_host: whether rows may lie in host memory, or pinned ones do.
+        uses_host: whether rows may lie in host memory.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
-        unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
+        unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
     """
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
@@ -80,10 +77,9 @@ class ResourceRows:
         return len(self.names)
 
     def of_tally(self, tally: Tally) -> np.ndarray:
-        """Resources that a tally consumes; float64 [..., R].
+        """Consumption of the resource rows by a tally; float64 [..., R].
 
-        The tally may contain many tallies (rows float64 [..., 23, W]) if it has no tiers replicated
-        on only some of the ranks.
+        The rows of the tally may have further axes (float64 [..., 23, W]) if `tally.units` is 0.
         """
         time = self._class_means(self.model.units(tally))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))
@@ -98,8 +94,8 @@ class ResourceRows:
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _memory_share(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows [..., 23, W] -> [..., domain classes, then host classes where hosts hold
-        rows]: share of the class's capacity."""
+        """Tally rows [..., 23, W] -> share of the capacity of each domain class, then (if rows may
+        lie in host memory) of each host class."""
         machine, classes = self.model.machine, self.classes
         groups = [(rows[..., Row.HELD, :], classes.of_domain, machine.domain,
                    machine.capacity_bytes)]
@@ -108,7 +104,7 @@ class ResourceRows:
                            machine.host_capacity_bytes))
         out = []
         for held, class_of, of_rank, capacity_bytes in groups:
-            # A machine whose reserve exceeds its memory has no capacity; any need then overflows.
+            # If reserved memory exceeds the memory, capacity is about 0, and any need overflows.
             capacity = np.maximum(np.bincount(class_of, capacity_bytes), 1e-3)
             out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
                     for k in range(capacity.size)]

@@ -1,8 +1,8 @@
 """Loads that a unit of each feature of a table's rows puts on the ranks, by class of its owner.
 
-Ranks of a class are alike. So a unit's load is given by the excess of its owner over the other
-ranks of the class, and by the load of every rank of each class, whoever the owner is. It has to be
-computed only for the few ranks whose position relative to the owner differs.
+Ranks of a class are alike. A unit's load is therefore given by two parts: the excess of its owner
+over other ranks of the class, and the load of every rank of each class, whoever the owner is. It is
+computed only for ranks whose position relative to the owner differs (domain, host, rack).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
 LOCAL = GROUPS.index("local")  # a rank's own memory and cores
-#: First axis of `UnitRows.of`: a piece of all columns; what any piece asks, whatever its width is;
-#: and the same with the squares that owners of the columns of a row exchange.
+#: First axis of `UnitRows.of`: a piece of all columns; the part that does not depend on the width;
+#: and this part including the squares that owners of the columns of a row exchange.
 WHOLE, ANY, ANY_SQUARES = range(3)
-_MOST_BYTES = 1 << 26  # of loads at a time
+_MOST_BYTES = 1 << 26  # of loads computed at a time
 
 
 class UnitRows:
-    """Tallies of units, and their loads on ranks.
+    """Units (of features, or of tally rows), and their loads on ranks.
 
-    Units are arrays float64 [2, C, ..., 20]: the excess of an owner of class c over other ranks of
+    Units are arrays float64 [2, C, ..., 23]: the excess of an owner of class c over other ranks of
     its class, and the load of every rank of class c.
 
     Args:
@@ -36,13 +36,13 @@ class UnitRows:
         tables: the tables.
 
     Attributes:
-        seen: int64 [C, S], ranks whose position relative to the owner differs; the first is the
+        seen: int64 [C, S], one rank for each position relative to the owner; the first is the
             owner itself.
-        each: float64 [2, C, 20, 20], load of a unit of each tally row that its owner has.
-        every: float64 [2, C, 20, 20], load of a unit of each tally row that every rank has.
-        own_us: float64 [C, 23, P, 8], microseconds that a unit of each tally row costs its owner.
-        read_us: float64 [C, 23, P], own time that it costs a reader, on the rank where this is
-            least.
+        each: float64 [2, C, 23, 23], a unit of each tally row on the owner.
+        every: float64 [2, C, 23, 23], a unit of each tally row on every rank.
+        own_us: float64 [C, 23, P, 8], microseconds of a unit of each tally row on its owner.
+        read_us: float64 [C, 23, P], own time of a unit of each tally row on a reader, least over
+            the ranks, microseconds.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses, tables: tuple[TableProblem, ...]
@@ -63,7 +63,7 @@ class UnitRows:
         self._by_rank = (self._of_seen(owned, shared) if any(model.machine.shared_terms)
                          else self._on_links)
         self._unit = np.eye(NUM_FEATURES)[:, :, None] * is_owner[:, None, None].astype(float)
-        # Readers are seen with an owner of another class, or as another rank of the only class.
+        # A reader is the owner of another class, or another rank of the only class.
         self._owner_seen = (np.arange(number) + 1) % number
         self._reader = self._first if number > 1 else classes.ranks[0][1:2]
         self._known: dict[str, np.ndarray] = {}
@@ -73,17 +73,17 @@ class UnitRows:
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
 
     def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of a unit of one owner on the ranks seen from it (float64 [C, 23, P, 9, S]), and
-        loads of a unit on every rank of a class on the first rank of each class (float64 [C, 23, P,
-        9, C])."""
+        """Loads of a unit of one owner on the ranks `seen` (float64 [C, 23, P, 9, S]), and loads of
+        a unit on every rank of a class on the first rank of each class (float64 [C, 23, P, 9, C]).
+        """
         return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
                 shared[..., self._first])
 
     def of(self, kind: str) -> np.ndarray:
-        """Units of the features of every table's rows, placed in one of the ways of `row_makers`.
+        """Units of the features of every table's rows, held in the way `kind` of `row_makers`.
 
         Returns:
-            float64 [3, 2, C, T, 4, 20]; see WHOLE for the first axis.
+            float64 [3, 2, C, T, 4, 23]; see WHOLE for the first axis.
         """
         if kind not in self._known:
             make = row_makers(self.model)[kind]
@@ -97,18 +97,18 @@ class UnitRows:
         return self._known[kind]
 
     def _divided(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows (float64 [C, 4, 23, W]) as units."""
+        """Convert tally rows (float64 [C, 4, 23, W]) to units (float64 [2, C, 4, 23])."""
         mine = rows[np.arange(self._first.size), ..., self._first]
         shared = (rows[self._owner_seen, ..., self._reader] if self._reader.size
                   else np.zeros_like(mine))
         return np.stack([mine - shared, shared])
 
     def mean(self, units: np.ndarray, unit: np.ndarray) -> np.ndarray:
-        """Resource rows that units consume, by class of the owner.
+        """Consumption of the resource rows by units, by class of the owner.
 
         Args:
-            units: float64 [2, C, ..., 20].
-            unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
+            units: float64 [2, C, ..., 23].
+            unit: float64 [C, 23, R], consumption by a unit of each tally row, spread over a class.
 
         Returns:
             float64 [C, ..., R].
@@ -118,25 +118,15 @@ class UnitRows:
         return np.asarray(out.reshape(*units.shape[1:-1], out.shape[-1]))
 
     def by_owner(self, asked: np.ndarray, rank_class: int) -> np.ndarray:
-        """Select from `asked` (float64 [C, ...]), by class of the owner, one class, or the mean of
-        all ranks.
-
-        `rank_class` -1 stands for units that are spread evenly over all ranks.
-        """
+        """The entry of `asked` (float64 [C, ...], by class of the owner) for one class, or for -1
+        the mean over all ranks."""
         return np.asarray(asked[rank_class] if rank_class >= 0 else
                           np.average(asked, axis=0, weights=self.sizes))
 
     def by_tables(self, units: np.ndarray, asked: Callable[[np.ndarray], np.ndarray]
                   ) -> np.ndarray:
-        """Apply `asked`, a function of units, to the units of many tables at once.
-
-        Args:
-            units: float64 [2, C, T, 4, 20].
-            asked: the function.
-
-        Returns:
-            float64 [C, T, ...].
-        """
+        """Apply `asked`, a function of units, to the units of all tables (float64 [2, C, T, 4,
+        23]) in batches of limited memory; float64 [C, T, ...]."""
         size = 8 * NUM_FEATURES * self._on_links[0][:, 0].size
         step = max(1, _MOST_BYTES // size)
         return np.concatenate([asked(units[:, :, k:k + step])
@@ -145,8 +135,8 @@ class UnitRows:
     def loads(self, units: np.ndarray, by_rank: bool = False) -> np.ndarray:
         """Loads by phase and term on the ranks `seen` from the owner; float64 [C, ..., P, 9, S].
 
-        With `by_rank` they are what ranks send and receive themselves, otherwise what they wait for
-        on shared links (`Machine.on_links`).
+        If `by_rank`, on shared links they are the bytes that a rank sends and receives itself, else
+        those it waits for (`Machine.on_links`).
         """
         number, (owned, of_class) = self.sizes.size, self._by_rank if by_rank else self._on_links
         own, every = units.reshape(2, number, -1, NUM_ROWS)
@@ -158,12 +148,8 @@ class UnitRows:
         return np.asarray(out.reshape(*units.shape[1:-1], *owned.shape[2:]))
 
     def seconds(self, num_axes: int) -> np.ndarray:
-        """Seconds of a unit of each term on the ranks `seen`, shaped to broadcast with loads of
-        `num_axes` axes.
-
-        Returns:
-            float64 [C, 1, ..., 9, S].
-        """
+        """Seconds of a unit of each term on the ranks `seen`, float64 [C, 1, ..., 9, S], shaped to
+        broadcast with loads of `num_axes` axes."""
         found = np.moveaxis(self.model.machine.seconds_per_unit[:, self.seen], 1, 0)
         return np.asarray(np.expand_dims(found, tuple(range(1, num_axes - 2))))
 
@@ -173,8 +159,8 @@ class UnitRows:
 
 
 def _seen(model: CostModel, classes: RankClasses, first: np.ndarray) -> np.ndarray:
-    """For the first rank of every class: itself, and one rank of every class in its memory domain,
-    on its host, in its rack, and elsewhere; int64 [C, S], padded with itself."""
+    """For the first rank of every class: the rank itself, and one rank of every class in its memory
+    domain, on its host, in its rack, and elsewhere; int64 [C, S], padded with the rank itself."""
     m, out = model.machine, []
     for owner in first.tolist():
         where = np.stack([classes.of_rank, m.domain == m.domain[owner], m.host == m.host[owner],

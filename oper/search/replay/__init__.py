@@ -1,1 +1,1 @@
-"""Replay of batches under a plan, id by id: what each rank does, the bytes moved, timelines."""
+"""Replay of batches under a plan, id by id: counts, bytes between ranks, timelines."""

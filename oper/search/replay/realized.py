@@ -1,8 +1,8 @@
-"""The load of real batches under the cost model: actual counts in place of expected ones.
+"""The load of real batches under the cost model: actual counts instead of expected ones.
 
-Where the model says "expected distinct rows of a rank's batch", this counts them. So a prediction
-and a replay differ only as far as statistics and data do. Bytes between ranks are counted per pair
-of ranks, while the model treats all readers alike.
+Where the model uses the expected number of distinct rows in a rank's batch, this module counts
+them. So a prediction and a replay differ only as far as statistics and data do. Bytes between ranks
+are counted per pair of ranks, while the model treats all readers alike.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class StepLoad:
     """The load of one step.
 
     Attributes:
-        phases: the model's phases.
-        ids_us: float64 [W], the part of backward that needs ids only and may run ahead (sorting).
+        phases: the phases of the cost model.
+        ids_us: float64 [W], the part of backward that needs only ids (sorting), which may run ahead
+            of the step; microseconds.
     """
 
     phases: tuple[Phase, ...]
@@ -44,17 +45,17 @@ class StepLoad:
 
 
 class RealizedLoad:
-    """Phases of a step on real batches.
+    """Computes the phases of a step from real batches.
 
-    Exchanged bytes are float64 [10, W, W]: by row of a tally that concerns pairs of ranks, by
-    sender, and by receiver. Bag gradients are as many bytes as partial sums, in the other
-    direction. Entries that cannot occur are not used: reads of host memory by ranks of another
-    host, messages within a host, and changed rows sent to copies in the same domain, which are
-    counted elsewhere.
+    Exchanged bytes are arrays float64 [10, W, W]: by row of a tally that concerns pairs of ranks,
+    by sender, and by receiver. Bag gradients take as many bytes as partial sums, in the other
+    direction. Entries that cannot occur, or whose bytes are counted in another row, are ignored:
+    reads of host memory by ranks of another host, messages within a host, and changed rows sent to
+    copies in the same domain.
 
     Args:
         plan: the plan.
-        problem: machine and cost constants; tables in the plan's shape.
+        problem: machine and cost constants, and the plan's tables in the plan's order.
     """
 
     def __init__(self, plan: Plan, problem: Problem) -> None:
@@ -71,11 +72,8 @@ class RealizedLoad:
         self.has_push = any(p.has_push for ps in self.placed.values() for p in ps)
 
     def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
-        """The load of one step on these batches, one per rank.
-
-        Raises:
-            InvalidInputError: a batch is invalid.
-        """
+        """The load of one step on batches `ranks`, one per rank; raises InvalidInputError if a
+        batch is invalid."""
         rows = np.zeros((NUM_ROWS, self.world_size))
         exchange = np.zeros((NUM_RELATIONAL, self.world_size, self.world_size))
         for entry in self.plan.tables:
@@ -100,8 +98,8 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
-        """Adds a piece's bytes to `exchange`; returns each rank's own tally rows, float64 [23,
-        W]."""
+        """Add a piece's bytes to `exchange`; returns each rank's own tally rows, float64 [23, W].
+        """
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
         features = self._features(len(piece.tiers), placed, batches)
@@ -110,7 +108,7 @@ class RealizedLoad:
             owner = features[k]
             out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 23, W owners]
             if tier.mode == "push" and self._pools:
-                rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
+                rows += _own(out.mean(axis=0))  # the model multiplies the mean by W readers
                 for asked in (Row.PUSH_IDS, Row.REQUESTS):
                     exchange[asked] += out[:, asked]
                 own += np.diagonal(owner[:, IDS])
@@ -118,11 +116,11 @@ class RealizedLoad:
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 holds = np.isin(np.arange(world), tier.ranks)
                 exchange[Row.BROADCAST] += out[0, Row.BROADCAST][:, None] * holds
-                # As the model has it: ranks that share a memory read and write for themselves.
+                # As in `links.broadcast`: ranks that share a memory read and write for themselves.
                 near = self.problem.machine.domain_sum(holds.astype(float))
                 rows[Row.UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
                     out[0, Row.BROADCAST]) * holds * (near > 1)
-                # A rank without a copy in its domain reads one of its host, else any.
+                # A rank without a copy in its domain reads one on its host, else on any host.
                 read = _nearest(holds, self.problem.machine) * owner[:, TOUCHED].sum(axis=1)
                 exchange[Row.SERVED] += read * (t.spec.row_bytes * width / t.spec.dim)
                 exchange[Row.ANSWERS] += read * messages.answer_bytes(t, width)
@@ -147,7 +145,7 @@ class RealizedLoad:
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]
                   ) -> np.ndarray:
-        """float64 [tiers, W readers, 4, W owners]; the feature ROWS is 0, since it is not used."""
+        """Features by tier, float64 [tiers, W readers, 4, W owners]; ROWS is unused and 0."""
         world = self.world_size
         out = np.zeros((num_tiers, world, NUM_FEATURES, world))
         distinct = [np.unique(b.ids, return_counts=True) for b in batches]
@@ -186,15 +184,15 @@ class RealizedLoad:
 
 def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
              reads_source: bool = True) -> None:
-    """Add bytes between ranks of different domains to the units `out` (float64 [9, W]).
+    """Add bytes between ranks of different domains to units of a phase.
 
     Args:
-        out: one phase's units.
-        amount: float64 [W, W], bytes by source and destination; bytes within a memory domain use no
-            link.
-        message: float64 [W, W], bytes of the messages that replace them between hosts.
+        out: float64 [9, W], the units.
+        amount: float64 [W, W], bytes by source and destination if they are on the same host; bytes
+            within a memory domain use no link.
+        message: float64 [W, W], the same if they are on different hosts.
         machine: the machine.
-        reads_source: whether the bytes also come from the source's memory.
+        reads_source: whether the bytes are also read from the source's memory.
     """
     host = machine.host[:, None] == machine.host[None, :]
     far = machine.domain[:, None] != machine.domain[None, :]
@@ -210,8 +208,8 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
 
 
 def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
-    """Share of a copied tier that each reader gets from each rank with a copy (bool [W]); float64
-    [W, W], by the rank with the copy and the reader; 0 where a copy is in the reader's domain."""
+    """Share of a copied tier that each reader reads from each rank with a copy (`holds`, bool [W]);
+    float64 [W, W] by holder and reader; 0 if there is a copy in the reader's domain."""
     same, far = (x[:, None] == x[None, :] for x in (machine.host, machine.domain))
     on_host = same & holds[:, None]
     near = (far & holds[:, None]).any(axis=0)
@@ -220,7 +218,7 @@ def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
 
 
 def _own(rows: np.ndarray) -> np.ndarray:
-    """Tally rows without those between ranks; float64 [23, W]."""
+    """Copy of tally rows with those that concern pairs of ranks set to 0; float64 [23, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
     return out

@@ -1,8 +1,8 @@
-"""Real batches replayed through a plan: what every rank reads, exactly, without executing anything.
+"""Replay of real batches through a plan: exact counts of what ranks read, without executing it.
 
-`replay` does in NumPy what the runtime's counters do while it runs (`oper.rows.traffic`), from the
-plan and the ids alone: the counts of both are equal, unit for unit. `LoadReplay` in
-`oper.search.replay.timeline` turns the same batches into seconds.
+`Replay` computes in NumPy, from the plan and the ids alone, what the runtime's counters
+(`oper.rows.traffic`) count while it runs; both are equal, unit for unit. The functions of
+`oper.search.replay.timeline` convert the same batches to seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Bags:
 
     Attributes:
         ids: int64 [N].
-        lengths: int64 [B], ids of each bag.
+        lengths: int64 [B], number of ids of each bag.
         weighted: whether each id has a per-sample weight.
-        trains_weights: whether those weights have gradients of their own.
+        trains_weights: whether the loss has gradients with respect to these weights.
     """
 
     ids: np.ndarray
@@ -43,13 +43,13 @@ RankBatch = Mapping[str, Bags]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableBatch:
-    """What one rank looks up in one table.
+    """One rank's lookups in one table.
 
     Attributes:
         ids: int64 [N], over all features of the table.
-        bags: int64 [N], bag of each id, numbered through the features.
-        num_bags: bags.
-        weighted, trains_weights: see `Bags`.
+        bags: int64 [N], bag of each id, numbered consecutively over the features.
+        num_bags: number of bags.
+        weighted, trains_weights: as in `Bags`, for any of the features.
     """
 
     ids: np.ndarray
@@ -60,7 +60,7 @@ class TableBatch:
 
 
 def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
-    """The lookups of `table` in one rank's batch; a feature missing from the batch has none.
+    """Collect the lookups of `table` in one rank's batch; features may be missing in the batch.
 
     Raises:
         InvalidInputError: an id is outside the table, or lengths do not add up to the ids.
@@ -70,32 +70,32 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
     lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
     for feature, part in zip([f for f in table.features if f in batch], parts, strict=True):
         total = int(part.lengths.sum())
-        require(f"cannot replay feature {feature!r}", "correct the batch", (
+        require(f"cannot replay feature {feature!r}", "pass one length >= 0 per bag", (
             "sum(lengths)", total, total == part.ids.size and bool((part.lengths >= 0).all()),
-            f"{part.ids.size} with no negative length"))
+            f"{part.ids.size}, the number of ids, and no negative length"))
     if ids.size and not 0 <= ids.min() <= ids.max() < table.num_rows:
         bad = ids[(ids < 0) | (ids >= table.num_rows)][0]
         raise InvalidInputError(f"cannot replay lookups in table {table.name!r}", "id", int(bad),
                                 f"0 <= id < {table.num_rows}",
-                                "replay data that the plan was made for")
+                                "replay data of the tables that the plan was made for")
     return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
                       any(p.weighted for p in parts), any(p.trains_weights for p in parts))
 
 
 def require_batches(ranks: Sequence[RankBatch], world_size: int) -> None:
     """Raise InvalidInputError unless there is one batch per rank."""
-    require("cannot replay a step", "pass every rank's batch",
+    require("cannot replay a step", "pass a batch for every rank",
             ("batches", len(ranks), len(ranks) == world_size, f"one per rank, {world_size}"))
 
 
 class Placed:
-    """Where the rows of one column piece live, as a reader sees them.
+    """Where the rows of one column piece are stored.
 
     Args:
         plan: placement of the table.
-        world_size: ranks W.
+        world_size: number of ranks W.
         piece: index of the column piece.
-        one_sided: treat all tiers as pulled, see `oper.plan.owners_pool`.
+        one_sided: treat all tiers as pulled, see `oper.messages.owners_pool`.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int,
@@ -112,7 +112,7 @@ class Placed:
                 self._holds[list(x.ranks), k] = True
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Index of the tier, and owner (int64 [n] each) of ids (int64 [n])."""
+        """Index of the tier, and owner, of each of `ids` (int64 [n]); int64 [n] each."""
         positions = self.directory.position_of(ids)
         owner, _ = self.directory.locate(positions)
         return np.searchsorted(self._starts, positions, side="right") - 1, owner
@@ -122,10 +122,10 @@ class Placed:
         return self._pushes[tier]
 
     def pushed_by(self, reader: int, tier: np.ndarray) -> np.ndarray:
-        """Whether `reader` asks owners to pool rows of the tiers with the given indices (int64
-        [n]); bool [n].
+        """Whether `reader` requests pooled rows of the tiers with the given indices (int64 [n]);
+        bool [n].
 
-        It does not where it owns the whole of a pushed piece, which it reads as if it were pulled.
+        It does not if it owns all rows of a pushed piece; it then reads them like pulled rows.
         """
         alone = self._pushes.all() and self.directory.num_slots[reader] == self._num_rows
         return self.pushed(tier) & (not alone)
@@ -137,9 +137,10 @@ class Placed:
 
     def pooled(self, batch: TableBatch, reader: int | None = None
                ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids that each owner pools of a batch, and bags that have any of them; int64 [W] each.
+        """Number of ids of a batch that each owner pools, and of bags with such ids; int64 [W]
+        each.
 
-        Counts all ids that are pushed, or only those for which `reader` asks an owner.
+        All pushed ids count; if `reader` is given, only those that it requests from an owner.
         """
         tier, owner = self.resolve(batch.ids)
         pushed = self.pushed(tier) if reader is None else self.pushed_by(reader, tier)
@@ -154,12 +155,12 @@ class Replay:
 
     Args:
         plan: the plan.
-        training: whether backward and update follow (default: whether the plan's objective is
-            training).
+        training: whether backward and update follow a lookup; default: whether the plan's objective
+            is training.
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
-        clipped: tables whose rows' gradients are clipped to a norm.
-        num_domains: memory domains of the ranks, see `oper.plan.owners_pool`.
+        clipped: names of tables whose rows' gradients are clipped to a norm.
+        num_domains: number of memory domains of the ranks, see `oper.messages.owners_pool`.
     """
 
     def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
@@ -170,15 +171,15 @@ class Replay:
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
     def empty(self) -> list[Traffic]:
-        """Counts of zero, one per rank."""
+        """Counts that are all 0, one per rank."""
         return [Traffic.empty(r, self.plan.world_size, self.pieces)
                 for r in range(self.plan.world_size)]
 
     def step(self, ranks: Sequence[RankBatch]) -> list[Traffic]:
-        """What every rank reads in one step on these batches, by rank.
+        """Counts of what every rank reads in one step on these batches, by rank.
 
         Raises:
-            InvalidInputError: the number of batches is not that of ranks, or a batch is invalid.
+            InvalidInputError: there is not one batch per rank, or a batch is invalid.
         """
         found = self.empty()
         for t, counts in enumerate(self.counts(ranks)):
@@ -187,7 +188,7 @@ class Replay:
         return [replace(t, num_forward=1, num_backward=int(self.training)) for t in found]
 
     def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
-        """Counts by kind, reader and peer, int64 [13, W, W], of each column piece in turn."""
+        """Yield for each column piece the counts by kind, reader and peer; int64 [13, W, W]."""
         world = self.plan.world_size
         require_batches(ranks, world)
         for entry in self.plan.tables:
@@ -195,8 +196,8 @@ class Replay:
             pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
             clips = len(pieces) > 1 and entry.table.name in self.clipped
             sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
-            # Clipped rows are summed again for the optimizer's squares, and clipped again with
-            # them.
+            # Clipping exchanges squares, the optimizer again those of clipped gradients, for which
+            # the clipping is repeated.
             squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
             owners = [p.resolve(touched)[1] for p in pieces] if squares else []
@@ -235,7 +236,7 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
 
 
 def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
-    """Removes repeated reads from the rows read from other ranks."""
+    """Remove repeated reads of the same row from the counts of reads from other ranks."""
     if placed.pushed_by(reader, np.arange(len(placed.directory.tiers))).any():
         return
     ids, number = np.unique(batch.ids, return_counts=True)

@@ -1,15 +1,15 @@
-"""Steps as a timeline of work, waiting and overlap, written as a Chrome trace.
+"""Timeline of steps with work, waiting and overlap, written as a Chrome trace.
 
-Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
-training step on a rank: requests and a barrier (where there are several hosts), forward (and, with
+Every rank has lanes for lookups and dense compute, and one per direction and class of link. A
+training step on a rank: requests and a barrier (if there are several hosts), forward (and, with
 pushed tiers, a barrier), dense compute, backward, barrier, update, barrier. Ranks do not wait for
-each other between forward and backward. With K batches in flight the id-only work of up to K - 1
-later batches (sorting ids) runs in the lookup lane while dense compute keeps the rank busy; rows
-are never read before the previous update. An inference rank answers one batch after the other, up
-to K of them between its two lanes. Messages between hosts are drawn after all of the phase's own
-work, some of which comes after them.
+each other between forward and backward. With K batches in flight, the work that needs only ids
+(sorting) of up to K - 1 later batches runs in the lookup lane during dense compute; rows are never
+read before the previous update. An inference rank serves its batches in order, with up to K of them
+in its lanes at a time. Messages between hosts are drawn after all of a phase's own work, although
+some of that work follows them.
 
-The trace (`oper.support.trace_events`) has one process per rank, one thread per lane.
+The trace (`oper.support.trace_events`) has one process per rank and one thread per lane.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LINKS = (Term.LINK_IN, Term.LINK_OUT, Term.CROSS_IN, Term.CROSS_OUT, Term.RACK_
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How steps follow each other.
+    """How steps are executed one after the other.
 
     Attributes:
-        training: whether steps end in updates that all ranks wait for.
-        has_push: whether the forward pass waits for owners.
+        training: whether steps end with updates that all ranks wait for.
+        has_push: whether ranks wait for owners at the end of forward.
         dense_us: dense compute per step and rank, between forward and backward (inference: after
-            the lookup).
-        in_flight: batches under way at a time, K >= 1.
+            the lookup), microseconds.
+        in_flight: batches processed at a time, K >= 1.
     """
 
     training: bool
@@ -50,7 +50,7 @@ class Schedule:
     in_flight: int = 1
 
     def __post_init__(self) -> None:
-        require_fields(self, "cannot replay steps", "choose a finite number in that range",
+        require_fields(self, "cannot replay steps", "pass a finite number in that range",
                        ("dense_us", 0 <= self.dense_us < float("inf"), ">= 0"),
                        ("in_flight", 1 <= self.in_flight < float("inf"), ">= 1"))
 
@@ -60,10 +60,9 @@ class Timeline:
     """The timeline of a run.
 
     Attributes:
-        bars: what ranks (`process`) do for some time on each of their lanes (`thread`, an index in
-            `LANES`), in no particular order; `args` has the step, and the bytes over the link or
-            from and to memory.
-        ends_us: when each step ended on its slowest rank.
+        bars: intervals of work or waiting of a rank (`process`) on a lane (`thread`, an index of
+            `LANES`), unordered; `args` has the step, and the bytes over the link or memory.
+        ends_us: time at which each step ended on its slowest rank.
     """
 
     world_size: int
@@ -82,12 +81,12 @@ class Timeline:
                         {(rank, lane): LANES[lane] for rank, lane in used})
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file, atomically."""
+        """Write the trace to a file, atomically."""
         write_trace(path, self.to_json())
 
 
 def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:
-    """Simulate the steps one after the other."""
+    """Simulate the steps and return their timeline."""
     player = _Player(steps, schedule, world_size)
     for number in range(len(steps)):
         (player.train if schedule.training else player.answer)(number)
@@ -99,9 +98,9 @@ class _Player:
         self.steps, self.schedule = steps, schedule
         self.timeline = Timeline(world_size)
         self.now = np.zeros(world_size)  # when each rank's lookup lane is free
-        #: float64 [steps, W], work that needs a later batch's ids alone and did not run ahead yet.
+        #: float64 [steps, W], remaining part of `StepLoad.ids_us`, which may still run ahead.
         self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
-        self.answered: list[np.ndarray] = []  # by batch, when each rank's dense compute ended
+        self.answered: list[np.ndarray] = []  # time at which each batch's dense compute ended, [W]
 
     def add(self, rank: int, lane: int, name: str, step: int, span: tuple[float, float],
             num_bytes: float = 0.0) -> None:
@@ -110,11 +109,11 @@ class _Player:
                                           {"step": step, "bytes": round(num_bytes)}))
 
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
-        """Draw one phase on all ranks, each from the time it is free; `less_us` of its work was
-        done before."""
+        """Draw one phase on all ranks, each from the time at which it is free; `less_us` of its own
+        work is already done."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
         links = phase.seconds[list(_LINKS)] * 1e6
-        first = local * phase.has_local[np.array(_LINKS) - 1, None]  # of each link
+        first = local * phase.has_local[np.array(_LINKS) - 1, None]  # own work before each link's
         for rank, start in enumerate(self.now.tolist()):
             busy = start + float(local[rank])
             self.add(rank, LOOKUPS, phase.name, number, (start, busy), phase.units[0, rank])
@@ -138,7 +137,7 @@ class _Player:
         if self.schedule.has_push:
             self.barrier(number)
         self._dense(number)
-        # Less what ran ahead, beside earlier dense compute.
+        # Sorting that ran ahead during earlier dense compute is subtracted.
         self.phase(number, backward, step.ids_us - self.left[number])
         self.barrier(number)
         self.phase(number, update)
@@ -146,8 +145,7 @@ class _Player:
         self.timeline.ends_us.append(float(self.now.max()))
 
     def ask(self, number: int) -> None:
-        """Draw the request phase, if there is one: hosts wait for each other's requests before
-        owners answer."""
+        """Draw the request phase, if there is one, and the barrier after it."""
         for phase in self.steps[number].phases:
             if phase.name == REQUEST:
                 self.phase(number, phase)
@@ -177,4 +175,3 @@ class _Player:
             self.add(rank, DENSE, "dense", number, (at, at + dense))
         self.answered.append(start + dense)
         self.timeline.ends_us.append(float(self.answered[-1].max()))
-

@@ -1,7 +1,7 @@
-"""Real batches replayed through a plan: what ranks of different memory domains send each other.
+"""Replay of real batches through a plan: bytes that ranks of different memory domains send.
 
 `WireReplay` computes in NumPy, from the plan and the ids alone, what the exchange between domains
-sends while it runs: it equals `ShardedTables.sent_bytes`, byte for byte.
+sends while it runs; the result equals `ShardedTables.sent_bytes`, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from oper.search.replay.simulate import (
 from oper.tables import TableSpec
 
 _KIND = {name: k for k, name in enumerate(SENT)}
-_HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 each, of a header
-_HEAD_UNIT_BYTES = 1024  # of which it has whole ones
+_HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 numbers in a header
+_HEAD_UNIT_BYTES = 1024  # headers are padded to a multiple of this
 
 
 class _Sizes:
-    """Bytes of rows and gradients of one column piece on the wire, and bits of their slots."""
+    """Bytes of one row, sum and gradient of a column piece in messages, and bits of a slot."""
 
     def __init__(self, table: TableSpec, piece: Piece, bits: MessageBits) -> None:
         width = piece.stop - piece.start
@@ -42,23 +42,23 @@ class _Sizes:
 
 
 def _words(number: np.ndarray, num_bits: int) -> np.ndarray:
-    """Bytes of packed arrays of `number` entries of `num_bits` bits each, rounded up to whole
-    words of 4 bytes; shape of `number`, int64 [W]."""
+    """Bytes of packed arrays with `number` (int64 [W]) entries of `num_bits` bits each, rounded up
+    to multiples of 4; int64 [W]."""
     return np.asarray((number * num_bits + 31) // 32 * 4)
 
 
 class WireReplay:
-    """Counts what the ranks send between memory domains under a plan.
+    """Counts the bytes that ranks send between memory domains under a plan.
 
     Args:
-        plan: the plan, whose messages are counted with its `message_bits`.
-        domain_of: index of each rank's memory domain, by rank.
-        training: whether backward and update follow (default: whether the plan's objective is
-            training).
-        clipped: tables whose rows' gradients are clipped to a norm.
+        plan: the plan; its `message_bits` determine the size of messages.
+        domain_of: index of each rank's memory domain.
+        training: whether backward and update follow a lookup; default: whether the plan's objective
+            is training.
+        clipped: names of tables whose rows' gradients are clipped to a norm.
 
     Raises:
-        InvalidInputError: the number of domains is not that of ranks.
+        InvalidInputError: `domain_of` does not have one entry per rank.
     """
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
@@ -81,10 +81,10 @@ class WireReplay:
         self._head_bytes = -(-head // _HEAD_UNIT_BYTES) * _HEAD_UNIT_BYTES
 
     def step(self, ranks: Sequence[RankBatch]) -> np.ndarray:
-        """Bytes of one step on these batches, int64 [12, W, W] by kind (`SENT`), sender, receiver.
+        """Bytes of one step on these batches; int64 [12, W, W] by kind (`SENT`), sender, receiver.
 
         Raises:
-            InvalidInputError: the number of batches is not that of ranks, or a batch is invalid.
+            InvalidInputError: there is not one batch per rank, or a batch is invalid.
         """
         world = self.plan.world_size
         require_batches(ranks, world)
@@ -107,7 +107,7 @@ class WireReplay:
                 mine = int(table.name in self.clipped) + int(table.optimizer in ROW_WISE)
                 rounds = max(rounds, mine)
                 self._squares(sent, pieces, touched, mine)
-        # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same phases.
+        # If owners pool rows of pushed tiers, rows of pulled tiers are sent in the same exchanges.
         phases = 2 if self._has_push else int(self._needs.gathers)
         if self.training:
             phases += 1 + rounds + self._needs.refreshes
@@ -134,7 +134,8 @@ class WireReplay:
     @staticmethod
     def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
               asked: np.ndarray) -> None:
-        """Rows that a reader requests: ids, their owners, and which of the ids are requested."""
+        """Add the rows that a reader requests: `of` has ids and their owners, `asked` (bool) which
+        of these ids are requested."""
         _, first = np.unique(of[0][asked], return_index=True)
         number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
         sent[_KIND["row_ids"], reader] += _words(number, sizes.slot_bits)
@@ -147,13 +148,13 @@ class WireReplay:
         number = np.bincount(owner[~placed.pushed_by(sender, tier)], minlength=sent.shape[1])
         sent[_KIND["gradient_rows"], sender] += (_words(number, sizes.slot_bits)
                                                  + _words(number, 8 * sizes.gradient))
-        # Owners keep the ids of the forward pass, which are those of the backward pass.
+        # Owners keep the ids of the forward pass for the backward pass, so only gradients are sent.
         _, bags = placed.pooled(batch, sender)
         sent[_KIND["bag_gradients"], sender] += _words(bags, 8 * sizes.gradient)
 
     def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
                  rounds: int) -> None:
-        """Adds the sums of squares that owners of column pieces exchange, `rounds` times."""
+        """Add the sums of squares that owners of column pieces exchange, `rounds` times."""
         owners = [p.resolve(touched)[1] for p in pieces]
         for mine in owners:
             for peer in range(self.plan.world_size):

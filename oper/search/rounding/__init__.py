@@ -1,1 +1,1 @@
-"""From the relaxed solution to a plan: rounding, annealing, local search."""
+"""From a relaxed solution to a plan: rounding, annealing, local search."""

@@ -1,12 +1,12 @@
-"""Which rank owns which columns and rows of pushed tables, by simulated annealing in C++.
+"""Assignment of columns and rows of pushed tables to ranks, by simulated annealing in C++.
 
-Packing whole tables evenly is NP-hard, but tables may be cut: by columns, which costs an id stream
+Packing entire tables evenly is NP-hard, but tables may be cut: by columns, which costs an id stream
 per piece, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves,
-swaps, shifts, splits, merges and reassigns pieces and exchanges candidates, and evaluates the whole
-step after every move. As the relaxation mixes configurations of a table, so do the columns of a
-table: they are in two parts, each with a candidate of its own. Pulled rows are divisible: ranks of
-a class own as many parts of them as their remaining load allows. Replicated rows load all ranks of
-a class alike.
+swaps, shifts, splits, merges and reassigns pieces and exchanges candidates. It evaluates the entire
+step after every move. The relaxation mixes configurations of a table; accordingly, the columns of a
+table have up to two parts, each with a candidate of its own. Pulled rows are divisible: each rank
+of a class owns as many units of them as its remaining load allows. Replicated rows load all ranks
+of a class alike.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import ANY_SQUARES, WHOLE
 from oper.search.rounding.candidates import Candidate, CandidatePool
 
-_SHARES = 96  # parts of a piece at which partial sums are tabulated
-_OWNERS = 48  # of one piece at most
-_HEADS = 16  # hottest pushed rows of a table that are told apart
-_UNITS = 256  # parts of pulled rows in all, about
+_SHARES = 96  # grid of shares of a piece at which partial sums are tabulated
+_OWNERS = 48  # upper limit of the owners of one piece
+_HEADS = 16  # hottest pushed rows of a table whose owners are tracked one by one
+_UNITS = 256  # approximate number of units of pulled rows, over all ranks
 
 _OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
-_CHANGED = ("candidate", "part_width", "units")  # other arrays that a search changes
+_CHANGED = ("candidate", "part_width", "units")  # further arrays that a search changes
 
-#: A column piece: its columns, its owners, and how many rows each of them takes in turn.
+#: A column piece: its width, its owners, and their stripe weights (() = equal).
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -50,7 +50,7 @@ class Part:
     Attributes:
         width: number of columns.
         candidate: the tiers of these columns.
-        shards: pieces of the pushed rows; empty if nothing is pushed.
+        shards: the column pieces of pushed rows; empty if nothing is pushed.
     """
 
     width: int
@@ -60,14 +60,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """The result of the search.
+    """The result of a search.
 
     Attributes:
-        parts: per table, in the order of its columns.
-        units: parts that each rank owns of the pulled rows of its class.
-        step_us: modelled step, with all that is not pushed spread evenly, barriers included.
-        num_moves: moves that were tried.
-        arrays: the same in the layout of the native search, from which another run can continue.
+        parts: for each table, its parts in column order.
+        units: number of units that each rank owns of the pulled rows of its class.
+        step_us: modelled step including barriers, assuming that all rows that are not pushed are
+            spread evenly.
+        num_moves: number of moves tried.
+        arrays: the result in the layout of the native search, from which another run can continue.
     """
 
     parts: list[list[Part]]
@@ -78,10 +79,8 @@ class Packed:
 
 
 def dealt_options(relaxation: Relaxation) -> np.ndarray:
-    """Which options assign rows of a table to owners one by one; bool [T, M].
-
-    They are the pushed ones, and the pulled ones of tables that may not be striped.
-    """
+    """Options whose rows are assigned to single owners: the pushed ones, and the pulled ones of
+    tables that may not be striped; bool [T, M]."""
     pushed = np.array([o.kind == PUSH for o in relaxation.options], bool)
     pulled = np.array([o.kind == SHARD for o in relaxation.options], bool)
     whole = ["striped" not in relaxation.problem.placements_of(t.spec.name)
@@ -93,17 +92,16 @@ class Loads:
     """Loads of ranks: microseconds by (phase, group of terms), and last the share of memory used.
 
     Attributes:
-        groups: int64 [5], or [7] with racks, the groups of terms that the search sees.
+        groups: int64 [5], or [7] with racks, indices of the groups of terms that are represented.
         num_loads: G = 5 P + 1, or 7 P + 1.
         class_of: int64 [W], class of each rank.
-        piece_us: float64 [G], cost of every column piece of a table for each rank.
+        piece_us: float64 [G], load of one more column piece of a table on each rank.
         read_unit: float64 [C, 23, C, G], load of a unit of each tally row on ranks that do not own
-            it, by class of the owner and of the rank.
-        own_unit: float64 [C, 23, G], excess load of its owner over other ranks of its class.
-        mate_unit: float64 [2, C, 23, G], excess load of other ranks of its class on its host, and
-            in its rack, over those elsewhere, because of shared links.
-        mates: by rank, those other ranks, and for each whether it shares the host or the rack;
-            int64 [2, number].
+            it, by class of the owner and class of the rank.
+        own_unit: float64 [C, 23, G], excess load of the owner over other ranks of its class.
+        mate_unit: float64 [2, C, 23, G], excess load, because of shared links, of other ranks of
+            the owner's class on its host, and in its rack, over such ranks elsewhere.
+        mates: by owner, int64 [2, number]: these other ranks, and 0 or 1 for host or rack.
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -113,7 +111,7 @@ class Loads:
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         machine = self.model.machine
-        # Host memory is no resource of its own here: its time counts beside the rank's own.
+        # Host memory is no group of its own here; its time is added to the rank's own time.
         self.groups = np.array([n for n, name in enumerate(GROUPS) if name != "host_memory"
                                 and (machine.has_racks or not name.startswith("rack"))])
         self.num_loads = self.num_phases * self.groups.size + 1
@@ -124,14 +122,14 @@ class Loads:
             room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
             self.own_unit[c, Row.HELD, -1] = 1.0 / max(room, 1e-3)
-        #: float64 [P, G], which loads include the rank's own time in a phase.
+        #: float64 [P, G], 1 where a load includes the rank's own time of that phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
         self.own_time[:, :-1] = np.reshape(
             np.eye(self.num_phases)[..., None] * self.model.has_local[:, self.groups],
             (self.num_phases, -1))
         looks = np.array([name not in (RESOLVE, REQUEST) for name in self.model.phases], float)
         self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
-        self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
+        self.read_unit = self.by_class(self.relaxation.unit)  # mean including the owner's load
         for c, r in enumerate(ranks):
             others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
             self.read_unit[c, :, c] = others / max(r.size - 1, 1)
@@ -144,10 +142,10 @@ class Loads:
                     self._set_mates(c, r)
 
     def _set_mates(self, c: int, ranks: np.ndarray) -> None:
-        """Tell apart the ranks of a class by the links that they share with the owner of a unit."""
+        """Set loads by the links that a rank shares with the owner, for class `c`."""
         m, owner = self.model.machine, int(ranks[0])
         apart = np.where(m.host[ranks, None] == m.host[ranks], 0, np.where(
-            m.rack[ranks, None] == m.rack[ranks], 1 if m.has_racks else 2, 2))  # by pair
+            m.rack[ranks, None] == m.rack[ranks], 1 if m.has_racks else 2, 2))  # by pair of ranks
         np.fill_diagonal(apart, -1)
         most = apart.max()
         unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(m.world_size) == owner)
@@ -165,7 +163,7 @@ class Loads:
             self.mates[r] = np.stack([ranks[near], levels[near]])
 
     def by_class(self, rows: np.ndarray) -> np.ndarray:
-        """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
+        """Convert resource rows (float64 [..., R]) to loads by class; float64 [..., C, G]."""
         out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
         for n, (phase, group, c) in enumerate(self.relaxation.rows.names):
             group = "local" if group == "host_memory" else group
@@ -179,11 +177,8 @@ class Loads:
         return out
 
     def base(self, num_tables: int) -> np.ndarray:
-        """Loads that every plan puts on each rank, without the first pieces of `num_tables` tables.
-
-        Returns:
-            float64 [W, G].
-        """
+        """Loads that every plan puts on each rank, minus those of one piece per table; float64 [W,
+        G]."""
         model, tally = self.model, self.relaxation.base_tally
         groups = model.group_us(model.units(tally))
         groups[:, 0] += groups[:, GROUPS.index("host_memory")]
@@ -200,10 +195,10 @@ class Loads:
 
 
 class Annealing:
-    """The search's view of a candidate pool: arrays over candidates.
+    """The input arrays of the native search, and its runs.
 
     Args:
-        pool: candidates; a search begins from the chosen ones.
+        pool: candidates; a search starts from the chosen ones.
         bound: solved relaxation, which gives the initial widths of pieces and numbers of owners.
     """
 
@@ -213,12 +208,12 @@ class Annealing:
         self.candidates = [self._ordered(k) for k in range(len(pool.candidates))]
         self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.candidates])])
         arrays = self._arrays()
-        arrays |= self._begin(arrays)  # here, as another limits may be set when it is searched from
+        arrays |= self._begin(arrays)
         self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
-        """Candidates of table `k` in an order in which neighbours are similar: by the ids of rows
-        assigned one by one, then by replicated ids."""
+        """Candidates of table `k`, sorted so that neighbours are similar: by lookups of rows that
+        are assigned to single owners, then by lookups of replicated rows."""
         amount = self.pool.amounts[k]
         dealt = amount[:, self.dealt[k], IDS].sum(axis=1)
         return np.lexsort((amount[:, 0, IDS], dealt)).tolist()
@@ -244,7 +239,7 @@ class Annealing:
         fill, fill_once = self._fill(stay, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
-        messages = loads.model.messages  # of a column; what begins a sum is spread over a whole one
+        messages = loads.model.messages  # per column: the header of a sum is divided by the dim
         sums = np.concatenate([
             loads.model.num_sums(t, np.outer(pushed_ids[a:b], shares))
             * (messages.sum_bytes(t.spec.dim) / t.spec.dim)
@@ -297,12 +292,12 @@ class Annealing:
 
     def _unseen(self, pushed_ids: np.ndarray, table: np.ndarray
                 ) -> tuple[np.ndarray, np.ndarray]:
-        """Costs that the relaxation leaves out: of a column piece on every rank, whatever its rows
-        are; and of the requests that an owner of pushed rows sends to itself unless it owns all of
-        them, in proportion to its share; float64 [N, G] each.
+        """Loads that the relaxation leaves out, float64 [N, G] each: of a column piece on every
+        rank, and of the requests that an owner of pushed rows sends to itself unless it owns all of
+        them (to be multiplied by its share).
 
-        The relaxation remains a lower bound without them. Both equal `CostModel.whole_table` and
-        `own_requests`, except for tables with two candidates, each of which pays for its own tiers.
+        Both equal the charges of `CostModel.whole_table` and `own_requests`, except for tables with
+        two candidates, each of which pays for its own tiers.
         """
         model, tables = self.loads.model, self.relaxation.tables
         ids = self.relaxation.total_ids[table]
@@ -320,8 +315,8 @@ class Annealing:
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:
         """The hottest rows that each candidate pushes: their positions in its first pushed tier
-        (int64 [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 =
-        none)."""
+        (int64 [N, H]), and their shares of the lookups of all rows that it pushes (float64 [N, H],
+        0 = no row)."""
         at, head = [], []
         for k, t in enumerate(self.relaxation.tables):
             pushes = self.dealt[k]
@@ -334,7 +329,7 @@ class Annealing:
             places = np.tile(np.arange(_HEADS), (len(candidates), 1))
             edges = np.minimum(start[:, None] + np.arange(_HEADS + 1), stop[:, None])
             mass = np.diff(t.prefix(edges)[IDS], axis=1)
-            if not t.ids_are_positions:  # tables of one tier are assigned by id
+            if not t.ids_are_positions:  # a table of one tier has no hotness order: rows by id
                 by_id = np.array([len(r.stops) == 1 for r in candidates]) & (stop > start)
                 hot = np.argsort(-t.explicit[IDS], kind="stable")[:_HEADS]
                 places[by_id, :hot.size] = t.explicit_ids[hot]
@@ -346,7 +341,7 @@ class Annealing:
         return np.concatenate(at).astype(np.int64), np.concatenate(head)
 
     def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Load of pulled rows on their owners in addition to reading, as if one rank owned them all
+        """Load of pulled rows on their owners in excess of readers, if one rank owned them all
         (float64 [N, C, G]), and the part of it that does not depend on the width."""
         relaxation, loads = self.relaxation, self.loads
         out = np.zeros((2, len(table), loads.num_classes, loads.num_loads))
@@ -362,19 +357,19 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class and feature of rows placed in the way `kind`: the excess of an owner
-        over other ranks of its class, for a column and for an id stream, and the same two for all
-        ranks of the class; four arrays [T, C, 4, 20]."""
+        """Tally rows by class and feature of rows placed in the way `kind`: the owner's excess over
+        other ranks of its class, per column and per id stream, and the same two for all ranks of
+        the class; four arrays float64 [T, C, 4, 23]."""
         found = self.relaxation.units.of(kind)
         whole, stream = (np.moveaxis(x, 1, 2) for x in (found[WHOLE] - found[ANY_SQUARES],
-                                                        found[ANY_SQUARES]))  # [2, T, C, 4, 20]
+                                                        found[ANY_SQUARES]))  # [2, T, C, 4, 23]
         dim = np.array([t.spec.dim for t in self.relaxation.tables], float)[:, None, None, None]
         column = whole / dim
         return [column[0], stream[0], column[1], stream[1]]
 
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The start of a search, in addition to `arrays`: candidates, widths and owners of
-        pieces."""
+        """Further arrays: the candidates, widths and owners of pieces from which a search starts.
+        """
         num_tables, world = len(self.candidates), self.loads.class_of.size
         chosen = np.array([r.index(p) for r, p in zip(self.candidates, self.pool.pick.tolist(),
                                                       strict=True)], np.int64)
@@ -382,8 +377,8 @@ class Annealing:
                                                 strict=True)])
         kinds = self.bound.node.kinds(amount, np.arange(num_tables), self.bound.prices)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
-        owners, widths = np.ones(num_tables, np.int64), dim.copy()  # as the relaxation has pieces
-        for o in np.flatnonzero(self.relaxation.pushes)[::-1].tolist():  # by the first of options
+        owners, widths = np.ones(num_tables, np.int64), dim.copy()  # as in the relaxed solution
+        for o in np.flatnonzero(self.relaxation.pushes)[::-1].tolist():  # the first option wins
             k = np.flatnonzero(amount[:, o, IDS] > 0)
             streams, mass = self.bound.node.fit.chosen(
                 k, self.relaxation.options[o].rank_class, kinds[k])
@@ -402,15 +397,15 @@ class Annealing:
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
             start: Packed | None = None) -> Packed:
-        """Run the search.
+        """Run a search and return its result.
 
         Args:
             max_moves: number of moves to try.
-            goal_us: stop at this step.
-            seed: equal seeds give equal results unless the time ends the search.
-            seconds: stop after so long; 0 = no limit.
-            start: result of another run to continue from; by default many short searches begin from
-                the relaxed solution.
+            goal_us: stop when the modelled step has reached this.
+            seed: equal seeds give equal results unless `seconds` ends the search.
+            seconds: time limit; 0 = none.
+            start: result of another run to continue from; None = many short searches that start
+                from the relaxed solution.
         """
         num_tables, world = len(self.candidates), self.loads.class_of.size
         num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64
@@ -434,7 +429,7 @@ class Annealing:
             k = n % num_tables
             candidate = self.pool.candidates[k][self.candidates[k][int(arrays["candidate"][n])]]
             part = Part(int(arrays["part_width"][n]), candidate, tuple(shards.get(n, ())))
-            if parts[k] and parts[k][0].candidate == candidate:  # both came to the same
+            if parts[k] and parts[k][0].candidate == candidate:  # both parts have equal candidates
                 first = parts[k].pop()
                 part = Part(first.width + part.width, candidate, first.shards + part.shards)
             parts[k].append(part)
@@ -449,13 +444,13 @@ class Annealing:
                        packing.step + self._fixed_us(pushed, split), packing.moves,
                        {n: arrays[n][:packing.count].copy() for n in _OWNERSHIP}
                        | {n: arrays[n] for n in _CHANGED})
-        if start is not None and start.step_us < found.step_us:  # by what is fixed
+        if start is not None and start.step_us < found.step_us:  # barriers may differ
             return replace(start, num_moves=packing.moves)
         return found
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
-        """Fixed costs of a plan with that many pushed tiers and that many column splits of row-wise
-        tables."""
+        """Fixed costs of a plan with `num_pushed` pushed tiers and `num_split` column splits of
+        tables with row-wise optimizers, microseconds."""
         base = self.relaxation.base_tally
         return float(sum(self.relaxation.model.fixed_us(replace(
             base, num_pushed=base.num_pushed + num_pushed,
@@ -463,7 +458,7 @@ class Annealing:
 
 
 def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
-    """Pieces by part, from one entry per piece and owner."""
+    """Column pieces by index of their part, from arrays with one entry per piece and owner."""
     out: dict[int, list[Shard]] = {}
     ends = np.flatnonzero(np.diff(found["piece"][:count])) + 1
     for at in np.split(np.arange(count), ends) if count else ():

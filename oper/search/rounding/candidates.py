@@ -1,9 +1,9 @@
-"""Whole-table configurations as tier boundaries, and the search over them by class means.
+"""Configurations of tables as tier boundaries, and the search over them by class means.
 
-A candidate says where the tiers of a table end and which option each takes
-(`oper.search.relaxation.rows.Option`), but not yet which ranks. Its load on the resource rows is
-exact for the class means, so that candidates can be chosen for all tables before any rank is named:
-from the relaxed solution, then by coordinate descent.
+A candidate states where the tiers of a table end and which option each tier takes
+(`oper.search.relaxation.rows.Option`), but not yet on which ranks. Its consumption of the resource
+rows (means over classes) is exact, so that candidates can be chosen for all tables before ranks
+are assigned: from the relaxed solution, then by coordinate descent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from oper.search.pricing.master import Bound
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
-_POOL = 24  # candidates kept per table
-_SWEEPS, _REFINEMENTS = 8, 4  # of a coordinate descent over tables, and over boundaries, at most
-_ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
-_HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound
-_OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its step
+_POOL = 24  # configurations of the relaxed solution's pool that are considered per table
+_SWEEPS, _REFINEMENTS = 8, 4  # limits of the rounds of `descend` and `refine`
+_ROUNDING = 1e-5  # upper limit of the share of a memory left free for uneven stripes
+_HIDDEN = 2e-6  # share of a memory by which candidates whose score counts as equal may overflow
+_OVERFLOW = 1e3  # a memory overflow x multiplies the score by 1 + 1e3 x
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Candidate:
     options: tuple[int, ...]
 
     def option_at(self, position: int) -> int:
-        """The option of the tier that holds `position`."""
+        """The option of the tier that contains `position`."""
         return self.options[int(np.searchsorted(self.stops, position, side="right"))]
 
 
 def _merged(tiers: Iterable[tuple[int, int]]) -> Candidate:
-    """The candidate of tiers, by end and option, with adjacent equal options merged."""
+    """The candidate with the given tiers (end, option), equal adjacent options merged."""
     last = [list(alike)[-1] for _, alike in groupby(tiers, itemgetter(1))]
     return Candidate(*map(tuple, zip(*last, strict=True)))
 
 
 def join(first: Candidate, second: Candidate, position: int) -> Candidate:
-    """`first` below `position`, `second` from there on."""
+    """The candidate that equals `first` below `position` and `second` from there on."""
     before = [(min(stop, position), option) for (start, stop), option in zip(
         pairwise((0, *first.stops)), first.options, strict=True) if start < position]
     behind = [(stop, option) for stop, option in zip(second.stops, second.options, strict=True)
@@ -56,17 +56,17 @@ def join(first: Candidate, second: Candidate, position: int) -> Candidate:
 
 
 class CandidatePool:
-    """Candidates per table with their resources, and the descent over them.
+    """Candidates of every table with their consumption, and coordinate descent over them.
 
     Attributes:
         relaxation: the relaxation.
-        candidates: per table, the candidates known.
-        resources: per table, float64 [N, R].
-        amounts: per table, float64 [N, O, 4], features by option.
-        pick: per table, index of the chosen candidate.
-        total: float64 [R], resources of the chosen candidates, base included.
-        full: share of each memory that candidates may fill: all of it, less a margin for uneven
-            stripes and `reserve`.
+        candidates: the candidates of each table.
+        resources: float64 [N, R] for each table, consumption of the resource rows.
+        amounts: float64 [N, O, 4] for each table, features by option.
+        pick: int64 [T], index of the chosen candidate.
+        total: float64 [R], consumption of the chosen candidates and of the node's base.
+        full: share of each memory that candidates may fill; 1 minus a margin for uneven stripes and
+            `reserve`.
     """
 
     def __init__(self, bound: Bound, reserve: float = 0.0) -> None:
@@ -78,7 +78,7 @@ class CandidatePool:
         self.amounts: list[np.ndarray] = [none] * num_tables
         self.pick = np.zeros(num_tables, np.int64)
         weight = self.relaxation.phase_weight
-        #: By phase, the rows about it with their weights in it.
+        #: By phase, the indices of the rows that bound it, and their weights.
         self._phases = [(rows, weight[rows, p]) for p in range(weight.shape[1])
                         for rows in [np.flatnonzero(weight[:, p])]]
         self.full = 1.0 - self._rounding() - reserve
@@ -88,9 +88,9 @@ class CandidatePool:
             np.zeros(self.relaxation.num_rows))
 
     def _rounding(self) -> float:
-        """The share of a rank's memory to keep free, because relaxed solutions fill memories to the
-        last byte: stripes may take one row of each table more than their part, and a score that
-        counts as equal may hide a small overflow."""
+        """The share of a rank's memory to leave free. Relaxed solutions fill memories completely,
+        but stripes may give a rank one extra row of each table, and a score that counts as equal
+        may contain a small overflow."""
         machine = self.relaxation.model.machine
         room = (machine.capacity_bytes[machine.domain] / machine.num_near).min()
         rows = sum(row + state for t in self.relaxation.tables
@@ -113,7 +113,7 @@ class CandidatePool:
                   for k, x in enumerate(known)})
         shared = {k: np.array([pool.weight[i] for i in at if pool.weight[i] > 1e-6])
                   for k, at in enumerate(mine)}
-        # Parts may differ in the class of the master copies alone, which is one candidate.
+        # Parts that differ only in the class of the master copies are one candidate.
         several = [k for k, weight in shared.items()
                    if weight.size > 1 and len(self.candidates[k]) > 1]
         self.add({k: crossings(self.candidates[k][0], self.candidates[k][1], 12)
@@ -121,9 +121,9 @@ class CandidatePool:
         self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
 
     def _add_mixtures(self, parts: Mapping[int, tuple[list[Candidate], np.ndarray]]) -> None:
-        """Adds and picks, for each table, the candidate that comes closest to the relaxed
-        solution's mixture. If two of the mixed candidates differ only in rows of equal hotness, it
-        consumes the same resources as the mixture."""
+        """Add and pick, for each table, the candidate whose consumption is closest to the relaxed
+        solution's mixture. If two candidates of the mixture differ only in rows of equal hotness,
+        it is equal."""
         before = {k: len(self.candidates[k]) for k in parts}
         self.add({k: _mixed(*x) for k, x in parts.items()})
         for k, (candidates, weight) in parts.items():
@@ -135,7 +135,7 @@ class CandidatePool:
                 self.pick[k] = before[k] + int(np.abs(new - wanted).sum(axis=1).argmin())
 
     def add(self, found: Mapping[int, Iterable[Candidate]]) -> None:
-        """Add candidates of some tables; those with too many tiers are simplified first."""
+        """Add candidates of some tables, reduced to `MAX_REPLICATED` tiers."""
         tables = self.relaxation.tables
         new: dict[int, list[Candidate]] = {}
         for k, candidates in found.items():
@@ -163,7 +163,7 @@ class CandidatePool:
     def add_thresholds(self, count: int) -> None:
         """Add candidates that replicate the hottest rows, pull the next, and push the rest.
 
-        The boundaries lie on a grid; about `count` candidates are added for all tables together.
+        Boundaries lie on a grid that gives about `count` candidates over all tables.
         """
         options = self.relaxation.options
         kinds = {kind: [o for o, x in enumerate(options)
@@ -189,8 +189,8 @@ class CandidatePool:
         self.add(every)
 
     def _in_host(self, k: int) -> tuple[int, int]:
-        """The first row of table `k` that its chosen candidate keeps in host memory, and the option
-        of those rows; if there are none, the end of the table and its last option."""
+        """The first row of table `k` that its chosen candidate holds in host memory, and the option
+        of these rows; if there are none, the end of the table and its last option."""
         candidate = self.candidates[k][self.pick[k]]
         last = candidate.options[-1]
         if self.relaxation.options[last].kind != HOST:
@@ -198,11 +198,11 @@ class CandidatePool:
         return (candidate.stops[-2] if len(candidate.stops) > 1 else 0), last
 
     def _amount(self, t: TableProblem, candidates: list[Candidate]) -> np.ndarray:
-        """Features by option; float64 [N, O, 4]."""
+        """Features by option of candidates of table `t`; float64 [N, O, 4]."""
         tiers = max(len(r.stops) for r in candidates)
         ends = np.zeros((len(candidates), tiers + 1))
         options = np.zeros((len(candidates), tiers), np.int64)
-        for n, r in enumerate(candidates):  # shorter ones end in tiers without rows
+        for n, r in enumerate(candidates):  # padded with empty tiers
             ends[n, 1:] = r.stops + (r.stops[-1],) * (tiers - len(r.stops))
             options[n, :len(r.stops)] = r.options
         out = np.zeros((len(candidates), len(self.relaxation.options), NUM_FEATURES))
@@ -211,12 +211,12 @@ class CandidatePool:
         return out
 
     def scores(self, totals: np.ndarray) -> np.ndarray:
-        """Step (us) at resource totals (float64 [N, R]), with a penalty if memory overflows."""
+        """Step (us) at total consumptions (float64 [N, R]), with a penalty for memory overflow."""
         times = np.stack([np.maximum((totals[:, rows] / weight).max(axis=1), 0.0)
                           for rows, weight in self._phases], axis=1)
         step = self.relaxation.fixed_us + times.sum(axis=1)
         over = np.maximum(totals[:, self.relaxation.phase_of == -1] - self.full, 0.0).sum(axis=1)
-        # The mean of the rows breaks ties among plans of equal peaks.
+        # The mean of the rows breaks ties among candidates with equal phase times.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)
 
     @property
@@ -225,7 +225,8 @@ class CandidatePool:
         return float(self.scores(self.total[None])[0])
 
     def choose(self, k: int) -> bool:
-        """Pick table `k`'s best candidate given all others; returns whether the score fell."""
+        """Pick the best candidate of table `k` given all other tables' choices; returns whether the
+        score decreased."""
         totals = self._totals(k)
         scores = self.scores(totals)
         best = int(scores.argmin())
@@ -235,11 +236,12 @@ class CandidatePool:
         return True
 
     def _totals(self, k: int) -> np.ndarray:
-        """Total resources with each candidate of table `k`; float64 [N, R]."""
+        """Total consumption with each candidate of table `k`; float64 [N, R]."""
         return np.asarray(self.total - self.resources[k][self.pick[k]] + self.resources[k])
 
     def descend(self, rng: np.random.Generator, target: float) -> None:
-        """Coordinate descent over tables until nothing improves or `target` (us) is reached."""
+        """Coordinate descent over tables until nothing improves or the score is at most `target`
+        microseconds."""
         for _ in range(_SWEEPS):
             if self.score <= target:
                 return
@@ -247,13 +249,12 @@ class CandidatePool:
                 return
 
     def refine(self, rng: np.random.Generator, target: float) -> None:
-        """Coordinate descent over boundaries between known candidates, on a finer grid every round.
-        """
+        """Coordinate descent over boundaries between candidates, on a finer grid every round."""
         for _ in range(_REFINEMENTS):
             before = self.score
             if before <= target:
                 return
-            # Tables with the largest spread over the scarce rows are worth a finer look.
+            # Only the tables whose candidates differ most in their consumption are refined.
             spread = np.array([np.ptp(r, axis=0).sum() for r in self.resources])
             for k in np.argsort(-spread)[:64].tolist():
                 current = self.candidates[k][self.pick[k]]
@@ -266,9 +267,9 @@ class CandidatePool:
                 return
 
     def simplify(self, limit: float) -> None:
-        """Reduce tiers wherever the score stays within `limit` (us).
+        """Pick candidates with fewer tiers where the score stays at most `limit` microseconds.
 
-        Ties are common, and every tier costs the runtime a branch and the plan a line.
+        Ties are common, and every tier costs the runtime a branch.
         """
         limit = max(limit, self.score * (1 + 1e-6))
         for k, candidates in enumerate(self.candidates):
@@ -286,8 +287,8 @@ class CandidatePool:
 
 
 def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
-    """Candidates between the given ones, each of which has the share `weight` (float64 [N]) of the
-    rows."""
+    """Candidates that mix the given ones, each in the share `weight` (float64 [N]) of the rows in
+    which they differ."""
     rest, mixed = float(weight[0]), [candidates[0]]
     for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
         rest += more
@@ -298,7 +299,8 @@ def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
 
 
 def at_share(first: Candidate, second: Candidate, share: float) -> Candidate:
-    """`first` for the hottest `share` of the rows in which they differ, `second` for the others."""
+    """The candidate that equals `first` for the hottest `share` of the rows in which both differ,
+    and `second` for the others."""
     differ = _differing(first, second)
     left = share * sum(b - a for a, b in differ)
     for a, b in differ:
@@ -315,7 +317,8 @@ def _differing(first: Candidate, second: Candidate) -> list[tuple[int, int]]:
 
 
 def crossings(first: Candidate, second: Candidate, count: int) -> list[Candidate]:
-    """Candidates that change from one to the other at `count` positions where the two differ."""
+    """Candidates that change from one of the two to the other at one position, for about `count`
+    evenly and `count` geometrically spaced positions."""
     differ = _differing(first, second)
     if not differ:
         return []
@@ -328,7 +331,7 @@ def crossings(first: Candidate, second: Candidate, count: int) -> list[Candidate
 
 
 def _simplified(t: TableProblem, candidate: Candidate) -> Candidate:
-    """`candidate` with MAX_REPLICATED tiers at most: those with fewest rows join a neighbour."""
+    """`candidate` with at most MAX_REPLICATED tiers: the smallest tiers join a neighbour."""
     while len(candidate.stops) > MAX_REPLICATED:
         rows = np.diff(t.prefix(np.array([0, *candidate.stops], float))[ROWS])
         k, options = int(rows.argmin()), list(candidate.options)

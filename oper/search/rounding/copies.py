@@ -1,4 +1,4 @@
-"""Plans with copies on one rank of every host: which rank of a host has which copy."""
+"""Assignment of copies to ranks, in plans that have copies on one rank of every host."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from oper.search.problem.statement import TOUCHED, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, tallied
 
-#: Parts of a rank's mean load that copies are cut into; a table of one tier pays for its second.
+#: Parts per mean load of a rank that copies are cut into; less if cutting adds a second tier.
 _COARSE, _FINE = 4, 16
-_MAX_SETS = 8  # tiers of one table that they are cut into
-_POWER = 16  # of the mean that stands for the slowest rank, so that ties do not stop the search
-_PASSES = 4  # over all parts
+_MAX_SETS = 8  # upper limit of the parts of one tier
+_POWER = 16  # exponent of the power mean that approximates the slowest rank and breaks ties
+_PASSES = 4  # upper limit of passes over all parts
 
-_Part = tuple[int, int, int, Tier]  # table, piece, tier, and some of its rows
+_Part = tuple[int, int, int, Tier]  # indices of table, piece and tier, and the rows of the part
 
 
 def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
-    """The placements with their copies distributed over the ranks of each host.
+    """Distribute the copies of placements over the ranks of each host.
 
-    Tiers are cut into parts, and the parts are given to ranks by local search: each in turn, the
-    largest first, goes to the rank that gives the shortest step. Ranks of a host are treated as
-    equal.
+    Tiers are cut into parts, and the parts are assigned by local search: each in turn, the largest
+    first, goes to the rank that gives the shortest step. Ranks of a host are treated as equal.
 
     Args:
         relaxation: the cost model and the tables.
-        placements: of each table; copies all on the first of `copy_sets`.
+        placements: of each table, with all copies on the first set of `copy_sets`.
     """
     model, tables = relaxation.model, relaxation.tables
     sets = copy_sets(model.machine)
@@ -42,7 +41,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
              if sets and tier.placement == "replicated" and set(tier.ranks) == set(sets[0])]
     if not found:
         return list(placements)
-    weight = []  # bytes that ranks without the copy read
+    weight = []  # bytes read by ranks without the copy
     for k, i, n in found:
         piece, tier = placements[k][i], placements[k][i].tiers[n]
         touched = float(tables[k].features(tier.start, tier.stop, True)[TOUCHED])
@@ -66,7 +65,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
 
 def _with(placements: Sequence[Placement], parts: Sequence[_Part],
           ranks: Sequence[tuple[int, ...]]) -> list[Placement]:
-    """The placements with tiers replaced by their parts, each on its ranks."""
+    """The placements with tiers replaced by their parts, each on the given ranks."""
     cut: dict[tuple[int, int, int], list[Tier]] = {}
     for (k, i, n, x), r in zip(parts, ranks, strict=True):
         cut.setdefault((k, i, n), []).append(replace(x, ranks=r))
@@ -76,14 +75,15 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
 
 
 def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """The set of ranks, by number, to which each part is assigned.
+    """The index of the set of ranks to which each part is assigned.
 
     Args:
         loads: float64 [N, P, 8, W], loads of each part if it is on the first set.
-        total: float64 [P, 8, W], loads of the whole plan if all parts are on the first set.
-        sets: of ranks.
+        total: float64 [P, 8, W], loads of the entire plan if all parts are on the first set.
+        sets: the sets of ranks, one rank per host each.
     """
-    seen = np.tile(np.arange(total.shape[-1]), (len(sets), 1))  # each rank in the first set's terms
+    # A part on another set has the loads of the first set with the two sets' ranks swapped.
+    seen = np.tile(np.arange(total.shape[-1]), (len(sets), 1))
     for swapped, ranks in zip(seen, sets, strict=True):
         swapped[list(ranks)], swapped[list(sets[0])] = sets[0], ranks
     at = np.full(len(loads), -1)
@@ -104,7 +104,7 @@ def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) ->
 
 
 def _cut(t: TableProblem, tier: Tier, count: int) -> list[Tier]:
-    """The tier cut into `count` tiers with about equally many distinct rows per batch; fewer if it
+    """Cut a tier into `count` tiers with about equally many distinct rows per batch; fewer if it
     has few rows."""
     inner = t.edges[(t.edges > tier.start) & (t.edges < tier.stop)]
     at = np.concatenate([[tier.start], inner, [tier.stop]])

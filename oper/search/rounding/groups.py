@@ -1,9 +1,8 @@
-"""Tables kept together or apart: a plan that violates a group is made again with ranks assigned to
-the group.
+"""Tables kept together or apart, by assigning ranks to groups of tables.
 
-The relaxation leaves groups out, so that its bound holds for every plan that keeps them. The search
-places table by table; a group is kept by giving each of its tables, before the search, the only
-ranks that it may use. Several ways of naming those ranks are tried and the fastest plan is kept.
+The relaxation ignores groups, so its bound holds for every plan that satisfies them. The search
+places table by table; if its plan violates a group, it is repeated with constraints on the ranks of
+the grouped tables. Several assignments of ranks are tried, and the fastest plan is returned.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ Proof = TypeVar("Proof")
 
 def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Proof]]
                      ) -> tuple[Plan, Proof]:
-    """A plan of a problem with groups of tables, and the proof of its bound.
+    """Return a plan that satisfies `keep_together` and `keep_apart`, and the proof of its bound.
 
     The bound holds for all plans, whatever ranks they assign to the groups.
 
     Args:
         problem: the problem.
-        make: makes plan and proof of a problem without regard to `keep_together` and `keep_apart`.
+        make: returns plan and proof of a problem, ignoring its groups.
 
     Raises:
-        PlanInfeasibleError: no plan fits, or no assignment of ranks keeps every group.
+        PlanInfeasibleError: no plan fits, or no assignment of ranks that was tried satisfies all
+            groups.
     """
     held = problem.constraints
     plan, proof = make(problem)
@@ -44,26 +44,25 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
         try:
             found, _ = make(replace(problem, constraints=replace(held, tables=tables)))
         except (PlanInfeasibleError, InvalidInputError):
-            continue  # these ranks are too few, or leave nothing to choose
+            continue  # too little memory on these ranks, or no placement is allowed on them
         if not group_violations(found, held) and (best is None or found.step_us < best.step_us):
             best = found
     if best is None:
         raise PlanInfeasibleError(
-            f"no plan fits {problem.topology.name!r} and keeps its groups", "broken",
-            group_violations(plan, held), "ranks for every group within memory and pinned ranks",
-            "without keep_together and keep_apart it fits: remove a table from a group, or pin "
+            f"no plan fits {problem.topology.name!r} and satisfies its groups", "violated",
+            group_violations(plan, held), "none: every group on ranks with enough memory",
+            "without keep_together and keep_apart a plan fits: remove a table from a group, or pin "
             "fewer tables")
     return best, proof
 
 
 class _Units:
-    """Units of tables that are kept together, keyed by one of their tables, the largest units
-    first.
+    """Units of tables that are kept together, keyed by one table each; the largest units first.
 
     Attributes:
         tables: the tables of each unit.
         num_bytes: size of each unit.
-        apart: the units with which each unit may not share a rank.
+        apart: the units that must not share a rank with each unit.
         ranks: the ranks that all tables of each unit may use.
     """
 
@@ -84,7 +83,7 @@ class _Units:
 
 
 def _named(problem: Problem, name: str) -> set[int]:
-    """Ranks that a table may use, or is pinned to."""
+    """Ranks that a table may use, or to which it is pinned."""
     tiers, ranks = problem.held(name).tiers, set(problem.owners_of(name))
     return ranks if tiers is None else ranks & {r for tier in tiers for r in tier.ranks}
 
@@ -93,7 +92,7 @@ _Ranks = dict[str, tuple[int, ...]]  # by unit
 
 
 def _assignments(problem: Problem) -> Iterator[dict[str, TableConstraint]]:
-    """Table constraints that keep the groups; some of them may not fit."""
+    """Yield table constraints that satisfy the groups; for some of them no plan may fit."""
     every = _Units(problem)
     classes = rank_classes(problem.machine, [
         c.ranks for c in problem.constraints.tables.values() if c.ranks is not None])
@@ -109,7 +108,7 @@ def _assignments(problem: Problem) -> Iterator[dict[str, TableConstraint]]:
 
 
 def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
-    """One rank for each unit: the least loaded one that no unit to be kept apart from it has; None
+    """One rank for each unit: the least loaded one that has no unit to be kept apart from it; None
     if there is none."""
     load, out = dict.fromkeys(allowed, 0.0), _Ranks()
     for unit in every.tables:
@@ -124,7 +123,7 @@ def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
 
 
 def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
-    """All allowed ranks for each unit; units to be kept apart divide them by size."""
+    """All allowed ranks for each unit; units to be kept apart divide the ranks by size."""
     colour: dict[str, int] = {}
     size: list[float] = []
     for unit in every.tables:
@@ -136,7 +135,7 @@ def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
     if len(size) > len(allowed):
         return None
     slices: list[list[int]] = [[] for _ in size]
-    for rank in sorted(allowed) if size else ():  # to whoever has least for its size; one at first
+    for rank in sorted(allowed) if size else ():  # one to each slice, then to the smallest by size
         slices[min(range(len(size)), key=lambda c: (
             bool(slices[c]), len(slices[c]) / max(size[c], 1.0)))].append(rank)
     out = {unit: tuple(r for r in every.ranks[unit] if r in (
@@ -146,7 +145,8 @@ def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
 
 def _constrained(problem: Problem, every: _Units, ranks: _Ranks
                  ) -> dict[str, TableConstraint] | None:
-    """The table constraints with these ranks; None if a table has no rank left."""
+    """The table constraints with the units on these ranks; None if a table has no placement left.
+    """
     tables = dict(problem.constraints.tables)
     for unit, chosen in ranks.items():
         for name in every.tables[unit]:
@@ -155,7 +155,7 @@ def _constrained(problem: Problem, every: _Units, ranks: _Ranks
                 continue
             c = replace(c, ranks=chosen)
             if len(every.tables[unit]) > 1 and len(chosen) > 1:
-                # Every tier on all ranks of the set: neither owners nor short pushed stripes.
+                # All ranks of the set must have rows of every tier: no owners, no weighted stripes.
                 placements = problem.placements_of(name) - {"owned"}
                 c = replace(c, placements=placements, modes=problem.modes_of(name) & {"pull"})
                 if not c.placements or not c.modes:

@@ -1,5 +1,4 @@
-"""From candidates to ranks: assigns stripes and owners so that no rank gets all the hottest rows.
-"""
+"""Placements from candidates: ranks of stripes and owners, such that hot rows are distributed."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ _GOLDEN = 0.6180339887498949
 
 
 class Placer:
-    """Assigns ranks to configurations.
+    """Assigns ranks to the tiers of candidates.
 
     Attributes:
-        load: float64 [W], bytes of distinct rows that each rank serves from the stripes placed so
-            far; keeps one rank from getting the hottest rows of all stripes.
+        load: float64 [W], bytes of distinct rows that each rank serves from the tiers placed so
+            far; used so that no rank gets the hottest rows of all stripes.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
@@ -37,11 +36,11 @@ class Placer:
         self.load = np.zeros(self.world)
 
     def place(self, parts: list[list[Part]], units: tuple[int, ...]) -> list[Placement]:
-        """Placements of all tables, once the annealing has assigned their pieces to ranks.
+        """Placements of all tables, given the result of annealing.
 
         Args:
-            parts: columns by table, see `annealing.Part`.
-            units: parts of pulled rows that each rank owns.
+            parts: the parts of each table, see `annealing.Part`.
+            units: number of units of pulled rows that each rank owns.
         """
         out = []
         for k, every in enumerate(parts):
@@ -69,18 +68,18 @@ class Placer:
         return tuple(tiers)
 
     def _even(self, k: int, start: int, stop: int, option: int) -> Tier:
-        """The tier, on every rank that it may use."""
+        """A tier with an option, on all ranks that the option allows."""
         chosen = self.relaxation.options[option]
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
-        if chosen.kind == COPIES:  # distributed over the ranks of hosts by `spread_copies`
+        if chosen.kind == COPIES:  # `spread_copies` distributes them over the ranks of hosts
             return Tier(start, stop, "replicated", copy_sets(self.problem.machine)[0])
         ranks = self.relaxation.classes.ranks[chosen.rank_class]
         return self._owned(k, start, stop, option, tuple(ranks.tolist()))
 
     def _owned(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
                weights: tuple[int, ...] = ()) -> Tier:
-        """The tier on these owners, or on one of them if it may not be striped."""
+        """A tier on the given owners; with placement "owned" if it may not be striped."""
         placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
         owned = "striped" not in placements or (len(ranks) == 1 and "owned" in placements)
         kind = self.relaxation.options[option].kind
@@ -88,9 +87,9 @@ class Placer:
                     "push" if kind == PUSH else "pull", "host" if kind == HOST else "device")
 
     def _ordered(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
-        """The tier with its ranks in ascending order of the bytes that they serve so far beyond
-        their share, because the first ranks get the hottest rows; an owned tier goes to the first
-        of them."""
+        """The tier with its ranks in ascending order of the bytes that they serve so far in excess
+        of their share, because the first ranks get the hottest rows; an owned tier goes to the
+        first of these ranks."""
         t, ranks = self.relaxation.tables[k], np.array(tier.ranks)
         weights = np.array(tier.weights or (1,) * ranks.size)
         order = np.argsort(self.load[ranks] - weights / weights.sum() * self.load[ranks].sum(),
@@ -104,8 +103,8 @@ class Placer:
 
     def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
                 ) -> Tier | None:
-        """A pulled tier striped in proportion to the parts that ranks own; None if these are
-        equal."""
+        """A pulled tier striped in proportion to the units that ranks own; None if all own equally
+        many, or if the option is not pulled."""
         chosen = self.relaxation.options[option]
         if chosen.kind != SHARD:
             return None
@@ -115,7 +114,7 @@ class Placer:
         if (units == units[0]).all() or "striped" not in placements:
             return None
         if stop - start < 2 * units.sum():
-            # Systematic sampling, begun elsewhere for every table, so that roundings cancel.
+            # Systematic sampling with an offset per table, so that rounding errors cancel.
             ends = np.cumsum(units) / units.sum() * max(1, (stop - start) // 2)
             units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
         has = units > 0
@@ -124,14 +123,14 @@ class Placer:
 
 
 def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
-    """Column pieces of a table: width, configuration, and who owns what is assigned, if anything.
-    """
+    """Column pieces of a table: width, candidate, and the shard with its owners (None if no rows
+    are assigned to single owners)."""
     return [(part.width if shard is None else shard[0], part.candidate, shard)
             for part in parts for shard in part.shards or (None,)]
 
 
 def is_cut(pieces: Placement) -> bool:
-    """Whether any piece has several tiers, in which case the plan stores the table's hotness order.
+    """Whether any piece has several tiers, so that the plan must store the table's hotness order.
     """
     return any(len(p.tiers) > 1 for p in pieces)
 
@@ -142,7 +141,7 @@ def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
 
 
 def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
-    """Tally of placements of all tables of the relaxation, including what every plan has."""
+    """Tally of a plan with the given placements of the relaxation's tables."""
     total = relaxation.base_tally
     for t, pieces in zip(relaxation.tables, placements, strict=True):
         total = total.plus(table_tally(relaxation.model, t, pieces))
@@ -150,13 +149,12 @@ def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
 
 
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:
-    """Modelled step of placements of all tables of the relaxation, including what every plan has.
-    """
+    """Evaluation of a plan with the given placements of the relaxation's tables."""
     return relaxation.model.evaluation(tallied(relaxation, placements))
 
 
 def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
-    """The plan entry of a table, with the hotness order only where tiers need it."""
+    """The plan entry of a table; it has a hotness order only if tiers need it."""
     head = t.head_ids[:0]
     if is_cut(pieces) and not t.ids_are_positions:
         head = t.head_ids[:max(p.tiers[-1].start for p in pieces)]
@@ -164,8 +162,8 @@ def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
 
 
 def plan_of(problem: Problem, placements: Mapping[str, Placement]) -> Plan:
-    """The plan made of placements by table name; other tables are placed as their constraints pin
-    them."""
+    """A plan with placements by table name; tables without one are placed as constraints pin them.
+    """
     entries = []
     for t in problem.tables:
         pinned = (Piece(0, t.spec.dim, problem.held(t.spec.name).tiers or ()),)

@@ -1,8 +1,8 @@
-"""Pushed tables that may not be striped: their rows are divided into ranges with one owner each.
+"""Rows of pushed tables that may not be striped, divided into ranges with one owner each.
 
-Annealing assigns each column piece of such a table to one rank. Local search on the exact step time
-then moves ranges of its rows to other ranks: a move takes a share of the lookups from either end of
-a range and gives it to another rank, as a new range or added to the adjacent one.
+Annealing assigns each column piece of such a table to one rank. A local search on the exact step
+then moves rows to other ranks: a move takes a share of the lookups from either end of a range and
+gives it to another rank, as a new range or added to an adjacent range of that rank.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, table_tally, tallied
 
-_SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128
-_MAX_TIERS = 8  # of a piece
+_SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128  # shares of a range's lookups that are moved
+_MAX_TIERS = 8  # upper limit of the tiers of a piece
 _MOST_RANKS = 8  # candidate owners tried for a range, least loaded first
-_TRIALS = 4000  # moves that are tried
+_TRIALS = 4000  # upper limit of the moves tried
 _MIN_GAIN = 1e-5  # least relative improvement of the step for a move to be accepted
 
 
 def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
                 over: Callable[[], bool]) -> list[Placement]:
-    """The placements, with pushed rows of tables that may not be striped divided among owners.
+    """Divide pushed rows of tables that may not be striped among owners; returns placements.
 
     Args:
         relaxation: the cost model and the tables.
@@ -66,7 +66,7 @@ def _may_divide(problem: Problem, t: TableProblem) -> bool:
 
 def _neighbours(problem: Problem, t: TableProblem, pieces: Placement, known: Evaluation
                 ) -> Iterator[Placement]:
-    """Placements of a table that are one move away, ranges of busy ranks first."""
+    """Yield placements of a table that are one move away, starting with ranges of busy ranks."""
     load = sum((x.groups.max(axis=0) for x in known.phases), np.zeros(problem.machine.world_size))
     idle = sorted(problem.owners_of(t.spec.name), key=lambda r: (load[r], r))[:_MOST_RANKS]
     ranges = [(i, n) for i, piece in enumerate(pieces) for n, x in enumerate(piece.tiers)
@@ -87,8 +87,8 @@ def _is_range(x: Tier) -> bool:
 
 def _moved(t: TableProblem, tiers: tuple[Tier, ...], n: int, share: float, rank: int
            ) -> tuple[Tier, ...] | None:
-    """`tiers` with a share of the n-th tier's lookups, from its last rows (first rows if negative),
-    given to `rank`; None if nothing changes or there would be more than `_MAX_TIERS`."""
+    """`tiers` with the given share of the n-th tier's lookups moved to `rank`, from its last rows
+    (first rows if negative); None if nothing changes or if `_MAX_TIERS` would be exceeded."""
     tier = tiers[n]
     if tier.ranks == (rank,):
         return None

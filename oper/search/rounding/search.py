@@ -1,10 +1,10 @@
 """From relaxed solutions to placements: configurations by class means, then ranks by annealing.
 
-Deciding whether a step time can be reached is NP-hard (two equal ranks, whole tables: PARTITION),
-so what follows the relaxation is a local search: the relaxed solution of a node gives every table
-candidate configurations, and simulated annealing in C++ (`annealing`) chooses among them and
-assigns what single ranks own to ranks. Short annealings are run from several nodes, and the best of
-them are continued (successive halving).
+Deciding whether a step time can be attained is NP-hard (two equal ranks, whole tables: PARTITION),
+so the relaxation is followed by a local search. The relaxed solution of a node gives candidate
+configurations of every table. Simulated annealing in C++ (`annealing`) chooses among them and
+assigns pushed rows to ranks. Short annealings are run from several nodes, and the best of them are
+continued (successive halving).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from oper.search.rounding.ranges import divide_rows
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to search.
+    """Limits of a search.
 
     Attributes:
-        num_starts: nodes of the tree whose relaxed solutions the search starts from.
-        num_probes: short annealings from each.
-        max_work: tables to price each time the bound is raised, see `SearchTree`; half as many
+        num_starts: number of nodes whose relaxed solutions the search starts from.
+        num_probes: number of short annealings from each.
+        max_work: work of each raising of the bound, in the unit of `SearchTree.work`; half of it
             before a plan is known.
-        deadline: `time.monotonic()` value at which the search ends; None = only the counts limit
-            it, so that equal seeds give equal plans.
+        deadline: `time.monotonic()` value at which the search ends; None = only the other limits
+            apply, so that equal seeds give equal plans.
     """
 
     num_starts: int
@@ -51,11 +51,11 @@ class Effort:
 
 EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run concurrently; their number does not affect the result
-_MOVES = 60_000_000  # an annealing makes this / (ranks + 64) moves, or more if tables are many
-_PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
-_CONTINUED = 6  # of the probes, one of that many is continued
-_CONFIGURATIONS = 4000  # that all tables choose from, beside those of the relaxed solution
-_REPAIRS = 4  # times that a plan which overflows is sought again with memory held back
+_MOVES = 60_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 700 per table
+_PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
+_CONTINUED = 6  # one of so many probes is continued
+_CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
+_REPAIRS = 4  # limit of searches with increasing memory reserves, if plans overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Found:
     """A placement of all free tables, and its evaluation.
 
     Attributes:
-        placements: by table of the relaxation.
-        evaluation: evaluation of the whole plan.
+        placements: for each table of the relaxation.
+        evaluation: evaluation of the plan.
     """
 
     placements: list[Placement]
@@ -72,26 +72,25 @@ class Found:
 
     @property
     def step_us(self) -> float:
-        """Microseconds of a step under the cost model."""
+        """Modelled step, microseconds."""
         return self.evaluation.step_us
 
     @property
     def score(self) -> tuple[float, float]:
-        """Overflow of the fullest memory, then the step; the smaller, the better."""
+        """(overflow of the fullest memory, step); smaller is better."""
         return max(0.0, self.evaluation.fullest - 1.0 - 1e-9), self.step_us
 
 
 def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap: float, seed: int
            ) -> Found:
-    """Find a placement of the bounds' problem.
+    """Find a placement of the free tables of a problem.
 
     Args:
-        bounds: solved relaxations of one problem, of different nodes, in ascending order of their
-            bounds.
-        effort: how long to search.
-        lower_us: lower bound of the whole problem, of which the bounds' nodes may be a part.
+        bounds: solved relaxations of nodes of the problem, in ascending order of their bounds.
+        effort: limits of the search.
+        lower_us: lower bound of the entire problem, of which the nodes may be a part.
         target_gap: stop when step / lower_us - 1 is at most this.
-        seed: equal seeds give equal placements unless a deadline cuts the search short.
+        seed: seed of the search; equal seeds give equal placements unless a deadline ends it.
     """
     goal = lower_us * (1.0 + target_gap)
     every: list[Found] = []
@@ -101,15 +100,15 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
         over = min(x.score for x in every)[0]
         if not over:
             break
-        # Relaxed solutions fill memories to the last byte, and stripes are not quite even.
+        # Relaxed solutions fill memories completely, but stripes are not exactly even.
         reserve = max(2 * over, 8 * reserve)
     return min(every, key=lambda x: x.score)
 
 
 def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, reserve: float
             ) -> list[Found]:
-    """Placements from all bounds, with a share `reserve` of every memory held back: short
-    annealings of each, of which the best are continued."""
+    """Placements from all bounds, with a share `reserve` of every memory left free: short
+    annealings from each bound, the best of which are continued."""
     rng = np.random.default_rng(seed)
     probes: list[tuple[Packed, _Start]] = []
     for n, bound in enumerate(bounds):
@@ -123,7 +122,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
         if not anneals:
             pool.refine(rng, near)
         pool.simplify(near)
-        if not anneals:  # nodes differ in what is assigned
+        if not anneals:  # nothing is assigned to single owners, so other nodes add nothing
             parts = [[Part(t.spec.dim, r)] for t, r in zip(
                 pool.relaxation.tables, pool.chosen(), strict=True)]
             world = pool.relaxation.model.machine.world_size
@@ -141,8 +140,8 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
 
 def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
            effort: Effort) -> Found:
-    """A placement by `Placer.place`, with pinned rows where their constraints pin them, and its
-    evaluation."""
+    """The placement of `Placer.place`, completed (ranges, copies, pinned rows), and its evaluation.
+    """
     relaxation = pool.relaxation
     placements = Placer(relaxation).place(parts, units)
     placements = divide_rows(relaxation, placements, effort.over)
@@ -152,7 +151,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
 
 
 class _Start:
-    """Annealings from one relaxed solution, whose configurations are in `pool`."""
+    """Annealings from one relaxed solution, with the candidates of `pool`."""
 
     def __init__(self, pool: CandidatePool, bound: Bound, effort: Effort, goal: float, seed: int
                  ) -> None:
@@ -163,7 +162,7 @@ class _Start:
         self._moves = max(_MOVES // (world + 64), 700 * tables)
 
     def probes(self) -> list[Packed]:
-        """Results of short annealings, run until one reaches the goal."""
+        """Run short annealings until one reaches the goal; returns their results."""
         found: list[Packed] = []
         most = self.effort.num_probes
         with ThreadPoolExecutor(_CHAINS) as threads:
@@ -175,8 +174,8 @@ class _Start:
         return found
 
     def run(self, share: float, start: Packed | None, number: int) -> Packed:
-        """The `number`-th annealing, with its share of all moves, continued from `start` if
-        given."""
+        """Run the `number`-th annealing with a share of the moves, continued from `start` if given.
+        """
         deadline = self.effort.deadline
         left = 0.0 if deadline is None else max(0.05, deadline - time.monotonic())
         return self._annealing.run(round(share * self._moves), self.goal, 1000 * self.seed + number,
