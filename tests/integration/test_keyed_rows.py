@@ -108,7 +108,7 @@ def test_a_table_that_is_too_small() -> None:
     every = oper.KeyedRows(keys, torch.randn(n, DIM), torch.zeros(DIM), counts,
                            torch.zeros_like(keys), 0)
     rows = 3 * BUCKET + 1
-    with pytest.raises(InvalidInputError, match=r"keys without a place=\d+"):
+    with pytest.raises(InvalidInputError, match=r"keys that exceed their buckets=\d+"):
         every.entries(rows, rule)
     kept = oper.KeyedRows.of_entries(every.entries(rows, rule, "t.", drop=True), "t.")
     oracle = Oracle(rows - 1, rule)
@@ -189,7 +189,7 @@ def test_what_a_map_refuses() -> None:
     with pytest.raises(InvalidInputError, match="num_keys=0"):
         oper.KeyMap(0)
     to_rows = oper.KeyMap(3)
-    with pytest.raises(InvalidInputError, match="not ascending"):
+    with pytest.raises(InvalidInputError, match="unsorted keys"):
         to_rows.load_state_dict({"keys": torch.tensor([5, 1, 9])})
     with pytest.raises(InvalidInputError, match="float32"):
         to_rows(torch.tensor([1.7]))
@@ -222,7 +222,7 @@ def test_torchrec_maps_become_dynamic_tables() -> None:
     with pytest.raises(InvalidInputError, match="one that ends with"):
         oper.KeyedRows.of_managed_collision(state, "no")
     spoiled = {k: v[:-1] if k.endswith("weight") else v for k, v in state.items()}
-    with pytest.raises(InvalidInputError, match="one map of all rows of it"):
+    with pytest.raises(InvalidInputError, match="a map that contains every row once"):
         oper.KeyedRows.of_managed_collision(spoiled, "t")
 
 
@@ -231,7 +231,7 @@ GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DI
 
 
 @pytest.mark.parametrize("message, fields", [
-    ("keys='not ascending'", {"keys": torch.tensor([5, 5])}),
+    ("keys='unsorted or repeated keys'", {"keys": torch.tensor([5, 5])}),
     ("keys=", {"keys": torch.tensor([1.0, 2.0])}),
     ("rows=", {"rows": torch.zeros(3, DIM)}),
     ("counts=\\[-1, 2\\]", {"counts": torch.tensor([-1, 2])}),
