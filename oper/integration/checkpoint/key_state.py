@@ -63,8 +63,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
         if f"{prefix}weight" in state_dict:  # an error even if the load is not strict
             error_msgs.append(fail(
                 f"cannot load dynamic table {name!r}", "missing entries", absent,
-                "none, since rows are loaded together with their keys",
-                "load all entries of the table"))
+                "rows together with their keys", "load all entries of the table"))
         return
     try:
         _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
@@ -87,7 +86,7 @@ def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
             raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
                                     "dtype, shape", (state[part].dtype, tuple(state[part].shape)),
                                     f"{(torch.int64, shape)}",
-                                    "load a checkpoint of a table with the same number of rows")
+                                    "load a checkpoint of a table with as many rows")
     if not 0 <= int(state["clock"]) <= MOST_UPDATES:
         raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", int(state["clock"]),
                                 f"a number in [0, {MOST_UPDATES}]",

@@ -105,7 +105,7 @@ class TableRows:
         what = f"cannot load table {self.name!r}"
         if type(value).__name__ == "ShardedTensor":
             raise InvalidInputError(
-                what, "value", "ShardedTensor", "a DTensor or an unsharded tensor",
+                what, "value", "ShardedTensor", "a DTensor or a whole tensor",
                 "save and load with torch.distributed.checkpoint, which reshards")
         found = tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
@@ -121,8 +121,8 @@ class TableRows:
         return self.__reduce_ex__(4)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OperError("cannot copy or pickle rows on demand", "table", self.name,
-                        "tensors, or a planner that reads the rows",
+        raise OperError("rows on demand cannot be copied or pickled", "table", self.name,
+                        "a planner that fetches them",
                         "save with planner=oper.SavePlanner(), or call state_dict() outside of "
                         "rows_on_demand()")
 
@@ -165,7 +165,7 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     """
     if chunk_bytes < 1:
         raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",
-                                "pass for example 64 << 20")
+                                "e.g. 64 << 20")
     token = _CHUNK.set(chunk_bytes)
     try:
         yield

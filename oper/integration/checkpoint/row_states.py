@@ -100,10 +100,9 @@ def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Se
             widths = {c.offsets[1]: c.sizes[1] for c in rows.chunks if c.sizes[1]}
             if rows.size[0] != num_rows or len(widths) not in (1, num_pieces):
                 raise InvalidInputError(
-                    f"cannot load the optimizer state {name!r}",
-                    "rows, numbers per row of the state", (num_rows, num_pieces),
-                    f"{rows.size[0]} rows with 1 or {len(widths)} numbers each, as {other!r} has "
-                    "rows and column shards", "load a checkpoint of a single model")
+                    f"cannot load the optimizer state {name!r}", "numbers per row", num_pieces,
+                    f"one, or one for each of the {len(widths)} column pieces of {other!r}",
+                    "load a checkpoint of one model")
             if len(widths) == num_pieces:
                 return [widths[column] for column in sorted(widths)]
     return [1] * num_pieces

@@ -21,7 +21,7 @@ from oper.integration.checkpoint.saving import Alone, save_by, tables_of
 from oper.shmem.counters.progress import Mark, Progress
 from oper.shmem.tables import ShardedTables
 
-_WHAT = "cannot save without the missing ranks"
+_WHAT = "cannot save what the survivors hold"
 
 
 class Survivors:
@@ -42,11 +42,11 @@ class Survivors:
         self._model, self._optimizer = model, optimizer
         tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
         if not tables:
-            raise InvalidInputError(_WHAT, "number of sharded tables in training", 0, ">= 1",
-                                    "save checkpoints regularly instead")
+            raise InvalidInputError(_WHAT, "tables", 0, "sharded tables that are trained",
+                                    "save whole checkpoints")
         for t in tables:
             if t.keys is not None:
-                t.keys.refuse(_WHAT, "save checkpoints regularly instead")
+                t.keys.refuse(_WHAT, "save whole checkpoints")
         self._progress = [Progress(t) for t in tables]
         self._marks: list[Mark] = []
         self.mark()
@@ -76,15 +76,15 @@ class Survivors:
         for progress, mark in zip(self._progress, self._marks, strict=True):
             if not progress.is_unchanged(mark):
                 raise OperError(
-                    _WHAT, "(barriers reached, updates begun, updates ended) by rank",
+                    _WHAT, "(arrivals, updates begun, updates ended) by rank",
                     [tuple(c) for c in progress.counts()],
-                    f"{mark.updates} updates begun and ended on all ranks, and a barrier that a "
-                    "rank has not reached", "an update had begun: load the last checkpoint")
+                    f"{mark.updates} updates on all ranks and a barrier that no rank passes",
+                    "the step was under way: load the last checkpoint")
         first = self._progress[0]
         missing = set().union(*(p.missing() for p in self._progress))
         if not missing:
-            raise OperError(_WHAT, "missing ranks", "none", "at least one",
-                            "call save_checkpoint on all ranks")
+            raise OperError(_WHAT, "ranks that are missing", "none", "at least one",
+                            "save a checkpoint with all of them")
         if first.rank != min(set(range(first.world_size)) - missing):
             return False
         path = Path(folder).absolute()

@@ -158,8 +158,9 @@ def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], pr
     for name, table in names.items():
         value = state_dict.get(f"{prefix}{name}")
         if isinstance(value, torch.Tensor) and value.dtype != tables.dtype(table):
-            warnings.warn(f"{prefix}{name} is converted from {value.dtype}: a sharded table keeps "
-                          f"its dtype {tables.dtype(table)}, even with assign=True", stacklevel=3)
+            warnings.warn(f"{prefix}{name} of {value.dtype} is converted: a sharded table keeps "
+                          f"its dtype {tables.dtype(table)}, with assign=True as well",
+                          stacklevel=3)
 
 
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
