@@ -157,7 +157,7 @@ def look(folder: Path, number: int) -> Delta:
 
 
 def check(deltas: list[Delta], turn: int, turns: int) -> None:
-    """Verify every `turns`-th file, starting with file `turn`; FileFormatError if one is damaged."""
+    """Verify every `turns`-th file from file `turn` on; FileFormatError if one is damaged."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
     for path in files[turn::turns]:
         read_part(path)
