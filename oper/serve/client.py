@@ -156,7 +156,7 @@ class Client:
         return self.infer(*wire.encode_request(request))
 
     def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """Like `score_request`, for a message made by `oper.serve.wire.encode_request`."""
+        """Like `score_request`, for the result of `oper.serve.wire.encode_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
@@ -173,12 +173,12 @@ class Client:
         return self._model
 
     def metadata(self) -> dict[str, Any]:
-        """Inputs and outputs of the model; its features are among the ``parameters``."""
+        """Return the model's inputs and outputs; ``parameters`` contains its features."""
         found: dict[str, Any] = self._told(f"/v2/models/{self.model}")
         return found
 
     def _told(self, path: str, *keys: str) -> Any:
-        """The server's metadata, or the part of it selected by the keys."""
+        """Return the JSON object at `path`, or the value in it selected by the nested `keys`."""
         data = self._call("GET", path)[1]
         try:
             found = dict(json.loads(data))
