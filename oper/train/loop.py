@@ -193,7 +193,7 @@ class _Meter:
 
     def restart(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
-        take_phases(self._tables)  # reset, to exclude evaluation and checkpoints
+        take_phases(self._tables)  # discard phase times of evaluation
         self._began = time.perf_counter()
 
     def add(self, loss: torch.Tensor, num_samples: int) -> None:

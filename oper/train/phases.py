@@ -33,8 +33,8 @@ def by_phase(phases: torch.Tensor) -> dict[str, Any]:
     Returns:
         By phase, except phases without a batch: ``count``, the number of batches; ``sum_s``, their
         total time in seconds; and ``below_us``, which maps the upper bound b of a bucket, in
-        microseconds, to the number of batches in [b / 2, b). The bound ``"inf"`` is for all longer
-        ones.
+        microseconds, to the number of batches in [b / 2, b), or [0, 1) for b = 1. The bound
+        ``"inf"`` is for all longer ones.
     """
     found: dict[str, Any] = {}
     for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):
