@@ -190,10 +190,10 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
 
 
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
-    """A table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
+    """Return a table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
 
-    The state has one form whatever the plan: one entry per row in logical order, as in
-    `table_entry`. Optimizers with bias correction add ``<label>.step``, a number.
+    Values are as `table_entry` returns them, with rows in logical order under any plan. Optimizers
+    with bias correction add ``<label>.step``, a float32 scalar.
     """
     kind = tables.specs[name].optimizer
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
