@@ -73,7 +73,6 @@ class Ahead:
 
 
 def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
-    """Whether both consist of the same tensor objects."""
     return a is b or (
         a.values() is b.values() and a.lengths() is b.lengths()
         and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys()

@@ -162,10 +162,8 @@ def _layers(module: Any) -> Any:
 
 
 def _linear_layers(module: Any) -> list[tuple[nn.Linear, bool]] | None:
-    """Return the linear layers and whether a ReLU follows each; None for anything else.
-
-    A linear layer without a bias counts as anything else.
-    """
+    """Return the linear layers and whether a ReLU follows each; None for anything else. A linear
+    layer without a bias counts as anything else."""
     from torchrec.models.dlrm import DenseArch, OverArch
     from torchrec.modules.mlp import MLP, Perceptron
 

@@ -18,11 +18,8 @@ from oper.shmem.tables import ShardedTables
 
 
 class FixedEntries(dict[str, Any]):
-    """``_parameters`` or ``_modules`` of a module; existing entries cannot be replaced or removed.
-
-    Raises:
-        InvalidInputError: an entry is replaced or removed.
-    """
+    """``_parameters`` or ``_modules`` of a module; replacing or removing an entry raises
+    InvalidInputError."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # torch.export temporarily replaces parameters by fake tensors.
@@ -71,16 +68,13 @@ class TableModule(nn.Module):
         leave_alone(self)
 
     def extra_repr(self) -> str:
-        """Return rows, columns and dtype of the table, for ``repr``."""
         num_rows, dim = self.weight.shape
         return f"{num_rows}, {dim}, dtype={self.weight.dtype}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
-        """Refuse conversions by ``to()``, ``half()``, ``cuda()`` and similar methods.
-
-        Does nothing if dtype and device stay the same.
-        """
+        """Refuse conversions by ``to()``, ``half()``, ``cuda()`` and similar methods. Does nothing
+        if dtype and device stay the same."""
         weight = self.weight
         probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
         after = fn(probe)
@@ -129,7 +123,6 @@ class TableBag(TableModule, nn.EmbeddingBag):
         self.mode = tables.specs[name].pooling
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise OperError."""
         _refuse_lookup(self)
 
 
@@ -141,7 +134,6 @@ class TableEmbedding(TableModule, nn.Embedding):
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise OperError."""
         _refuse_lookup(self)
 
 

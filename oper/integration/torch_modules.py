@@ -105,7 +105,6 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         self.include_last_offset = bag.include_last_offset
 
     def extra_repr(self) -> str:
-        """Return rows, columns, dtype and mode, for ``repr``."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
@@ -167,10 +166,8 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
     def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
                       weights: torch.Tensor | None
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Remove ids equal to `padding_idx`, which neither count in the mean nor get a gradient.
-
-        On a GPU, synchronizes once to get the number of remaining ids.
-        """
+        """Remove ids equal to `padding_idx`, which neither count in the mean nor get a gradient. On
+        a GPU, synchronizes once to get the number of remaining ids."""
         num_bags = lengths.numel()
         # Invalid lengths are passed on unchanged, with all ids, so that the lookup refuses them.
         fit = (lengths >= 0).all() & (lengths.sum() == ids.numel())

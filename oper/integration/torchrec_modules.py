@@ -153,10 +153,8 @@ class _Context(Multistreamable):
 
 
 class _Entries(dict[str, torch.Tensor]):
-    """Optimizer state of a table, ``{"<table>.momentum1": ...}``.
-
-    A subclass because plain dicts do not support weak references.
-    """
+    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
+    not support weak references."""
 
 
 class _States(Mapping[torch.Tensor, _Entries]):
@@ -180,12 +178,9 @@ class _States(Mapping[torch.Tensor, _Entries]):
 
 
 class _FusedOptimizer(FusedOptimizer):
-    """Gives schedulers and checkpoints access to the tables' optimizers.
-
-    Updates happen in the backward pass, so `step` does nothing. ``state_dict()`` has TorchRec's
-    form, ``{"state": {"<table parameter>": {"<table>.momentum1": ...}}}``, which does not depend
-    on the plan.
-    """
+    """Gives schedulers and checkpoints access to the tables' optimizers. Updates happen in the
+    backward pass, so `step` does nothing. ``state_dict()`` has TorchRec's form, ``{"state":
+    {"<table parameter>": {"<table>.momentum1": ...}}}``, which does not depend on the plan."""
 
     def __init__(self, tables: ShardedTables, names: Mapping[str, str],
                  parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:

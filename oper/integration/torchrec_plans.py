@@ -180,10 +180,8 @@ def _nearest(entry: TablePlan, world_size: int, options: ExportOptions, filled: 
 
 
 def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
-    """Return the non-replicated rows per rank, float64 [W].
-
-    If all rows are replicated, return the rows whose master copy a rank has.
-    """
+    """Return the non-replicated rows per rank, float64 [W]. If all rows are replicated, return the
+    rows whose master copy a rank has."""
     held, masters = np.zeros(world_size), np.zeros(world_size)
     for x in piece.tiers:
         into = masters if x.placement == "replicated" else held
@@ -205,10 +203,8 @@ def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tupl
 
 def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: np.ndarray
              ) -> tuple[str, list[tuple[int, tuple[int, int, int, int]]]]:
-    """Return the sharding type and shards of a table split by rows.
-
-    If neither row-wise type is allowed, the table is placed on the rank with most of its rows.
-    """
+    """Return the sharding type and shards of a table split by rows. If neither row-wise type is
+    allowed, the table is placed on the rank with most of its rows."""
     world_size = held.size
     local = options.local_size or world_size
     holders = np.flatnonzero(held)

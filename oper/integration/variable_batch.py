@@ -60,10 +60,8 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
 
 def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequence[int]
              ) -> torch.Tensor | None:
-    """Return the bag of each sample, int64 [F, B] in the order of `names`.
-
-    None if every key has B bags and sample b has bag b. `strides` are the keys' numbers of bags.
-    """
+    """Return the bag of each sample, int64 [F, B] in the order of `names`. None if every key has B
+    bags and sample b has bag b. `strides` are the keys' numbers of bags."""
     keys, rows = features.inverse_indices()
     if (rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[0] != len(keys)
             or not rows.is_cpu):

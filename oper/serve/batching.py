@@ -105,11 +105,9 @@ class Batcher:
             self._score(live, now)
 
     def _next_batch(self) -> list[PendingRequest]:
-        """Remove the next batch from the queue, oldest request first.
-
-        Requests whose deadline has passed get an ExpiredError. The batch ends before a request that
-        would make it exceed `max_samples` or the deadline of one of its requests.
-        """
+        """Remove the next batch from the queue, oldest request first. Requests whose deadline has
+        passed get an ExpiredError. The batch ends before a request that would make it exceed
+        `max_samples` or the deadline of one of its requests."""
         now, most = time.monotonic(), self.options.max_samples
         batch: list[PendingRequest] = []
         size, until = 0, float("inf")

@@ -318,7 +318,6 @@ def _is_closed(idle: socket.socket) -> bool:
 
 
 def _socket(connection: http.client.HTTPConnection) -> Any:
-    """The socket of an open connection."""
     return connection.sock
 
 

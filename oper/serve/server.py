@@ -139,11 +139,8 @@ class Server:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The supervisor's counters by name.
-
-        ``workers`` is the number of ready workers. ``weights_lag_us`` is the time in microseconds
-        from the training step of the last published delta to its use; 0 for full weights.
-        """
+        """The supervisor's counters by name. ``weights_lag_us`` is the time in microseconds from
+        the training step of the last published delta to its use; 0 for full weights."""
         return {name: int(getattr(self._counts, name)) for name in _COUNTED}
 
     def start(self, signals: Signals | None = None) -> Self:
@@ -270,10 +267,8 @@ class Server:
             raise self._error
 
     def try_publish(self) -> bool:
-        """Publish the model's weights again; return whether this succeeded.
-
-        A failure is logged, and the workers continue with the old weights.
-        """
+        """Publish the model's weights again; log a failure, after which the old weights remain in
+        use. Return whether it succeeded."""
         try:
             log.info("published epoch %d", self.publish())
         except (OperError, OSError) as error:
@@ -282,10 +277,8 @@ class Server:
         return True
 
     def follow(self, run: Follower) -> None:
-        """Publish the checkpoint or deltas that a training run has saved since the last call.
-
-        Invalid ones are logged, and the workers continue with the current weights.
-        """
+        """Publish the checkpoint or deltas that a training run has saved since the last call; log
+        errors of invalid ones, after which the current weights remain in use."""
         if run.has_whole():
             if not self.try_publish():
                 run.refuse("the weights that its changes continue are not in service")
@@ -450,11 +443,9 @@ class Server:
         return True
 
     def _level(self) -> None:
-        """Make workers with far more than an equal share of connections close the excess ones.
-
-        When a worker exits, its clients connect to other workers. As connections are long-lived,
-        the new worker would otherwise get few requests.
-        """
+        """Make workers with far more than an equal share of connections close the excess ones. When
+        a worker exits, its clients connect to other workers. As connections are long-lived, the new
+        worker would otherwise get few requests."""
         ready = [w for w in self._workers if w.ready]
         if not ready:
             return

@@ -112,7 +112,6 @@ def decode(body: bytes, header_length: int | None, direction: str
 
 
 def _header(text: bytes) -> dict[str, Any]:
-    """Parse the JSON header of a message."""
     try:
         header = json.loads(text)
     except RecursionError:
@@ -166,7 +165,6 @@ def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray
 
 
 def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
-    """Yield the values in nested lists."""
     if not isinstance(data, list):
         yield data
     elif depth == _MAX_DIMS:

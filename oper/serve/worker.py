@@ -88,11 +88,9 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
 
 
 class _Worker:
-    """Serves all connections of a worker on one event loop.
-
-    The loop alternates between reading all ready sockets and scoring one batch. Requests that
-    arrive during scoring form the next batch, and no hand-over between threads is needed.
-    """
+    """Serves all connections of a worker on one event loop. The loop alternates between reading all
+    ready sockets and scoring one batch. Requests that arrive during scoring form the next batch,
+    and no hand-over between threads is needed."""
 
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
@@ -200,7 +198,6 @@ class _Worker:
             timer.start()
 
     async def _adopt(self, connection: socket.socket) -> None:
-        """Serve a connection."""
         self._evict_idle()
         connection.setblocking(False)
         try:
@@ -209,10 +206,8 @@ class _Worker:
             connection.close()  # the client has gone already
 
     def _evict_idle(self) -> None:
-        """Close the least recently used idle connections in excess of `max_connections`.
-
-        As in nginx, idle clients cannot keep out new ones.
-        """
+        """Close the least recently used idle connections in excess of `max_connections`. As in
+        nginx, idle clients cannot keep out new ones."""
         too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
         if too_many <= 0:
             return

@@ -53,12 +53,10 @@ def datasets_root() -> Path:
 
 
 class _Uncached:
-    """A file written sequentially without the page cache.
-
-    The page cache would take a copy, new pages, and CPU time of the kernel to write them back.
-    Instead, blocks of an aligned buffer are written directly (``O_DIRECT`` of open(2)), except for
-    the last, incomplete block, and on file systems that do not support direct writes.
-    """
+    """A file written sequentially without the page cache. The page cache would take a copy, new
+    pages, and CPU time of the kernel to write them back. Instead, blocks of an aligned buffer are
+    written directly (``O_DIRECT`` of open(2)), except for the last, incomplete block, and on file
+    systems that do not support direct writes."""
 
     _BLOCK = 1 << 22  # a multiple of the alignment that any file system requires
     _spare: ClassVar[list[np.ndarray]] = []  # reused, since page faults of a new buffer take longer

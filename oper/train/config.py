@@ -414,11 +414,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
-    """Raise InvalidInputError for the first invalid field of `of`.
-
-    A field is invalid if it breaks the rule of its type, or if a check (field, is right, expected)
-    is not right.
-    """
+    """Raise InvalidInputError for the first invalid field of `of`. A field is invalid if it breaks
+    the rule of its type, or if a check (field, is right, expected) is not right."""
     for name, is_right, expected in (*rules_of(of), *checks):
         if not is_right:
             raise _bad(section + name, getattr(of, name), expected)

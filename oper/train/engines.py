@@ -62,10 +62,8 @@ class Engine:
         return loss.detach(), rest
 
     def _is_finite(self) -> bool:
-        """Whether the dense gradients, which are the same on all ranks, are finite.
-
-        If not, raise InvalidInputError with `guard` ``"stop"``, or warn with ``"skip"``.
-        """
+        """Whether the dense gradients, which are the same on all ranks, are finite. If not, raise
+        InvalidInputError with `guard` ``"stop"``, or warn with ``"skip"``."""
         grads = {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
         norms: Any = torch._foreach_norm(list(grads.values())) if grads else []
         # The norm of finite numbers may overflow.

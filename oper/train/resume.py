@@ -191,9 +191,7 @@ class Checkpoints:
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
         """Raise InvalidInputError if dynamic tables of the run in `out` differ from this run's.
-
-        Loading would fail as well, but with an error that names only sizes.
-        """
+        Loading would fail as well, but with an error that names only sizes."""
         try:
             saved = read_json(Path(out) / "config.json", what)["config"]
             theirs = _places(saved["dynamic"], saved["seed"])

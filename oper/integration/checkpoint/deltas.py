@@ -262,11 +262,9 @@ class DeltaCheckpoints:
 
 
 class _Parts:
-    """Copies one delta's rows to parts of bounded size and queues them for writing.
-
-    Here, only values that the next step may overwrite are copied; the writing thread computes ids
-    and serialises the state.
-    """
+    """Copies one delta's rows to parts of bounded size and queues them for writing. Here, only
+    values that the next step may overwrite are copied; the writing thread computes ids and
+    serialises the state."""
 
     def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
         self._owner, self._folder = owner, folder

@@ -128,12 +128,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse a pickle for which Python's unpickler would allocate more than the file's size.
-
-    The unpickler allocates its memo up to the largest index, and allocates a declared size before
+    """Refuse a pickle for which Python's unpickler would allocate more than the file's size. The
+    unpickler allocates its memo up to the largest index, and allocates a declared size before
     reading the data. Iterating over the opcodes compares declared sizes with the available bytes.
-    The k-th opcode may only store memo indices up to k, which holds for all real picklers.
-    """
+    The k-th opcode may only store memo indices up to k, which holds for all real picklers."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _FOREIGN_OPCODES or (
                 opcode.name.endswith("PUT") and int(argument or 0) not in range(count + 1)):
@@ -182,7 +180,6 @@ def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether `name` is a valid name of a file in a checkpoint's folder."""
     return (name not in ("", ".", "..") and "/" not in name and len(name) < 256
             and name.isascii() and name.isprintable())
 
@@ -218,10 +215,8 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
 
 
 class _Part(io.RawIOBase):
-    """A file-like view of `size` bytes of a file from `begin` on.
-
-    Unlike torch's own view, it can seek from the end.
-    """
+    """A file-like view of `size` bytes of a file from `begin` on. Unlike torch's own view, it can
+    seek from the end."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
         self._file, self._begin, self._size, self._at = file, begin, size, 0

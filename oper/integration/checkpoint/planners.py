@@ -73,10 +73,8 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
-    """Return the write items of this rank's chunks.
-
-    The first chunk's rank depends on the name, so that small tables are spread over the ranks.
-    """
+    """Return the write items of this rank's chunks. The first chunk's rank depends on the name, so
+    that small tables are spread over the ranks."""
     group = value.tables.group
     alone |= group.is_local
     world_size, rank = (1, 0) if alone else (group.world_size, group.rank)

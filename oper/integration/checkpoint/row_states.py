@@ -85,10 +85,8 @@ class StateOfPieces:
 
 
 def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Sequence[int]:
-    """Return the columns of each shard, from the checkpoint's metadata of the table's rows.
-
-    If the checkpoint does not contain the rows, all shards are assumed to be equally wide.
-    """
+    """Return the columns of each shard, from the checkpoint's metadata of the table's rows. If the
+    checkpoint does not contain the rows, all shards are assumed to be equally wide."""
     parts = name.split(".")
     at = len(parts) - 1 - parts[::-1].index("weight") if "weight" in parts else 0
     for begin in range(at):  # the longest common suffix of the state's and the table's path

@@ -82,10 +82,8 @@ class Weights:
                                   "write it again") from None
 
     def _hold(self, folder: Path) -> Path:
-        """Return a path that continues to refer to this folder after a rename.
-
-        A training run may replace the folder while it is read; its files must not be mixed.
-        """
+        """Return a path that continues to refer to this folder after a rename. A training run may
+        replace the folder while it is read; its files must not be mixed."""
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, number)
         return Path(f"/proc/self/fd/{number}")

@@ -54,10 +54,8 @@ def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: An
 
 def _learn_from_all(module: nn.Module, learn: Any, group: Group, features: Mapping[str, Any]
                     ) -> Mapping[str, Any]:
-    """Call `learn`, a `MCHManagedCollisionModule.profile`, with all ranks' ids.
-
-    Returns `features`, the ids of this rank.
-    """
+    """Call `learn`, a `MCHManagedCollisionModule.profile`, with all ranks' ids. Returns `features`,
+    the ids of this rank."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     if not module.training:
