@@ -1,4 +1,4 @@
-"""What programs do to a module: the sharded one follows, or refuses by name."""
+"""Operations on modules: sharded modules behave like unsharded ones, or raise an error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tables_end_with_their_module() -> None:
 # ---- which modules are sharded -------------------------------------------------------------------
 
 class Named(torchrec.EmbeddingBagCollection):  # type: ignore[misc]
-    """A collection under another name."""
+    """A subclass that overrides nothing."""
 
 
 class Doubling(torchrec.EmbeddingBagCollection):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Configuration: defaults < file < flags; one clear error for what is wrong."""
+"""Configuration: flags override the file, which overrides defaults; one error per mistake."""
 
 from __future__ import annotations
 
