@@ -52,7 +52,7 @@ COMMITTED: dict[str, int] = {}
 
 
 def _halves(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], torch.Tensor]:
-    """Load and save with one table in two halves and one striped over the ranks."""
+    """Load tables, one in two halves and one striped; return the rows read, and the first table."""
     COMMITTED.clear()
     torch.manual_seed(9)
     module = torch.nn.ModuleDict({n: torch.nn.Embedding(500, 8) for n in ("halves", "stripes")})
