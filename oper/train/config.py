@@ -242,7 +242,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         is_ours, elsewhere = self.sharding == "oper", f"with sharding={self.sharding!r}"
-        plain, ours_only = ("rowwise_adagrad", "sgd"), "0 but with sharding='oper'"
+        plain, ours_only = ("rowwise_adagrad", "sgd"), "0 unless sharding='oper'"
         of_dynamic = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
         num_items = self.catalogue.num_items
         _check("catalogue.", self.catalogue,
@@ -250,14 +250,14 @@ class TrainConfig:
         _check(
             "", self,
             ("data", bool(self.data) != bool(num_items),
-             "a folder written by oper preprocess, or nothing where catalogue.num_items is given"),
+             "a folder written by oper preprocess, or '' if catalogue.num_items is set"),
             ("out", bool(self.out), "a folder to write to"),
-            ("seed", self.seed < 2**63, "< 2^63, which torch takes"),
-            ("remap", bool(self.start) or not self.remap, "nothing without start"),
-            *((name, is_ours or not getattr(self, name), f"nothing {elsewhere}")
+            ("seed", self.seed < 2**63, "< 2^63, the limit of torch"),
+            ("remap", bool(self.start) or not self.remap, "'' without start"),
+            *((name, is_ours or not getattr(self, name), f"'' {elsewhere}")
               for name in ("stats", "plan", "topology", "start", "trace")),
             ("start", not self.start or os.path.realpath(self.start) != os.path.realpath(self.out),
-             "another folder than out (to go on with a run pass --resume)"),
+             "a folder other than out (to continue a run, pass --resume)"),
             ("checkpoint_every", is_ours or not self.checkpoint_every, ours_only),
             ("delta_every", bool(self.checkpoint_every) or not self.delta_every,
              "0 without checkpoint_every"),
@@ -266,7 +266,7 @@ class TrainConfig:
             ("guard", is_ours or self.guard == "off", f"'off' {elsewhere}"),
             ("tables_on", (self.sharding, self.tables_on) != ("none", "meta"),
              "'cpu' with sharding='none'"),
-            ("trace_steps", bool(self.trace) or not self.trace_steps, "nothing without trace"),
+            ("trace_steps", bool(self.trace) or not self.trace_steps, "'' without trace"),
             ("trace_steps", bool(_STEPS.fullmatch(self.trace_steps or _TRACED)),
              'A-B, two step numbers, such as "11-20"'))
         _check("", self, ("trace_steps", self.traced[0] <= self.traced[1], "A <= B"))

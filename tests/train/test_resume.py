@@ -218,5 +218,5 @@ def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> No
                      "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
     train(config(prepared, tmp_path / "second", **still), show_progress=False)
     assert_same_state(tmp_path / "second", tmp_path / "first")
-    with pytest.raises(InvalidInputError, match="another folder than out"):
+    with pytest.raises(InvalidInputError, match="a folder other than out"):
         config(prepared, tmp_path / "first", **still)
