@@ -403,10 +403,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
 
     def reset_parameters(self) -> None:
-        """Initialise all tables again by their ``init_fn``, as the unsharded collection does.
-
-        Collective.
-        """
+        """Initialise all tables by their ``init_fn``, like the unsharded collection. Collective."""
         for config in self._configs:
             assert config.init_fn is not None
             config.init_fn(self._table_modules[config.name].weight)

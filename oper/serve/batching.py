@@ -87,8 +87,8 @@ class Batcher:
     def due_s(self) -> float | None:
         """Return the seconds until the next batch is due, <= 0 if now; None if nothing is queued.
 
-        A batch is due `BatchOptions.max_wait_ms` after its oldest request has arrived, or earlier
-        if this request is expected to miss its deadline otherwise.
+        A batch is due when it is full, `BatchOptions.max_wait_ms` after its oldest request has
+        arrived, or earlier if this request is expected to miss its deadline otherwise.
         """
         if not self._waiting:
             return None

@@ -244,8 +244,8 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
 def find_weights(folder: str | os.PathLike[str]) -> Path:
     """Return the path of a training folder's newest weights.
 
-    It is ``state.pt``, which a completed training has written, or the folder of the last
-    checkpoint.
+    It is ``state.pt``, which ``oper train`` writes at its end, or the folder of the last
+    checkpoint, whichever is newer.
 
     Raises:
         FileFormatError: there are none.
