@@ -1,5 +1,5 @@
-"""The supervisor process: it accepts connections, starts, replaces and drains workers, and
-publishes weights."""
+"""The supervisor: it accepts connections, starts, replaces and drains workers, and publishes
+weights."""
 
 from __future__ import annotations
 
