@@ -163,7 +163,7 @@ def test_a_path_that_does_not_exist_or_holds_no_table() -> None:
         with pytest.raises(InvalidInputError,
                            match=rf"modules=\['{path}'\], .*\['users', 'items\.0'\]"):
             oper.shard(Model(), modules=["users", path], optimizer=SGD)
-    with pytest.raises(InvalidInputError, match="nothing to shard.*Linear"):
+    with pytest.raises(InvalidInputError, match=r"nothing to shard.*Linear"):
         oper.shard(nn.Linear(3, 3), modules=["users"], optimizer=SGD)
 
 
