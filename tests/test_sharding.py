@@ -160,8 +160,11 @@ def test_nothing_to_shard(make: Any, word: str) -> None:
 
 def test_a_path_that_does_not_exist_or_holds_no_table() -> None:
     for path in ("nowhere", "dense"):
-        with pytest.raises(InvalidInputError, match=path):
+        with pytest.raises(InvalidInputError,
+                           match=rf"modules=\['{path}'\], .*\['users', 'items\.0'\]"):
             oper.shard(Model(), modules=["users", path], optimizer=SGD)
+    with pytest.raises(InvalidInputError, match=r"nothing to shard.*Linear"):
+        oper.shard(nn.Linear(3, 3), modules=["users"], optimizer=SGD)
 
 
 def test_objectives() -> None:

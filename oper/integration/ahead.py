@@ -1,7 +1,7 @@
-"""The id-only part of coming batches, done on a thread of its own while this batch is trained.
+"""Preprocessing of the ids of later batches on a separate thread while a batch is trained.
 
-Only `ShardedTables.resolve` runs there. It checks, locates and sorts ids but reads no row, so it
-does not depend on the rows that the batch in flight will change.
+The thread runs only `ShardedTables.resolve`, which checks, locates and sorts ids but reads no row,
+so its results do not depend on the rows that the current batch is going to update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from oper.shmem.batch import Lookup, version_of
 from oper.shmem.tables import ShardedTables
 
-_MAX_COMING = 8  # batches that were announced and never looked up are forgotten beyond this
+_MAX_COMING = 8  # announced batches retained for `take`; beyond this, the oldest is dropped
 
 
 class Ahead:
@@ -31,7 +31,7 @@ class Ahead:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        # The batch, how often its inverse_indices had been changed, and what was started.
+        # By id() of the values: the batch, the version of its inverse_indices, the preprocessing.
         self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, int, Future[Lookup]]]
         self.coming = OrderedDict()
         self._lock = threading.Lock()  # several threads may announce and look up
@@ -40,10 +40,7 @@ class Ahead:
         return Ahead(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Resolve a batch on the thread.
-
-        For a micro-batch the whole lookup is done, see `oper.micro_batches`.
-        """
+        """Start preprocessing a batch; within `oper.micro_batches`, start its entire lookup."""
         parts = self._tables.turns.parts
         if parts is not None:
             return parts.start(batch)
@@ -53,7 +50,7 @@ class Ahead:
         return self._thread.submit(self._tables.to_resolve(batch))
 
     def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
-        """Start resolving a batch, which `take` will later return for its features."""
+        """Start preprocessing a batch and retain it, so that `take` can return it."""
         version = version_of(_inverse(features))
         started = self.start(batch)
         with self._lock:
@@ -62,7 +59,10 @@ class Ahead:
             self.coming[id(features.values())] = (features, version, started)
 
     def take(self, features: KeyedJaggedTensor) -> Lookup | None:
-        """The resolved batch that was announced with these same tensors, or None."""
+        """Wait for the preprocessed batch announced with the same tensor objects and return it.
+
+        None if there is no such batch, or its inverse_indices have been modified since.
+        """
         with self._lock:
             known = self.coming.get(id(features.values()))
             if (known is None or not _are_same(known[0], features)
@@ -73,7 +73,6 @@ class Ahead:
 
 
 def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
-    """Whether both consist of the same tensors, not only of equal ones."""
     return a is b or (
         a.values() is b.values() and a.lengths() is b.lengths()
         and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys()

@@ -1,8 +1,8 @@
 """Makes DistributedDataParallel ignore sharded tables, whether applied before or after sharding.
 
-DDP broadcasts and averages every parameter that the module it is given does not name in
-``_ddp_params_and_buffers_to_ignore``. That module may be a parent that is built after sharding, so
-its names are known only when DDP is constructed.
+DDP broadcasts and averages every parameter of its module that the module does not list in
+``_ddp_params_and_buffers_to_ignore``. This module may be created after sharding, as a parent of the
+sharded one, so the names of the tables in it are known only when DDP is constructed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _table_names(module: nn.Module) -> set[str]:
 
 
 def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel objects that contain any of the modules.
+    """Return the DistributedDataParallel objects that contain any of `modules`.
 
     Raises:
-        InvalidInputError: one of them would have nothing left to average.
+        InvalidInputError: one of these objects has no parameters other than the modules' to train.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
@@ -56,21 +56,21 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     inside = {id(m) for m in ours}
     tables = {id(p) for m in ours for p in m.parameters()}
     found = []
-    # A model may be given without the wrapper around it, of which it knows nothing.
+    # A module does not refer to the wrapper around it, so look among all objects.
     for ddp in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
         if not hasattr(ddp, "module") or not any(id(m) in inside for m in ddp.module.modules()):
             continue
         if not any(p.requires_grad and id(p) not in tables for p in ddp.module.parameters()):
-            raise InvalidInputError("cannot shard inside of DistributedDataParallel",
-                                    "parameters other than tables", 0,
-                                    "at least one for DistributedDataParallel to average",
-                                    "shard the module itself: sharded tables need no wrapper")
+            raise InvalidInputError("cannot shard inside DistributedDataParallel",
+                                    "trainable parameters other than tables", 0, ">= 1",
+                                    "shard the model without wrapping it: sharded tables need no "
+                                    "DistributedDataParallel")
         found.append(ddp)
     return found
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
-    """Make `ddp`, built around the unsharded module, ignore the sharded tables. Collective."""
+    """Make `ddp`, created around the unsharded module, ignore the sharded tables. Collective."""
     ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *_table_names(ddp.module)}
     ddp._module_parameters = [p for name, p in ddp.module.named_parameters()
                               if name not in ddp.parameters_to_ignore]

@@ -1,10 +1,10 @@
-"""TorchRec's DLRM on tables that are only read, with lookup and dot interaction as one operator.
+"""TorchRec's DLRM on read-only tables, with lookup and dot interaction fused into one operator.
 
-TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), multiplies
-all pairs of rows and picks those above the diagonal. Here the pairs are multiplied while a block of
-samples is in the processor's cache, and nothing in between is written to memory. The layers before
-and after it are torch's own, called without returning to the interpreter, whose lock the threads of
-a server compete for.
+TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), computes
+the products of all pairs of rows and selects half of them. The fused operator computes only this
+half, while a block of samples is in the processor's cache, and stores no intermediate results. The
+dense layers before and after it run torch's kernels in one operator each, which releases Python's
+interpreter lock, for which a server's threads compete.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class FusedDLRM(nn.Module):
-    """A DLRM whose lookup and interaction are `PublishedTables.lookup_interaction`.
+    """A DLRM that computes lookup and interaction by `PublishedTables.lookup_interaction`.
 
     Args:
-        model: a ``torchrec.models.dlrm.DLRM`` that `can_fuse` accepts; its parts are used.
+        model: a ``torchrec.models.dlrm.DLRM`` that `can_fuse` accepts; its modules are used.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._bags = (model.sparse_arch.embedding_bag_collection,)  # no part of its own
+        self._bags = (model.sparse_arch.embedding_bag_collection,)  # not registered as a child
         self._before, self._after = _layers(model.dense_arch), _layers(model.over_arch)
         layers = _linear_layers(model.over_arch)
         self._of_users: Any = None if layers is None else _OfUsers(self._bags[0].tables, layers)
 
     @property
     def shares_bags(self) -> bool:
-        """Whether calls accept `first` and `shared_keys`."""
+        """Whether `forward` accepts `first` and `shared_keys`."""
         return self._of_users is not None
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor,
                 first: torch.Tensor | None = None, shared_keys: torch.Tensor | None = None) -> Any:
-        """Logits [B, 1], equal to the model's up to rounding in the dot products.
+        """Return logits [B, 1], equal to the model's up to rounding in the dot products.
 
         `first` and `shared_keys` are those of `PublishedTables.lookup_shared_interaction`. With
-        them, shared parts are computed once, and sums in the layer after the interaction are also
-        rounded in another order.
+        them, products of features that all samples of a user share are computed once per user, and
+        sums in the first layer after the interaction are also accumulated in another order.
         """
         bags = self._bags[0]
         if first is not None:
@@ -76,7 +76,8 @@ def fuse(model: nn.Module) -> nn.Module:
 def can_fuse(model: nn.Module) -> bool:
     """Whether `model` is a plain DLRM on read-only tables that the fused interaction supports.
 
-    Its rows must be float32 and of one width, and every feature must belong to one table.
+    Its output must be float32, all tables must have the same number of columns, and every feature
+    must belong to one table.
     """
     try:
         from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
@@ -85,7 +86,7 @@ def can_fuse(model: nn.Module) -> bool:
     from oper.integration.dense.dlrm import DotInteraction, PooledRows
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
 
-    # Subclasses may do something else.
+    # Exact types, since subclasses may compute something else.
     if (type(model) is not DLRM or type(model.inter_arch) not in (InteractionArch, DotInteraction)
             or type(model.sparse_arch) not in (SparseArch, PooledRows) or _has_hooks(model)):
         return False
@@ -101,7 +102,7 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 class _Perceptrons:
-    """Linear layers, some followed by relu, as one operator; the weights stay the layers'."""
+    """Linear layers, some followed by ReLU, as one operator that shares the layers' weights."""
 
     def __init__(self, layers: list[tuple[nn.Linear, bool]]) -> None:
         self._arguments = ([layer.weight for layer, _ in layers],
@@ -112,23 +113,26 @@ class _Perceptrons:
 
 
 class _OfUsers:
-    """Interaction and the layers after it for samples of users, who have features in common: what
-    the pairs of these add to the sums of the first layer is the same for all samples of a user.
+    """Interaction and the layers after it, for samples that share features with their user.
+
+    Products of two shared features contribute the same sum to the first layer for all samples of a
+    user, so this sum is computed once per user.
 
     Args:
-        tables: that the features are looked up in.
-        layers: as `_linear_layers` gives them.
+        tables: the tables to look up in.
+        layers: the result of `_linear_layers`.
     """
 
     def __init__(self, tables: PublishedTables, layers: list[tuple[nn.Linear, bool]]) -> None:
         (self._first, self._has_relu), *rest = layers
         self._tables, self._rest = tables, _Perceptrons(rest)
-        # The first layer's weight in two, and what for. Set at once: threads may call together.
+        # Cached: (epoch, key_of, shared_keys, weights of users, weights of samples). Assigned as
+        # one tuple, because several threads may call this object.
         self._split: tuple[Any, ...] = (None, None, None)
 
     def __call__(self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
                  shared_keys: torch.Tensor) -> torch.Tensor:
-        """Logits; arguments are those of `PublishedTables.lookup_shared_interaction`."""
+        """Return logits; the arguments are those of `PublishedTables.lookup_shared_interaction`."""
         users, samples, user_of = self._tables.lookup_shared_interaction(
             batch, dense, first, shared_keys)
         of_users, of_samples = self._weights(batch.key_of, shared_keys, dense.shape[1])
@@ -140,10 +144,10 @@ class _OfUsers:
 
     def _weights(self, key_of: torch.Tensor, shared_keys: torch.Tensor, dim: int
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first layer's weight [inputs, outputs] for the pairs of users and for the numbers of
-        samples."""
+        """Return the rows of the first layer's transposed weight for the products shared by users
+        and for the other inputs, each [inputs, outputs]."""
         split = self._split
-        epoch = self._tables.epoch  # another one may have come into the same memory
+        epoch = self._tables.epoch  # a new publication may have changed the weights in place
         if split[0] != epoch or split[1] is not key_of or split[2] is not shared_keys:
             columns = shared_pairs(dim, shared_keys[key_of].tolist())
             self._split = split = (epoch, key_of, shared_keys, *(
@@ -152,13 +156,14 @@ class _OfUsers:
 
 
 def _layers(module: Any) -> Any:
-    """A module of TorchRec's DLRM as one operator, or as it is when other layers are in it."""
+    """Return `module` as one operator, or unchanged if it has layers other than linear ones."""
     found = _linear_layers(module)
     return module if found is None else _Perceptrons(found)
 
 
 def _linear_layers(module: Any) -> list[tuple[nn.Linear, bool]] | None:
-    """Layers with a bias, and whether relu follows; None where there is anything else."""
+    """Return the linear layers and whether a ReLU follows each; None for anything else. A linear
+    layer without a bias counts as anything else."""
     from torchrec.models.dlrm import DenseArch, OverArch
     from torchrec.modules.mlp import MLP, Perceptron
 
@@ -177,5 +182,5 @@ def _linear_layers(module: Any) -> list[tuple[nn.Linear, bool]] | None:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Hooks see tensors that would not be made."""
+    """Whether a module has forward hooks, whose tensors the fused operators do not create."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,4 +1,4 @@
-"""Measured errors of storing a model's rows as narrower types."""
+"""Choice of dtypes for rows by the error measured when a model's rows are quantised."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from oper.shmem.memory.quantise import squared_errors
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 
-_SAMPLED = 1 << 14  # rows of a block, evenly
+_SAMPLED = 1 << 14  # rows per block whose error is measured, at evenly spaced positions
 
 
 def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec],
                      stats: AccessStats, error_budget: float) -> Precision:
-    """The types of rows that take the fewest bytes within an error budget, from the rows
-    themselves.
+    """Choose row dtypes that take the fewest bytes within an error budget.
 
     Args:
-        source: the rows.
-        keys: keys of the tables in `source`, by table name.
-        held: the tables as stored in `source`.
+        source: the rows, on which quantisation errors are measured.
+        keys: maps table names to their keys in `source`.
+        held: the tables by name, with the dtypes in `source`.
         stats: access statistics.
         error_budget: see `oper.search.precision.choose_dtypes`.
     """
@@ -36,7 +35,7 @@ def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, Tabl
 
 
 def by_precision(plan: Plan, chosen: Precision, stats: AccessStats) -> Plan:
-    """The placement of read-only tables, with the chosen types of rows."""
+    """Return `plan`, of read-only tables, with the chosen dtypes and their error in its notes."""
     tables = []
     for entry in plan.tables:
         hottest = blocks_of(entry.table, stats).head_ids
@@ -50,7 +49,7 @@ def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) ->
     edges, dtypes = blocks.edges, [d for d in ROW_TYPES if d != "int4" or held.dim % 2 == 0]
     ids, block = _sample(held, edges, blocks.head_ids)
     sums = np.zeros((1 + len(dtypes), edges.size - 1))
-    # Also of codes, numbers: they may be stored with fewer bits.
+    # As float32 even if `held` is quantised: rows may be quantised again to fewer bits.
     for begin, rows in source.rows(key, held, replace(held, dtype="float32", optimizer="none")):
         first, last = np.searchsorted(ids, [begin, begin + rows.shape[0]])
         if first == last:
@@ -65,13 +64,13 @@ def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) ->
 
 def _sample(spec: TableSpec, edges: np.ndarray, hottest: np.ndarray
             ) -> tuple[np.ndarray, np.ndarray]:
-    """Some rows of every block: ids, ascending, and their blocks; int64 [n] each."""
+    """Return ascending ids of sampled rows of every block, and their blocks; int64 [n] each."""
     sizes = np.diff(edges)
     counts = np.minimum(sizes, _SAMPLED)
     positions = np.concatenate([begin + np.arange(count) * size // count for begin, count, size in
                                 zip(edges[:-1], counts, sizes, strict=True)])
     entry = TablePlan(spec, (Piece(0, spec.dim, (Tier(0, spec.num_rows, "owned", (0,)),)),))
-    if edges.size > 2 and hottest.size:  # else positions are ids
+    if edges.size > 2 and hottest.size:  # rows are in hotness order; otherwise positions are ids
         base = replace(spec, optimizer="none")
         entry = with_row_dtypes(replace(entry, table=base), [
             (int(edges[-2]), "float32"), (spec.num_rows, "int8")], hottest)

@@ -19,22 +19,22 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
     Args:
         batch: tensors with one row per sample and `KeyedJaggedTensor`s, also within dataclasses
-            (TorchRec's `Batch`), tuples, lists and dicts; anything else in it is given to all
-            parts.
-        num_parts: number of parts, of nearly equal sizes.
+            (TorchRec's `Batch`), tuples, lists and dicts; every part gets all other values.
+        num_parts: number of parts; their sizes differ by at most one sample.
 
     Returns:
         The parts, and the number of samples of each.
 
     Raises:
-        InvalidInputError: there are fewer samples than parts, or tensors or features differ in
-            their numbers of samples.
+        InvalidInputError: there are fewer samples than parts; tensors or features differ in their
+            numbers of samples; or features have a variable batch per feature.
     """
     sizes = {x.stride() if isinstance(x, KeyedJaggedTensor) else x.shape[0]
              for x in _leaves(batch) if not isinstance(x, torch.Tensor) or x.dim()}
     if len(sizes) != 1 or min(sizes) < num_parts:
-        raise InvalidInputError("cannot split a batch", "samples of its tensors", sorted(sizes),
-                                f"one number, at least {num_parts} as there are parts",
+        raise InvalidInputError("cannot split a batch", "numbers of samples of its tensors",
+                                sorted(sizes),
+                                f"the same number, >= {num_parts}, the number of parts",
                                 "pass split=, use fewer parts, or drop the last, smaller batch")
     (size,) = sizes
     bounds = [k * size // num_parts for k in range(num_parts + 1)]
@@ -42,7 +42,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """The contents of a container; None if it is not a container."""
+    """Return the contents of a container; None if `value` is not a container."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, tuple | list):
@@ -53,7 +53,7 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def _like(value: Any, children: list[Any]) -> Any:
-    """A container like `value` of other things."""
+    """Return a container of the type of `value` with other contents."""
     if isinstance(value, Mapping):
         return dict(zip(value, children, strict=True))
     if isinstance(value, tuple | list):
@@ -62,7 +62,7 @@ def _like(value: Any, children: list[Any]) -> Any:
 
 
 def features_in(batch: Any) -> list[KeyedJaggedTensor]:
-    """The `KeyedJaggedTensor`s in a batch, in the order in which they occur."""
+    """Return the `KeyedJaggedTensor`s in a batch, in order."""
     return [x for x in _leaves(batch) if isinstance(x, KeyedJaggedTensor)]
 
 
@@ -90,12 +90,12 @@ def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
                     ) -> list[KeyedJaggedTensor]:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         raise InvalidInputError("cannot split a batch", "features",
-                                "with batch sizes or samples of their own",
+                                "with a variable batch per feature or inverse_indices",
                                 "one bag per sample and feature", "pass split=")
     keys, size, weights = features.keys(), features.stride(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), size)
     at = torch.tensor([[k * size + b for k in range(len(keys))] for b in bounds])
-    begins = features.offsets()[at].tolist()  # of the first ids of each part, key by key
+    begins = features.offsets()[at].tolist()  # per part and key, the index of its first id
     parts = []
     for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(begins), strict=True):
         pieces = [slice(a, b) for a, b in zip(first, last, strict=True)]
@@ -107,7 +107,7 @@ def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
 
 
 def detached(value: Any) -> Any:
-    """A model's output, detached from its graph."""
+    """Return a model's output with all tensors detached from the autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     children = _children(value)
@@ -117,10 +117,11 @@ def detached(value: Any) -> Any:
 def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the outputs of the parts of a batch into one output.
 
-    Tensors are concatenated; numbers are averaged with the parts' `sizes` (samples) as weights.
+    Tensors and arrays are concatenated along the first dimension. Scalars that differ are averaged,
+    weighted by `sizes`, the parts' numbers of samples.
 
     Raises:
-        InvalidInputError: any other value differs between parts.
+        InvalidInputError: a value of another type differs between parts.
     """
     first = found[0]
     if isinstance(first, torch.Tensor):
@@ -136,8 +137,8 @@ def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
         return sum(x * n for x, n in zip(found, sizes, strict=True)) / sum(sizes)
     if children is None:
         raise InvalidInputError(
-            "cannot join the outputs of the parts of a batch", "type",
+            "cannot join the outputs of the parts of a batch", "type of an output",
             type(first).__name__, "tensors, numbers, values equal in all parts, and "
-            "tuples, lists, dicts and dataclasses of these", "return the tensors in it")
+            "tuples, lists, dicts and dataclasses of these", "return only such values")
     of_parts = zip(*(_children(x) or [] for x in found), strict=True)
     return _like(first, [joined(x, sizes) for x in of_parts])

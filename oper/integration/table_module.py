@@ -1,4 +1,4 @@
-"""Modules that hold a sharded table as their ``weight``."""
+"""Modules whose ``weight`` is a sharded table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from oper.shmem.tables import ShardedTables
 
 
 class FixedEntries(dict[str, Any]):
-    """Parameters or children of a module, none of which can be replaced or removed."""
+    """``_parameters`` or ``_modules`` of a module; replacing or removing an entry raises
+    InvalidInputError."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # torch.export looks at a program with tensors that stand for the parameters.
+        # torch.export temporarily replaces parameters by fake tensors.
         fake = FakeTensor | FunctionalTensor
         if name in self and self[name] is not value and not isinstance(
                 value, fake) and not isinstance(self[name], fake):
@@ -32,31 +33,29 @@ class FixedEntries(dict[str, Any]):
         _refuse_replacement(name, "nothing")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refuse to remove an existing entry."""
         if name in self:
             del self[name]
         return super().pop(name, *default)
 
     def clear(self) -> None:
-        """Refused."""
         for name in self:
             del self[name]
 
 
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
-        "cannot replace a part of a sharded module", name, value,
-        "the existing one, whose rows the plan has placed",
-        "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
-        "this module out of modules=")
+        "cannot replace a parameter or child of a sharded module", name, value,
+        "no replacement, since the plan has placed the table's rows",
+        "copy values into weight (weight.data.copy_(values), load_state_dict), or leave this "
+        "module out of modules=")
 
 
 class TableModule(nn.Module):
     """A module whose only parameter, ``weight``, is a sharded table.
 
     Args:
-        tables: tables that hold it, already filled.
-        name: its table.
+        tables: the collection that holds the table, already filled.
+        name: name of the table in `tables`.
         trains: initial ``weight.requires_grad``.
     """
 
@@ -69,14 +68,13 @@ class TableModule(nn.Module):
         leave_alone(self)
 
     def extra_repr(self) -> str:
-        """Rows, columns and dtype of the table."""
         num_rows, dim = self.weight.shape
         return f"{num_rows}, {dim}, dtype={self.weight.dtype}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
-        """Called by ``to()``, ``half()``, ``cuda()`` and similar methods: does nothing, or refuses
-        a conversion."""
+        """Refuse conversions by ``to()``, ``half()``, ``cuda()`` and similar methods. Does nothing
+        if dtype and device stay the same."""
         weight = self.weight
         probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
         after = fn(probe)
@@ -111,7 +109,7 @@ class TableModule(nn.Module):
         load_key_entries(self.weight.tables, self._name, state_dict, prefix, missing_keys,
                          error_msgs)
         if len(error_msgs) > before:
-            return  # rows of keys that are not loaded
+            return  # without the keys, the rows would belong to other keys
         load_tables(self.weight.tables, {k: v for k, v in state_dict.items() if k not in of_keys},
                     prefix, names, missing_keys, unexpected_keys, error_msgs)
 
@@ -125,7 +123,6 @@ class TableBag(TableModule, nn.EmbeddingBag):
         self.mode = tables.specs[name].pooling
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
         _refuse_lookup(self)
 
 
@@ -137,18 +134,17 @@ class TableEmbedding(TableModule, nn.Embedding):
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused."""
         _refuse_lookup(self)
 
 
 def _refuse_lookup(module: TableModule) -> NoReturn:
-    raise OperError("cannot look up in one table of a sharded collection", "table", module._name,
-                    "a batch for the collection",
-                    "call the collection, or shard the table as a module of its own")
+    raise OperError("cannot call one table of a sharded collection", "table", module._name,
+                    "a call of the collection",
+                    "call the collection, or use an nn.EmbeddingBag or nn.Embedding instead")
 
 
 class TableModules(nn.ModuleDict):
-    """The tables of a collection as modules, ``<table>.weight``."""
+    """The tables of a collection as modules by table name, with parameters ``<table>.weight``."""
 
     def __init__(self, modules: Mapping[str, TableModule]) -> None:
         super().__init__(modules)
@@ -162,19 +158,17 @@ class TableModules(nn.ModuleDict):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Empty, since TorchRec's sharders call it on collections within modules to find tables to
-        shard.
+        """Yield nothing, so that TorchRec's sharders find no tables to shard here.
 
-        The ``named_parameters`` of the collection and of the model list all tables.
+        The ``named_parameters`` of the collection and of the model yield all tables.
         """
         return iter(())
 
 
 def leave_alone(module: nn.Module) -> None:
-    """Make ``fully_shard`` of a model skip a module.
+    """Make ``fully_shard`` of a model skip `module`, whose tables are synchronized already.
 
-    It is marked as if torch's ``replicate`` had been applied, since something else keeps its
-    parameters in step.
+    The module is marked as if torch's ``replicate`` had been applied to it.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
@@ -182,7 +176,7 @@ def leave_alone(module: nn.Module) -> None:
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
-    """Raise OperError: TorchScript cannot hold shared rows."""
+    """Raise OperError: TorchScript cannot store tables in shared memory."""
     raise OperError("sharded tables cannot be scripted or traced", "module", type(module).__name__,
-                    "a program that runs in Python, or torch.compile",
-                    "script the dense part only, or use torch.compile")
+                    "modules without sharded tables",
+                    "script only the dense layers, or use torch.compile")

@@ -1,10 +1,10 @@
 """A sharded table as a tensor: reading it copies rows out, writing to it in place writes the rows.
 
-`TableParameter` is what ``weight`` of a sharded module is and what ``named_parameters()`` shows. It
+The ``weight`` of a sharded module is a `TableParameter`, which ``named_parameters()`` yields. It
 has the table's shape and dtype but no storage. An operation on it, or on a view of it, works on a
-copy of the rows concerned, in logical order, and its changes are written back. Views
-(``weight[3]``, ``weight.data``, ``weight.t()``) record how they were taken, so writing to them
-writes to the table.
+copy of the affected rows in logical order; in-place changes are written back to the table. Views
+(``weight[3]``, ``weight.data``, ``weight.t()``) record the operations that created them, so
+writing to a view writes to the table.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from oper.integration.checkpoint.table_state import rank0_values
 from oper.shmem.tables import ShardedTables
 
 _aten: Any = torch.ops.aten
-# One operation of the view that a tensor is: operator, its arguments behind the tensor, keyword
-# arguments, and which of its outputs (None = it has one).
+# One view operation: operator, its arguments after the tensor, keyword arguments, and the index of
+# the output (None = the operator has a single output).
 _Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
 @functools.cache
 def _effects(operator: Any) -> tuple[frozenset[str], bool]:
-    """Names of the arguments that an operator writes to, and whether it returns views."""
+    """Return the names of arguments that an operator writes to, and whether it returns views."""
     schema = operator._schema
     written = frozenset(a.name for a in schema.arguments
                         if a.alias_info is not None and a.alias_info.is_write)
@@ -42,12 +42,11 @@ def _effects(operator: Any) -> tuple[frozenset[str], bool]:
 class TableTensor(torch.Tensor):
     """A table or a view of it.
 
-    Reading is one-sided within a memory domain and collective between domains; writing is
-    collective everywhere, with equal values on all ranks (if they differ, those of rank 0 are
-    used).
+    Reading is one-sided if all ranks are in one memory domain, and otherwise collective. Writing is
+    always collective, with the same values on all ranks; if they differ, rank 0's are used.
     """
 
-    # Python-level operations reach `__torch_dispatch__` as the operators they are made of.
+    # Only `__torch_dispatch__` intercepts operations, after torch has decomposed them.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _rows: TableRows
@@ -57,7 +56,7 @@ class TableTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, rows: TableRows, shape: torch.Tensor, path: tuple[_Step, ...] = (),
                 requires_grad: bool = False) -> TableTensor:
-        with torch.inference_mode(False):  # views of it count versions
+        with torch.inference_mode(False):  # inference tensors have no version counter
             new: TableTensor = torch.Tensor._make_wrapper_subclass(
                 cls, shape.shape, strides=shape.stride(), storage_offset=shape.storage_offset(),
                 dtype=shape.dtype, device=rows.tables.device, requires_grad=requires_grad)
@@ -84,7 +83,7 @@ class TableTensor(torch.Tensor):
                 for k, s in enumerate(shapes)]
 
     def _window(self) -> tuple[int, int]:
-        """The rows `[begin, end)` that this view lies in."""
+        """Return rows `[begin, end)` of the table that contain all elements of this view."""
         num_rows = self._rows.shape[0]
         if not self._path:
             return 0, num_rows
@@ -101,7 +100,7 @@ class TableTensor(torch.Tensor):
         return 0, num_rows
 
     def _taken_from(self, base: torch.Tensor, first: int) -> torch.Tensor:
-        """This view of a copy `base` of the rows from `first`."""
+        """Return this view, taken from a copy `base` of the table's rows from row `first` on."""
         begin, end = self._window()
         path = self._path
         if (begin, end) != (0, self._rows.shape[0]):
@@ -113,11 +112,11 @@ class TableTensor(torch.Tensor):
             base = base if output is None else base[output]
         return base
 
-    # ---- what torch asks of a tensor's storage ---------------------------------------------------
+    # ---- access to values and storage ------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
-        """The table without its gradient; assigning to it copies values into the rows."""
+        """The table, detached from autograd; assigning to it copies values into the rows."""
         return self.detach()
 
     @data.setter
@@ -132,7 +131,7 @@ class TableTensor(torch.Tensor):
         self.detach().copy_(value)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """A copy that cannot be written to, since writing to it would not reach the rows."""
+        """Return a read-only copy; read-only since writing to a copy would not change the rows."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. "
                                "Use tensor.detach().numpy() instead.")
@@ -147,21 +146,21 @@ class TableTensor(torch.Tensor):
     def _refuse_storage(self, *_: Any, **__: Any) -> NoReturn:
         raise InvalidInputError(f"cannot access the memory of table {self._rows.name!r}",
                                 "tensor", type(self).__name__,
-                                "a tensor with storage of its own, unlike a sharded table",
+                                "a tensor with storage, which a sharded table does not have",
                                 "take a copy: weight.detach().clone()")
 
     data_ptr = storage = share_memory_ = apply_ = _refuse_storage
     __dlpack__ = __dlpack_device__ = _refuse_storage
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A meta-device storage of the table's size.
+        """Return a meta-device storage of the table's size, shared by all views of the tensor.
 
-        Tracers use it to see the size, and which tensors are views of one table.
+        Tracers read the size from it and use it to recognize views of the same tensor.
         """
         return self._shape.untyped_storage()
 
     def tolist(self) -> list[Any]:
-        """The values as nested lists, as ``torch.Tensor.tolist`` returns them."""
+        """Return the values as nested lists, as ``torch.Tensor.tolist`` does."""
         return self.detach().clone().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -172,7 +171,7 @@ class TableTensor(torch.Tensor):
         return text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the values that it has now."""
+        """Pickle a plain tensor with the current values."""
         return self.detach().clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -180,14 +179,14 @@ class TableTensor(torch.Tensor):
 
 
 class TableParameter(TableTensor):
-    """``weight`` of a sharded module: a leaf that ``named_parameters()`` shows.
+    """``weight`` of a sharded module: an autograd leaf that ``named_parameters()`` yields.
 
-    Its ``requires_grad`` says whether lookups train the table. It never has a ``grad``: the
-    backward pass has updated the rows. A gradient that reaches it other than through a lookup is
-    refused.
+    ``requires_grad`` decides whether lookups train the table. ``grad`` is always None: the backward
+    pass updates the rows directly. A gradient from any operation other than a lookup raises
+    InvalidInputError.
     """
 
-    _is_param = True  # what makes it a torch.nn.Parameter
+    _is_param = True  # isinstance(x, torch.nn.Parameter) checks it
     _ddp_ignored = True  # for DistributedDataParallel's mixed precision
 
     @staticmethod
@@ -198,16 +197,16 @@ class TableParameter(TableTensor):
         new = TableTensor.__new__(cls, rows, shape)
         assert isinstance(new, TableParameter)
         if tables.optimizers is not None:
-            new._in_backward_optimizers = []  # as torch's tag leaves
+            new._in_backward_optimizers = []  # set by torch's apply_optimizer_in_backward, too
             new.requires_grad = requires_grad
-            # All views count versions together; this one does not keep the tables alive.
+            # All views share one version counter; this view does not keep the tables alive.
             rows.version = new.detach()
             del rows.version._rows
         return new
 
     @property
     def tables(self) -> ShardedTables:
-        """The tables that hold it."""
+        """The collection that holds the table."""
         return self._rows.tables
 
     @property
@@ -231,24 +230,24 @@ class TableParameter(TableTensor):
                 _refuse_gradient)
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refused: the table's gradient never exists as a tensor."""
+        """Raise InvalidInputError: the table's gradient never exists as a tensor."""
         raise InvalidInputError(
             f"cannot hook the gradient of table {self._rows.name!r}", "hook", hook,
-            "no hooks, since lookups update the rows without such a gradient",
-            "clip with the optimizer's max_gradient or max_row_norm; tag tables with an "
-            "optimizer before they are sharded")
+            "no hooks, since the table's gradient never exists as a tensor",
+            "to clip, use the optimizer's max_gradient or max_row_norm; if this is "
+            "apply_optimizer_in_backward, call it before sharding")
 
     register_post_accumulate_grad_hook = register_hook
 
     def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
-        """Train the table from now on, or freeze it; to be called alike on all ranks."""
+        """Train the table from now on, or freeze it; make the same call on all ranks."""
         self.requires_grad = requires_grad
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # torch.utils.swap_tensors
-            raise InvalidInputError(f"cannot swap table {self._rows.name!r}", "with",
-                                    value.__name__, "the tensor that represents the table",
+            raise InvalidInputError(f"cannot swap table {self._rows.name!r} with another tensor",
+                                    "class", value.__name__, type(self).__name__,
                                     "copy values into it: weight.data.copy_(values)")
         super().__setattr__(name, value)
 
@@ -264,14 +263,14 @@ def _refuse_gradient(parameter: TableParameter) -> NoReturn:
     parameter.grad = None
     raise InvalidInputError(
         f"cannot take a gradient of table {parameter._rows.name!r}", "gradient",
-        "of its weight, read as a tensor", "gradients of lookups, which update the rows",
+        "from an operation on weight other than a lookup", "gradients from lookups only",
         "use weight.detach() outside of lookups (a regulariser, a tied projection), or "
         "leave this module out of modules=")
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: frozenset[str]
              ) -> Any:
-    """Carry out an operator on copies of rows, and write back what it changes."""
+    """Run an operator on copies of rows, and write back the arguments named `written`."""
     leaves = tree_leaves((args, kwargs))
     given = [x for x in leaves if isinstance(x, TableTensor)]
     if func.overloadpacket is _aten.set_:
@@ -306,17 +305,17 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
 
 
 def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:
-    """Raise InvalidInputError where autograd would record what is written to a table."""
+    """Raise InvalidInputError if autograd would record the write of `arguments` to `table`."""
     for x in arguments:
         if not isinstance(x, TableTensor) and x.requires_grad:
             raise InvalidInputError(f"cannot write to table {table._rows.name!r}",
                                     "requires_grad of the values", True,
-                                    "False, since rows are no part of a graph",
+                                    "False, since autograd does not track writes to tables",
                                     "write values.detach(), or under torch.no_grad()")
 
 
 class _Copy:
-    """Rows of a table that an operator works on, for all views of the table among its arguments."""
+    """A copy of the table rows that an operator's arguments refer to."""
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
@@ -324,20 +323,20 @@ class _Copy:
         self._values: torch.Tensor | None = None
 
     def take(self, view: TableTensor) -> None:
-        """Let `view` be among the arguments."""
+        """Extend the range of rows to contain the argument `view`."""
         window = view._window()
         both = self._window is None or self._window == window
         self._window = window if both else (0, self._rows.shape[0])
 
     def view_of(self, view: TableTensor) -> torch.Tensor:
-        """The argument that the operator gets instead of `view`."""
+        """Return the plain tensor to pass to the operator in place of `view`."""
         assert self._window is not None
         if self._values is None:
             self._values = self._rows.read(*self._window).to(self._rows.tables.device)
         return view._taken_from(self._values, self._window[0])
 
     def write_back(self) -> None:
-        """Write the rows, changed or not. Collective."""
+        """Write all copied rows back to the table. Collective."""
         assert self._values is not None and self._window is not None
         tables = self._rows.tables
         tables.barrier()  # peers may still be reading
@@ -346,7 +345,7 @@ class _Copy:
 
 
 def _note_reader(tensor: TableTensor) -> None:
-    """Let autograd notice, as for any tensor, that a value it keeps has changed since."""
+    """Make updates of the rows increment the version that autograd checks for saved tensors."""
     rows = tensor._rows
     if rows.version is not None:
         rows.tables.on_update.append(

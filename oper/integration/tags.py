@@ -1,4 +1,4 @@
-"""The optimizer that ``apply_optimizer_in_backward`` has attached to a table, as one of OPER's."""
+"""Conversion of optimizers attached by ``apply_optimizer_in_backward`` to OPER's optimizers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from oper.shmem.optim.optimizers import (
 )
 
 _ADAM = ("lr", "betas", "eps", "weight_decay")
-# Classes of torch and TorchRec by name: our optimizer, and the arguments that both have. What a tag
-# leaves out is ours, which is FBGEMM's: TorchRec hands on what a tag names, so that its fused
-# tables never see a default of the class in the tag, such as the eps of 1e-10.
+# By name of the torch or TorchRec class: OPER's optimizer, and the arguments that both have.
+# Arguments missing in a tag get OPER's defaults, which equal FBGEMM's, not those of the tagged
+# class (such as eps=1e-10): TorchRec, too, passes only the tag's arguments to FBGEMM.
 _KNOWN: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "SGD": (SGD, ("lr", "momentum", "weight_decay")),
     "LarsSGD": (LarsSGD, ("lr", "momentum", "weight_decay", "eta")),
@@ -38,16 +38,16 @@ _KNOWN: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "PartialRowWiseLAMB": (PartialRowWiseLAMB, _ADAM),
 }
 _CLIPPING = ("max_gradient", "max_row_norm")
-# Arguments of theirs that ours do not have, at the values that change nothing.
+# Arguments of torch's and TorchRec's classes that OPER's lack, with the values that have no effect.
 _NEUTRAL = {"weight_decay": 0, "dampening": 0, "nesterov": False, "lr_decay": 0, "maximize": False,
             "amsgrad": False, "decoupled_weight_decay": True, "foreach": None, "fused": None,
             "capturable": False, "differentiable": False}
-_FBGEMM_LR = 0.01  # of TorchRec's classes without a default of their own
+_FBGEMM_LR = 0.01  # for TorchRec's classes whose constructor has no lr argument
 _WHAT = "cannot use the optimizer of apply_optimizer_in_backward"
 
 
 def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` has attached to a table, or None.
+    """Return the optimizer that ``apply_optimizer_in_backward`` has attached to a table, or None.
 
     Raises:
         InvalidInputError: the optimizer, or one of its arguments, is not supported.
@@ -76,13 +76,14 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
 
 
 def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a tag; those that have FBGEMM's names under ours."""
+    """Return the tag's arguments `given`, with FBGEMM's names replaced by OPER's."""
     given = dict(given)
     for ours, theirs in (("lr", {"learning_rate"}), ("betas", {"beta1", "beta2"})):
         twice = sorted(theirs & given.keys())
         if ours in given and twice:
-            raise InvalidInputError(_WHAT, f"{name}.{ours}, {twice}", given[ours],
-                                    "one of torch's and FBGEMM's names", f"leave out {twice}")
+            raise InvalidInputError(_WHAT, f"{name}: {ours} besides {twice}", given[ours],
+                                    "either torch's or FBGEMM's name of an argument",
+                                    f"leave out {twice}")
     if not given.pop("gradient_clipping", False):
         given.pop("max_gradient", None)
     if "learning_rate" in given:

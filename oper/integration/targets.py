@@ -1,4 +1,4 @@
-"""Modules with embedding tables in a model: finding them, describing them, naming their tables."""
+"""Find and describe the modules of a model that have embedding tables, and name the tables."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Target:
-    """A module to be replaced: its path, its tables and how to read and rebuild it."""
+    """A module with tables that a sharded module replaces, or has replaced."""
 
     path: str
     module: Any
-    is_collection: bool
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by table, own names
+    is_collection: bool  # of TorchRec; else an nn.EmbeddingBag or nn.Embedding
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)  # by name in the module
     specs: list[TableSpec] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # own name -> name in the plan
-    is_quantised: bool = False  # TorchRec's, for inference
-    kind: type | None = None  # the class that it is, or is derived from
+    names: dict[str, str] = field(default_factory=dict)  # name in the module -> in the plan
+    is_quantised: bool = False  # a collection that TorchRec has quantised for inference
+    kind: type | None = None  # the embedding class that `module` is an instance of
 
     def keys(self) -> dict[str, str]:
-        """The ``state_dict`` key of every table, by the table's name in the plan."""
+        """Map every table's name in the plan to its ``state_dict`` key."""
         dot = f"{self.path}." if self.path else ""
         if not self.is_collection:
             return {self.specs[0].name: f"{dot}weight"}
@@ -40,7 +40,7 @@ class Target:
 
 
 def all_targets(module: nn.Module) -> list[Target]:
-    """Every module with tables, whether it is to be sharded or not."""
+    """Return every unsharded module with tables."""
     from torch import nn
 
     from oper.integration.table_module import TableModule
@@ -58,9 +58,9 @@ def all_targets(module: nn.Module) -> list[Target]:
     targets: list[Target] = []
     for path, child in module.named_modules():
         if any(t.path == "" or path.startswith(f"{t.path}.") for t in targets):
-            continue  # a collection's own nn.EmbeddingBag
+            continue  # part of a collection
         if isinstance(child, TableModule):
-            continue  # sharded already
+            continue  # already sharded
         for kind in (*collections, nn.EmbeddingBag, nn.Embedding):
             if isinstance(child, kind):
                 targets.append(Target(path, child, kind in collections, kind=kind,
@@ -70,19 +70,20 @@ def all_targets(module: nn.Module) -> list[Target]:
 
 
 def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target]:
-    """The modules to be replaced: all, or those whose paths are `wanted`.
+    """Return the modules to shard: those at the paths `wanted`, or all if None.
 
     Raises:
-        InvalidInputError: there is nothing to shard, a path is unknown, or modules share
-            parameters.
+        InvalidInputError: there is nothing to shard, a path has no module with tables or a module
+            that overrides its embedding class, or modules share parameters.
     """
-    targets = [t for t in all_targets(module) if wanted is None or t.path in wanted]
+    found = all_targets(module)
+    targets = [t for t in found if wanted is None or t.path in wanted]
     behind = {t.path: why for t in targets if (why := _own_behaviour(t))}
     if wanted is not None and behind:
         raise InvalidInputError(
             "cannot shard a module that does more than look up", "modules", behind,
-            "modules that behave as the class that they are derived from",
-            "hold that class as a member of the module, and leave these out of modules=")
+            "modules that do not override their embedding class",
+            "make the embedding a child of the module, or leave the module out of modules=")
     targets = [t for t in targets if t.path not in behind]
     if wanted is None:
         _warn_of_unsharded(module, behind)
@@ -91,32 +92,36 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     if done and not targets:
         raise InvalidInputError("nothing to shard", "modules", done[:8],
                                 "modules that are not sharded yet", "shard a model once")
-    missing = set(wanted or ()) - {t.path for t in targets}
-    if missing or not targets:
+    known = [t.path for t in found if not _own_behaviour(t)]
+    missing = set(wanted or ()) - set(known)
+    if missing and known:
+        raise InvalidInputError("cannot find modules with tables", "modules", sorted(missing),
+                                f"some of the paths {known[:8]}", "name modules of this model")
+    if not targets:
         raise InvalidInputError(
-            "nothing to shard", "modules", sorted(missing) or type(module).__name__,
-            "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
-            "nn.Embedding modules", "name embedding modules of this model")
+            "nothing to shard", "modules", type(module).__name__,
+            "a model with EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
+            "nn.Embedding modules", "pass a model with embedding modules")
     _refuse_shared_parameters(module, targets)
     return targets
 
 
 def _own_behaviour(target: Target) -> str:
-    """Why a module cannot be replaced by a sharded one of the class that it is derived from."""
+    """Return why a sharded module cannot replace the target's module; "" if it can."""
     kind, module = target.kind, target.module
     assert kind is not None
     for method in ("forward", "__call__"):
         if getattr(type(module), method) is not getattr(kind, method):
             return f"{type(module).__name__} overrides {method}"
     if not target.is_collection and [n for n, _ in module.named_parameters()] != ["weight"]:
-        return f"{type(module).__name__} has parameters beside weight, or computes it"
+        return f"{type(module).__name__} has parameters besides weight, or computes weight"
     if not target.is_collection and (module._buffers or module._modules):
         return f"{type(module).__name__} has buffers or modules of its own"
     return ""
 
 
 def _warn_of_unsharded(module: nn.Module, behind: Mapping[str, str]) -> None:
-    """Say which modules with tables stay as they are."""
+    """Warn of modules with tables that stay unsharded; `behind` gives the reason by path."""
     others = dict(behind)
     fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
     if fused is not None:
@@ -124,11 +129,11 @@ def _warn_of_unsharded(module: nn.Module, behind: Mapping[str, str]) -> None:
                    if isinstance(child, fused.FusedEmbeddingBagCollection
                                  | fused.FusedEmbeddingCollection)}
     if others:
-        warnings.warn(f"modules with tables that stay unsharded: {others}; name the modules to "
-                      "shard in modules= to leave them out without this warning", stacklevel=4)
+        warnings.warn(f"modules with tables that stay unsharded: {others}; to suppress this "
+                      "warning, pass the paths of the modules to shard as modules=", stacklevel=4)
 
 
-#: Hooks of a module, and the flags that belong to them.
+#: Attributes of a module that hold its hooks and the hooks' flags.
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
           "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
           "_backward_pre_hooks", "_is_full_backward_hook", "_non_full_backward_hooks",
@@ -137,7 +142,7 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let a sharded module call the hooks of the one that it stands for, and be in its mode."""
+    """Give a sharded module the hooks and the training mode of the module that it replaces."""
     for name in _HOOKS:
         if name in old.__dict__:
             new.__dict__[name] = old.__dict__[name]
@@ -160,11 +165,16 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:
-    """Fill in a target's tables and optimizers.
+    """Set a target's `specs`, with names as in its module, and for training its `optimizers`.
+
+    Args:
+        target: the target.
+        objective: ``"training"`` or ``"inference"``.
+        default: optimizer of tables that `apply_optimizer_in_backward` has not tagged.
 
     Raises:
-        InvalidInputError: training is requested without an optimizer, or the module has unsupported
-            options.
+        InvalidInputError: training is requested without an optimizer, of quantised tables, or of
+            tables with gradient hooks; or the module has unsupported options.
     """
     from torch import nn
 
@@ -180,7 +190,8 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
             if parameter._backward_hooks:
                 raise InvalidInputError(
                     f"cannot shard table {table!r} for training", "hooks on its gradient",
-                    len(parameter._backward_hooks), "none, since it has no such gradient",
+                    len(parameter._backward_hooks),
+                    "0, since a sharded table's gradient never exists as a tensor",
                     "remove them, or clip with the optimizer's max_gradient or max_row_norm")
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
@@ -211,7 +222,7 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
 
 
 def own_names(target: Target) -> list[str]:
-    """Names of its tables in its own configuration."""
+    """Return the tables' names in the module's configuration; of a torch module, its path."""
     if not target.is_collection:
         return [target.path or "weight"]
     from oper.integration.torchrec_modules import configs_of
@@ -220,8 +231,10 @@ def own_names(target: Target) -> list[str]:
 
 
 def name_tables(targets: list[Target], module: nn.Module) -> None:
-    """Set the tables' names in statistics and plans, as `oper.collect` names them for all of
-    `module`."""
+    """Rename the targets' tables to their names in statistics and plans of `module`.
+
+    The names are those that `oper.collect` uses; they are unique among all tables of `module`.
+    """
     names = plan_names((t.path, name) for t in all_targets(module) for name in own_names(t))
     for target in targets:
         target.names = {s.name: names[target.path, s.name] for s in target.specs}
@@ -230,11 +243,10 @@ def name_tables(targets: list[Target], module: nn.Module) -> None:
 
 def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
           ) -> list[TableSpec]:
-    """The tables with rows stored as `row_dtype`: one type, types by table name, or None =
-    unchanged.
+    """Return `specs` with the dtypes `row_dtype`: one for all, or by table name; None = unchanged.
 
     Raises:
-        InvalidInputError: a table or type is unknown.
+        InvalidInputError: a table or dtype is unknown.
     """
     if row_dtype is None:
         return list(specs)
@@ -242,18 +254,22 @@ def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
         return [replace(s, dtype=row_dtype) for s in specs]
     if not isinstance(row_dtype, Mapping):
         raise InvalidInputError("cannot choose types of rows", "row_dtype", row_dtype,
-                                "the name of a type, or names by table",
-                                "pass for example 'float16', or {table: type}")
+                                "the name of a dtype, or a mapping from tables to names",
+                                "pass for example 'float16', or {'users': 'float16'}")
     unknown = set(row_dtype) - {s.name for s in specs}
     if unknown:
         raise InvalidInputError("cannot choose types of rows", "tables", sorted(unknown),
                                 f"some of {[s.name for s in specs][:8]}",
-                                "name tables of this collection")
+                                "name tables of this model")
     return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
 
 
 def sharded_targets(module: nn.Module) -> list[Target]:
-    """The modules that `oper.shard` has put into a model, with their tables as read-only ones."""
+    """Return the modules that `oper.shard` has sharded, with specs for read-only tables.
+
+    Raises:
+        InvalidInputError: a table is dynamic.
+    """
     found = []
     for path, child in module.named_modules():
         tables = getattr(child, "tables", None)
@@ -269,11 +285,11 @@ def sharded_targets(module: nn.Module) -> list[Target]:
 
 
 def replacement(target: Target, tables: Any) -> nn.Module:
-    """The module that replaces a target: the same call, with lookups in `tables`.
+    """Return the sharded module that replaces a target and has the same ``forward`` signature.
 
     Args:
-        target: the module.
-        tables: `ShardedTables`, or others with their lookup.
+        target: describes the module to replace.
+        tables: `ShardedTables`, or read-only tables with the same lookup interface.
     """
     pooled = target.specs[0].pooling != "none"
     new: nn.Module

@@ -17,7 +17,7 @@ from oper.tables import DTYPE_BYTES, TableSpec
 
 
 def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: str) -> TableSpec:
-    """The table of an ``nn.EmbeddingBag`` or ``nn.Embedding`` as plain data.
+    """Return the `TableSpec` of an ``nn.EmbeddingBag`` or ``nn.Embedding`` named `name`.
 
     Raises:
         InvalidInputError: the module has an option that sharded tables do not support.
@@ -40,7 +40,7 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
 
 
 class _ShardedModule(TableModule):
-    """One table with the ``state_dict`` of an unsharded module."""
+    """Base class of sharded torch modules; has the ``state_dict`` of an unsharded module."""
 
     def __init__(self, module: nn.EmbeddingBag | nn.Embedding, tables: ShardedTables, name: str
                  ) -> None:
@@ -58,27 +58,28 @@ class _ShardedModule(TableModule):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("max_norm", "scale_grad_by_freq") and value:
             raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
-                                    "None or False, as when it was sharded", "leave it as it is")
+                                    "None or False, which sharded tables support",
+                                    "to use this option, leave the module out of modules=")
         super().__setattr__(name, value)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; writing ``["lr"]`` takes effect in the next backward pass."""
+        """The optimizer's parameter groups; a new ``["lr"]`` takes effect in the next backward."""
         return self.tables.param_groups
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Optimizer state, ``{"state": {"weight": {"weight.momentum1": ...}}}``. Collective."""
+        """Return the state as ``{"state": {"weight": {"weight.momentum1": ...}}}``. Collective."""
         return {"state": {"weight": optimizer_entries(self.tables, self._name, "weight")}}
 
     def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` gave, of any plan and world size. Collective."""
+        """Load an `optimizer_state_dict` saved under any plan and world size. Collective."""
         self.tables.barrier()  # peers may still be reading
         load_optimizer_entries(self.tables, self._name, "weight", state_dict["state"]["weight"])
         self.tables.publish()
 
 
 def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:
-    """Raise what a module cannot look up, or where."""
+    """Raise the error for `ids` that `module` cannot look up, or for tracing."""
     if torch._C._get_tracing_state() is not None:
         refuse_script(module)
     if not isinstance(ids, torch.Tensor):
@@ -90,12 +91,12 @@ def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:
 
 
 class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
-    """An ``nn.EmbeddingBag`` executed by a plan; same call, same ``state_dict``.
+    """An ``nn.EmbeddingBag`` sharded according to a plan; same call, same ``state_dict``.
 
     Args:
         bag: the unsharded module; only its configuration is used.
-        tables: tables that hold it, already filled.
-        name: its table.
+        tables: the collection that holds the table, already filled.
+        name: name of the table in `tables`.
     """
 
     def __init__(self, bag: nn.EmbeddingBag, tables: ShardedTables, name: str) -> None:
@@ -104,17 +105,20 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         self.include_last_offset = bag.include_last_offset
 
     def extra_repr(self) -> str:
-        """Rows, columns, dtype and mode."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
                 per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Pooled rows [B, dim], summed in float32 and converted to the table's dtype.
+        """Return pooled rows [B, dim], summed in float32 and converted to the table's dtype.
 
         Args:
             input: ids int64 or int32, [B, L], or [N] with `offsets`.
-            offsets: int64 [B] (or [B + 1] with ``include_last_offset``).
+            offsets: int64 or int32 [B] (or [B + 1] with ``include_last_offset``).
             per_sample_weights: float32 or the table's dtype, shape of `input`; mode ``"sum"`` only.
+
+        Raises:
+            InvalidInputError: an argument has another shape or dtype, or weights are given with
+                another mode.
         """
         if torch._C._get_tracing_state() is not None or not isinstance(
                 input, torch.Tensor) or input.dim() not in (1, 2):
@@ -125,22 +129,26 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise InvalidInputError("cannot look up", "shape of per_sample_weights",
                                     tuple(per_sample_weights.shape),
-                                    f"{tuple(input.shape)} as the ids have", "correct the batch")
+                                    f"{tuple(input.shape)}, the shape of input",
+                                    "pass one weight per id")
         if input.dim() == 2:
             if offsets is not None:
                 raise InvalidInputError("cannot look up", "offsets", tuple(offsets.shape),
-                                        "no offsets with ids [B, L]", "leave them out")
+                                        "None with two-dimensional ids [B, L]",
+                                        "leave offsets out, or flatten the ids")
             lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64,
                                  device=input.device)
             input = input.reshape(-1)
         else:
             if offsets is None:
-                raise InvalidInputError("cannot look up", "offsets", None, "offsets with flat ids",
-                                        "pass them")
+                raise InvalidInputError("cannot look up", "offsets", None,
+                                        "offsets [B] with one-dimensional ids [N]",
+                                        "pass offsets, or ids [B, L]")
             if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
                 raise InvalidInputError("cannot look up", "offsets",
                                         (offsets.dtype, tuple(offsets.shape)),
-                                        "int64 or int32, one dimension", "convert the batch")
+                                        "int64 or int32, one dimension",
+                                        "convert or flatten offsets")
             ends = offsets[1:] if self.include_last_offset else torch.cat(
                 [offsets[1:], offsets.new_full((1,), input.numel())])
             lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)
@@ -158,12 +166,10 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
     def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
                       weights: torch.Tensor | None
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Padded ids neither count in the mean nor get a gradient, as in torch.
-
-        Waits for a device once, for the number of ids that are left.
-        """
+        """Remove ids equal to `padding_idx`, which neither count in the mean nor get a gradient. On
+        a GPU, synchronizes once to get the number of remaining ids."""
         num_bags = lengths.numel()
-        # Lengths that do not fit the ids pass as they are, with all ids: the lookup refuses them.
+        # Invalid lengths are passed on unchanged, with all ids, so that the lookup refuses them.
         fit = (lengths >= 0).all() & (lengths.sum() == ids.numel())
         at = ((ids != self.padding_idx) | ~fit).nonzero()[:, 0]
         bags = torch.searchsorted(lengths.cumsum(0), at, right=True)
@@ -173,16 +179,16 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
 
 
 class ShardedEmbedding(_ShardedModule, nn.Embedding):
-    """An ``nn.Embedding`` executed by a plan; same call, same ``state_dict``.
+    """An ``nn.Embedding`` sharded according to a plan; same call, same ``state_dict``.
 
     Args:
         module: the unsharded module; only its configuration is used.
-        tables: tables that hold it, already filled.
-        name: its table.
+        tables: the collection that holds the table, already filled.
+        name: name of the table in `tables`.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows [*input.shape, dim] in the table's dtype, of ids int64 or int32 of any shape.
+        """Return rows [*input.shape, dim] in the table's dtype; `input` is int64 or int32.
 
         The row of ``padding_idx`` gets no gradient and no update.
         """

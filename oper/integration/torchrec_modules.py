@@ -1,8 +1,8 @@
-"""The adapter to TorchRec: collections whose tables are placed by a plan.
+"""The adapter to TorchRec: embedding collections sharded according to a plan.
 
-`ShardedEmbeddingBags` and `ShardedEmbeddings` are TorchRec ``ShardedModule``s that can be put
-straight into a model: they work unwrapped, under DistributedDataParallel, under
-DistributedModelParallel (which keeps modules that are sharded already) and in
+`ShardedEmbeddingBags` and `ShardedEmbeddings` are TorchRec ``ShardedModule``s that replace the
+unsharded collections of a model. They work without a wrapper, in DistributedDataParallel, in
+DistributedModelParallel (which leaves modules that are already sharded as they are) and in
 TrainPipelineSparseDist. Their tables appear in ``named_parameters()`` and ``state_dict()`` under
 the names and with the shapes of the unsharded module.
 """
@@ -71,8 +71,8 @@ def divides_gradients() -> bool:
 
 
 def configs_of(collection: Collection) -> Sequence[BaseEmbeddingConfig]:
-    """The configurations of a pooled or unpooled collection, in the order of its outputs."""
-    if isinstance(collection, _QUANTISED):  # which put tables of one pooling, or type, together
+    """Return a collection's table configurations in the order of its outputs."""
+    if isinstance(collection, _QUANTISED):  # their outputs are grouped by pooling or data type
         return [c for group in collection._key_to_tables.values() for c in group]
     if isinstance(collection, EmbeddingCollection):
         return collection.embedding_configs()
@@ -81,11 +81,15 @@ def configs_of(collection: Collection) -> Sequence[BaseEmbeddingConfig]:
 
 def table_specs(collection: Collection,
                 optimizer: str | Mapping[str, str] = "rowwise_adagrad") -> list[TableSpec]:
-    """The tables of a collection as plain data.
+    """Describe the tables of a collection, in the order of its outputs.
 
     Args:
         collection: pooled or unpooled; float, or quantised by TorchRec.
-        optimizer: `TableSpec.optimizer`, for all tables or by table name.
+        optimizer: `TableSpec.optimizer` of all tables, or a mapping from table names to it.
+
+    Raises:
+        InvalidInputError: a table has an unsupported dtype, is virtual, has pruned rows, or was
+            converted to another dtype than its configuration states.
     """
     specs = []
     _check_dtypes(collection)
@@ -100,12 +104,13 @@ def table_specs(collection: Collection,
                                     "convert the table")
         if getattr(config, "use_virtual_table", False):
             raise InvalidInputError(f"cannot shard table {config.name!r}", "use_virtual_table",
-                                    True, "a table of num_embeddings rows",
+                                    True, "False",
                                     "use a plain table, or leave the module out of modules=")
         kept = getattr(config, "num_embeddings_post_pruning", None)
         if kept not in (None, config.num_embeddings):
             raise InvalidInputError(f"cannot shard table {config.name!r}",
-                                    "num_embeddings_post_pruning", kept, "no pruned rows",
+                                    "num_embeddings_post_pruning", kept,
+                                    f"None or num_embeddings={config.num_embeddings}",
                                     "quantise without pruning")
         pooling = "none"
         if isinstance(config, EmbeddingBagConfig):
@@ -117,19 +122,19 @@ def table_specs(collection: Collection,
 
 
 def _check_dtypes(collection: Collection) -> None:
-    """Raise InvalidInputError for tables that were converted after their construction."""
+    """Raise InvalidInputError if a weight's dtype differs from its configuration's data_type."""
     if isinstance(collection, _QUANTISED):
         return
     for config, (_, weight) in zip(configs_of(collection), collection.named_parameters(),
                                    strict=True):
         told = _DTYPES.get(config.data_type)
         held = str(weight.dtype).removeprefix("torch.")
-        # The unsharded collection holds tables of BF16 as float16.
+        # TorchRec's unsharded collection allocates BF16 tables as float16.
         if told not in (None, held) and (told, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
                 f"cannot shard table {config.name!r}", "dtype of its weight", held,
-                f"{told} as its data_type says",
-                "choose data_type in its configuration instead of converting the module")
+                f"{told}, the data_type in its configuration",
+                "set data_type in its configuration instead of converting the module")
 
 
 class _Context(Multistreamable):
@@ -139,21 +144,21 @@ class _Context(Multistreamable):
         self.sharding_contexts: list[Any] = []
         self.features: KeyedJaggedTensor | None = None
         self.coming: Future[Lookup] | None = None
-        self.shares = False  # `_ShardedCollection._shares` when the lookup was made
+        self.shares = False  # value of `_ShardedCollection._shares` when the lookup was created
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the features' memory from being reused while kernels on that stream read it."""
+        """Keep the allocator from reusing the features' memory while `stream` reads it."""
         if self.features is not None:
             self.features.record_stream(stream)
 
 
 class _Entries(dict[str, torch.Tensor]):
-    """A table's state, ``{"<table>.momentum1": ...}``; unlike a plain dict it can be referred to
-    weakly."""
+    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
+    not support weak references."""
 
 
 class _States(Mapping[torch.Tensor, _Entries]):
-    """The state of all tables, read again at every access."""
+    """Optimizer state of all tables; every access reads the current values."""
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
         self._of = tables
@@ -173,11 +178,9 @@ class _States(Mapping[torch.Tensor, _Entries]):
 
 
 class _FusedOptimizer(FusedOptimizer):
-    """The face that schedulers and checkpoints see; updates happen in the backward pass.
-
-    ``state_dict()`` has TorchRec's form, ``{"state": {"<table parameter>": {"<table>.momentum1":
-    ...}}}``, with one canonical state per row whatever the plan.
-    """
+    """Gives schedulers and checkpoints access to the tables' optimizers. Updates happen in the
+    backward pass, so `step` does nothing. ``state_dict()`` has TorchRec's form, ``{"state":
+    {"<table parameter>": {"<table>.momentum1": ...}}}``, which does not depend on the plan."""
 
     def __init__(self, tables: ShardedTables, names: Mapping[str, str],
                  parameters: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
@@ -192,8 +195,8 @@ class _FusedOptimizer(FusedOptimizer):
         self._loading: dict[str, _Entries] | None = None
         super().__init__({parameters[t]: x for t, x in self._weights.items()}, {},
                          tables.param_groups)
-        # The groups are the tables' own, and weights refer to their tables: a cycle that would keep
-        # shared memory until the next garbage collection.
+        # `tables` holds the groups, they hold the weights, and a weight refers to `tables`: a cycle
+        # that would keep shared memory until the next garbage collection.
         weakref.finalize(self, _forget_weights, tables.param_groups).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FusedOptimizer:
@@ -202,15 +205,15 @@ class _FusedOptimizer(FusedOptimizer):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The optimizer state by parameter, copied at every access.
+        """Map each table parameter to a copy of its optimizer state, made at every access.
 
-        `post_load_state_dict` writes the copies back that are still in use.
+        `post_load_state_dict` writes copies that the caller still references back to the tables.
         """
         return _States({x: table for table, x in self._weights.items()}, self._show)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        """The base class assigns an empty state at construction."""
+        """Ignore the empty state that the base class assigns at construction."""
 
     def _show(self, table: str) -> _Entries:
         if self._loading is None:
@@ -219,15 +222,15 @@ class _FusedOptimizer(FusedOptimizer):
         elif table in self._loading:
             entries = self._loading[table]
         else:
-            with rows_on_demand():  # which write what they are given straight into the tables
+            with rows_on_demand():  # loading into such entries writes directly to the tables
                 entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
             self._loading[table] = self._shown[table] = entries
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of any plan and world size. Collective."""
+        """Load a `state_dict` saved under any plan and world size. Collective."""
         self._tables.barrier()  # peers may still be reading
-        self._loading = {}  # the base class fills these, then calls post_load_state_dict
+        self._loading = {}  # the base class fills it, then calls post_load_state_dict
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -242,10 +245,10 @@ class _FusedOptimizer(FusedOptimizer):
         self._tables.publish()
 
     def step(self, closure: Any = None) -> None:
-        """Nothing to do: the backward pass has updated the tables."""
+        """Do nothing: the backward pass has already updated the tables."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Forget what backward passes under `oper.no_sync` have left; nothing else is stored."""
+        """Drop gradients accumulated under `oper.no_sync`; no other gradients are stored."""
         self._tables.drop_gradients()
 
 
@@ -257,7 +260,7 @@ def _forget_weights(groups: list[dict[str, Any]]) -> None:
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     """Base class of pooled and unpooled sharded collections."""
 
-    _prefix: str  # of table parameters in the state_dict
+    _prefix: str  # of the names of table parameters in the state_dict
     _unsharded: type
     _pooled: bool
 
@@ -266,7 +269,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         super().__init__()
         quantised = isinstance(collection, _QUANTISED)
         self._output_dtype = collection.output_dtype() if quantised else torch.float32
-        self._converts = self._output_dtype != torch.float32  # which lookups return
+        self._converts = self._output_dtype != torch.float32  # lookups return float32
         self._configs = list(configs_of(collection))
         self.tables = tables
         self._names = dict(names)
@@ -292,28 +295,28 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         leave_alone(self)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Start the id-only work of a coming batch on a thread of its own.
+        """Start preprocessing the ids of the next batch on a separate thread.
 
-        For training loops without `TrainPipelineSparseDist`, which does this by itself: call it
-        with the next batch before this batch's forward pass. Numbers do not change. The lookup of
-        the same `features` (the same tensors) continues from there; an announced batch that is
-        never looked up is forgotten. Not collective. Within `oper.micro_batches` the whole lookup
-        begins, which is collective.
+        For training loops without `TrainPipelineSparseDist`, which prefetches by itself: call this
+        method with the next batch before the current batch's forward pass. Results are identical.
+        The forward pass for the same `features` (the same tensor objects) uses the preprocessed
+        ids; at most 8 batches are retained, and the oldest is dropped first. Not collective,
+        except within `oper.micro_batches`, where it starts the entire lookup.
         """
         self._ahead.announce(features, self.lookup_of(features))
 
     @property
     def features(self) -> list[str]:
-        """The features that it looks up, table by table."""
+        """Names of the features that the collection looks up, table by table."""
         return self._features
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Dtype of the embeddings that it returns."""
+        """Dtype of the returned embeddings."""
         return self._output_dtype
 
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
-        """The lookup of a batch, resolved if it was announced."""
+        """Return the `Lookup` of a batch, with preprocessed ids if `prefetch` got the batch."""
         if self._ahead.coming:
             known = self._ahead.take(features)
             if known is not None and (known.shared is None or self._shares):
@@ -338,7 +341,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def _shares(self) -> bool:
-        """Whether lookups themselves copy a shared bag's pooled row to all of its samples."""
+        """Whether lookups expand pooled rows of shared bags to samples; if not, `spread` does."""
         shares: bool = self.tables.shares_bags
         return shares and not torch.compiler.is_compiling()
 
@@ -346,7 +349,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         key_of = self._key_of.get(keys)
         if key_of is None:
             key_of = self._key_of[keys] = self._find(keys)
-        # Lists compare by the strings' addresses first, without a look at each of them.
+        # Comparing lists is fast: equal strings are mostly identical objects.
         self._last_keys = (list(keys), key_of)
         return key_of
 
@@ -355,9 +358,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         missing = [f for f in self._features if f not in at]
         if missing:
             raise InvalidInputError("cannot look up", "missing features", missing[:8],
-                                    f"keys {self._features[:8]}...",
+                                    f"all of {self._features[:8]}... among the keys",
                                     "add them to the KeyedJaggedTensor")
-        with torch.inference_mode(False):  # kept for batches outside of it
+        with torch.inference_mode(False):  # cached, and also used outside inference mode
             return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
 
     # ---- TorchRec's pipelines --------------------------------------------------------------------
@@ -367,8 +370,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def input_dist(self, ctx: _Context, features: KeyedJaggedTensor
                    ) -> Awaitable[Awaitable[Any]]:
-        # Runs a batch early: what can be done without the rows is done while the batch before is
-        # trained.
+        # The pipeline calls this one batch early, so ids are preprocessed while the previous batch
+        # is trained.
         ctx.shares = self._shares
         ctx.coming = self._ahead.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
@@ -395,37 +398,36 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         return self.tables.device
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the tables, which data-parallel wrappers must leave alone."""
+        """Yield names of the table parameters, which data-parallel wrappers must ignore."""
         for name in self._parameters_of.values():
             yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
 
     def reset_parameters(self) -> None:
-        """Initialise all tables again by their ``init_fn``, as the unsharded collection does. The
-        same call on all ranks."""
+        """Initialise all tables by their ``init_fn``, like the unsharded collection. Collective."""
         for config in self._configs:
             assert config.init_fn is not None
             config.init_fn(self._table_modules[config.name].weight)
 
     def update_shards(self, *_: Any) -> NoReturn:
-        """Called by ``DistributedModelParallel.reshard``."""
+        """Refuse ``DistributedModelParallel.reshard``, which calls this method."""
         raise InvalidInputError("cannot reshard tables that are placed by a plan", "tables",
-                                list(self._names)[:8], "another plan for the model",
-                                "call oper.migrate(model, plan)")
+                                list(self._names)[:8], "tables sharded by TorchRec",
+                                "call oper.migrate(model, plan) with another plan")
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
 
 
 class ShardedEmbeddingBags(_ShardedCollection):
-    """An ``EmbeddingBagCollection`` executed by a plan.
+    """An ``EmbeddingBagCollection`` sharded according to a plan.
 
     Args:
         collection: the unsharded collection; only its configuration is used.
-        tables: its tables, already filled.
-        names: table names in `tables` by config name.
+        tables: holds the tables, already filled.
+        names: maps the configurations' table names to names in `tables`.
 
     ``forward(KJT) -> KeyedTensor`` with keys in config order (``feature@table`` for a feature of
-    several tables), values float32 [B, sum of dims].
+    several tables), values [B, sum of dims] in `output_dtype` (float32 unless quantised).
     """
 
     _prefix, _unsharded, _pooled = "embedding_bags", EmbeddingBagCollection, True
@@ -441,7 +443,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         self._index = {name: k for k, name in enumerate(self._output_names)}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled embeddings of all features."""
+        """Return pooled embeddings of all features; see the class."""
         values = self.tables.lookup(self.lookup_of(features))
         if features.inverse_indices_or_none() is not None or self._converts:
             values = self._finish(values, features, self._shares)
@@ -457,11 +459,11 @@ class ShardedEmbeddingBags(_ShardedCollection):
                 ) -> torch.Tensor:
         if not shares and features.inverse_indices_or_none() is not None:
             values = spread(values, self._offsets, self._features, features)
-        # Even a call that has nothing to convert takes 1 % of a step, from where no code is cached.
+        # Skipped if there is nothing to convert: even a no-op `to` takes 1 % of a step.
         return values.to(self._output_dtype) if self._converts else values
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configurations, as in the unsharded collection."""
+        """Return the unsharded collection's table configurations."""
         return self._configs
 
     def is_weighted(self) -> bool:
@@ -470,15 +472,16 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
 
 class ShardedEmbeddings(_ShardedCollection):
-    """An ``EmbeddingCollection`` (sequences) executed by a plan.
+    """An ``EmbeddingCollection`` (unpooled embeddings) sharded according to a plan.
 
     Args:
         collection: the unsharded collection; only its configuration is used.
-        tables: its tables, already filled.
-        names: table names in `tables` by config name.
+        tables: holds the tables, already filled.
+        names: maps the configurations' table names to names in `tables`.
 
-    ``forward(KJT) -> {feature: JaggedTensor}`` in config order, values float32 [ids of the feature,
-    D], lengths as in the input.
+    ``forward(KJT) -> {feature: JaggedTensor}`` in config order (``feature@table`` for a feature of
+    several tables), values [ids of the feature, D] in `output_dtype` (float32 unless quantised),
+    lengths as in the input.
     """
 
     _prefix, _unsharded, _pooled = "embeddings", EmbeddingCollection, False
@@ -489,7 +492,7 @@ class ShardedEmbeddings(_ShardedCollection):
         self._need_indices = collection.need_indices()
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """One embedding per id, by feature; see the class."""
+        """Return one embedding per id for every feature; see the class."""
         return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
 
     def output_dist(self, ctx: _Context, output: Any
@@ -505,7 +508,7 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def _jagged(self, values: torch.Tensor | Sequence[torch.Tensor], features: KeyedJaggedTensor
                 ) -> dict[str, JaggedTensor]:
-        # Not `to_dict`, which also computes offsets; the result computes them when asked.
+        # Not `to_dict`, which also computes offsets; a JaggedTensor computes them on first use.
         keys, at = features.keys(), list(range(len(self._features)))
         if keys != self._features:
             place = {key: k for k, key in enumerate(keys)}
@@ -526,13 +529,13 @@ class ShardedEmbeddings(_ShardedCollection):
             for name, part, k in zip(self._output_names, values, at, strict=True)}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Configurations, as in the unsharded collection."""
+        """Return the unsharded collection's table configurations."""
         return self._configs
 
     def embedding_dim(self) -> int:
-        """Columns D, common to all tables."""
+        """Return the number of columns D, which all tables share."""
         return self._configs[0].embedding_dim
 
     def need_indices(self) -> bool:
-        """Whether outputs carry their ids as weights."""
+        """Whether the outputs' ``weights()`` are the input ids, as in TorchRec."""
         return self._need_indices

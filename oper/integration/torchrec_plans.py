@@ -1,8 +1,8 @@
 """Conversion of plans to and from TorchRec's, and OPER as a planner for TorchRec.
 
-A TorchRec plan gives every table one of a few sharding types. What OPER's plans hold beyond that
-(tiers, rows out of id order, partial replicas, pulled rows) is lost on export and named by
-`lost_in_torchrec`. Import goes the other way without loss: every TorchRec plan is an OPER plan.
+A TorchRec plan gives every table one of a few sharding types. Export loses features of OPER's plans
+that TorchRec lacks (tiers, rows out of id order, partial replicas, pulled rows), which
+`lost_in_torchrec` lists. Import loses nothing: OPER can express every TorchRec plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from oper.topology import Topology
 
 ROW_RANGES = ("even", "proportional")
 KINDS = frozenset({"data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise"})
-# Spaces whose plans the planner exports; the best export wins. The narrow ones lose nothing.
+# OperPlanner exports a plan from each of these spaces and returns the best export. Plans from the
+# narrow spaces lose little on export.
 _SPACES: tuple[frozenset[str], ...] = (
     frozenset({"owned", "push"}), frozenset({"owned", "replicated", "push"}),
     frozenset({"owned", "push", "columns"}), EXECUTABLE, EVERYTHING)
@@ -51,10 +52,14 @@ class ExportOptions:
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``, for the shards' placement.
         local_size: ranks per host; None = all ranks on one host.
-        row_ranges: ``"even"`` (blocks of ceil(rows / W) rows: which TorchRec's training executes,
-            whatever a plan states) or ``"proportional"`` to the rows that each rank holds
-            (understood by its inference modules and other readers of its plans).
-        kinds: sharding types that may be used.
+        row_ranges: sizes of row-wise shards. ``"even"``: ceil(rows / W) rows each, for W ranks;
+            TorchRec's training uses this size whatever the plan states. ``"proportional"``:
+            proportional to each rank's rows in the OPER plan; TorchRec's inference modules follow
+            it.
+        kinds: sharding types that may be used; ``"table_wise"`` must be among them.
+
+    Raises:
+        InvalidInputError: `row_ranges` or `kinds` is invalid.
     """
 
     device_type: str = "cpu"
@@ -68,16 +73,16 @@ class ExportOptions:
                                     f"one of {ROW_RANGES}", "choose one of these")
         if "table_wise" not in self.kinds:
             raise InvalidInputError("cannot export a plan", "kinds", sorted(self.kinds),
-                                    "table_wise among them", "allow it")
+                                    "a set that contains 'table_wise'", "add 'table_wise'")
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The nearest TorchRec sharding of one table.
+    """The TorchRec sharding closest to one table's plan.
 
     Attributes:
         kind: TorchRec's sharding type.
-        shards: rank and rectangle ``(row, num_rows, column, num_columns)`` of every shard.
+        shards: (rank, (row, num_rows, column, num_columns)) of every shard; empty if data-parallel.
         lost: properties of the table's plan that the export cannot express.
     """
 
@@ -91,19 +96,19 @@ class _Choice:
 
 def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = None
                 ) -> ShardingPlan:
-    """The nearest plan that TorchRec can express, for the collections of `module`.
+    """Return the TorchRec plan closest to `plan`, for the collections of `module`.
 
-    Owned tables become table-wise, replicated ones data-parallel, columns of owned pieces
-    column-wise, stripes over the ranks of one of several hosts table-row-wise, everything else
-    row-wise. `lost_in_torchrec` lists what is lost.
+    Tables with one owner become table-wise; tables replicated on all ranks data-parallel; column
+    shards with one owner each column-wise; tables whose rows are all on one of several hosts
+    table-row-wise; and all others row-wise. `lost_in_torchrec` lists what the export loses.
 
     Args:
-        plan: made for the tables of `module` (named by their path as well where names collide).
-        module: a model, or a collection itself; its tables may be on the meta device.
-        options: device, hosts, row ranges.
+        plan: a plan for the tables of `module`, named as by `oper.collect`.
+        module: a model or a collection; its tables may be on the meta device.
+        options: see `ExportOptions`; None = the defaults.
 
     Raises:
-        PlanError: a table is missing in the plan, or has another size there.
+        PlanError: `plan` lacks a table of `module`, or has it with another size.
     """
     options = options or ExportOptions()
     choices = _choices(plan, options)
@@ -115,9 +120,10 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
     for spec in wanted:
         held = known.get(spec.name)
         if held is None or (held.num_rows, held.dim) != (spec.num_rows, spec.dim):
-            raise PlanError("the plan is for another model", "table, rows, columns",
-                            (spec.name, spec.num_rows, spec.dim),
-                            f"one of {[(t.name, t.num_rows, t.dim) for t in tables][:8]}",
+            raise PlanError("the plan is for another model",
+                            "table of the model (name, rows, columns)",
+                            (spec.name, spec.num_rows, spec.dim), "one of the plan's tables "
+                            f"{[(t.name, t.num_rows, t.dim) for t in tables][:8]}",
                             "make a plan for this model")
     out = {}
     for path, child in collections_of(module):
@@ -130,25 +136,25 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
 
 
 def lost_in_torchrec(plan: Plan, options: ExportOptions | None = None) -> list[str]:
-    """What `to_torchrec` cannot express, one line per table and loss; empty if nothing is lost."""
+    """List what `to_torchrec` cannot express, one line per table and loss; empty if nothing."""
     choices = _choices(plan, options or ExportOptions())
     return [f"{name}: {text}" for name, c in choices.items() for text in c.lost]
 
 
 def collections_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Path and module of every unsharded collection, subclasses left out."""
+    """Return path and module of every unsharded collection, except instances of subclasses."""
     return [(path, m) for path, m in module.named_modules()
             if type(m) in (EmbeddingBagCollection, EmbeddingCollection)]
 
 
 def _names(module: nn.Module) -> dict[tuple[str, str], str]:
-    """Name in a plan by (path of the collection, table)."""
+    """Map (path of the collection, table name) to the table's name in plans."""
     return plan_names(
         (path, c.name) for path, child in collections_of(module) for c in configs_of(child))
 
 
 def _choices(plan: Plan, options: ExportOptions) -> dict[str, _Choice]:
-    filled = np.zeros(plan.world_size)  # bytes by rank, for tables that have no owner of their own
+    filled = np.zeros(plan.world_size)  # elements placed per rank; breaks ties between owners
     return {t.table.name: _nearest(t, plan.world_size, options, filled) for t in plan.tables}
 
 
@@ -174,7 +180,8 @@ def _nearest(entry: TablePlan, world_size: int, options: ExportOptions, filled: 
 
 
 def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
-    """Rows by rank outside of replicas (master copies where all is replicated); float64 [W]."""
+    """Return the non-replicated rows per rank, float64 [W]. If all rows are replicated, return the
+    rows whose master copy a rank has."""
     held, masters = np.zeros(world_size), np.zeros(world_size)
     for x in piece.tiers:
         into = masters if x.placement == "replicated" else held
@@ -184,7 +191,7 @@ def _held_rows(piece: Piece, world_size: int) -> np.ndarray:
 
 
 def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Columns `[start, stop)` and owner, neighbours of one owner joined."""
+    """Return columns `[start, stop)` and owner, with adjacent pieces of the same owner merged."""
     out: list[tuple[int, int, int]] = []
     for piece, owner in zip(pieces, owners, strict=True):
         if out and out[-1][2] == owner:
@@ -196,7 +203,8 @@ def _merged_columns(pieces: Sequence[Piece], owners: Sequence[int]) -> list[tupl
 
 def _by_rows(spec: TableSpec, held: np.ndarray, options: ExportOptions, filled: np.ndarray
              ) -> tuple[str, list[tuple[int, tuple[int, int, int, int]]]]:
-    """Row-wise over all ranks, or over one host; else whole, on its best rank."""
+    """Return the sharding type and shards of a table split by rows. If neither row-wise type is
+    allowed, the table is placed on the rank with most of its rows."""
     world_size = held.size
     local = options.local_size or world_size
     holders = np.flatnonzero(held)
@@ -269,21 +277,21 @@ def _parameter_sharding(choice: _Choice, plan: Plan, options: ExportOptions) -> 
 
 def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], world_size: int,
                   *, scattered: bool = False, **plan_fields: Any) -> Plan:
-    """A TorchRec plan as an OPER plan, to be scored, compared or executed.
+    """Convert a TorchRec plan to an OPER plan, to evaluate, compare or execute it.
 
-    Rows keep their ids: ranges of rows become owned tiers over ids in id order. Bags are pooled at
-    the owner and pushed, as TorchRec does; data-parallel tables become replicated ones.
+    Row ranges become owned tiers in id order. Bags are pooled by the owner and pushed, as in
+    TorchRec. Data-parallel tables become replicated.
 
     Args:
         sharding_plan: a plan with any sharding types.
-        tables: the tables, named as in the plan or with their module's path before it.
+        tables: the tables, named as in the plan or ``<path of the module>.<name in the plan>``.
         world_size: number of ranks.
-        scattered: treat ids as unrelated to hotness, although the statistics are ordered by it: a
-            range of rows then becomes a stripe, with its share of the hot rows.
+        scattered: for statistics ordered by hotness and ids that are not: row ranges become
+            stripes, so that each owner gets a proportional share of the hot rows.
         plan_fields: other fields of `Plan`.
 
     Raises:
-        PlanError: a table has no sharding, or its shards do not cover it.
+        PlanError: a table has no sharding or several, or its shards do not cover it.
     """
     found: dict[str, list[Any]] = {}
     for path, module_plan in sharding_plan.plan.items():
@@ -295,8 +303,8 @@ def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], worl
         shardings = found.get(spec.name, [])
         if len(shardings) != 1:
             raise PlanError("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
-                            len(shardings), "1", "give tables the names in the plan, preceded "
-                            "by the path of their module if two have the same name")
+                            len(shardings), "1", "name tables as in the plan, and as "
+                            "'<module path>.<table>' where two tables have the same name")
         pieces = _pieces(spec, shardings[0], world_size)
         if scattered:
             pieces = tuple(replace(p, tiers=_as_stripe(p.tiers)) for p in pieces)
@@ -308,7 +316,7 @@ def _pieces(spec: TableSpec, sharding: Any, world_size: int) -> tuple[Piece, ...
     if sharding.sharding_type == "data_parallel":
         every = Tier(0, spec.num_rows, "replicated", tuple(range(world_size)))
         return (Piece(0, spec.dim, (every,)),)
-    spans = []  # row, end row, column, end column, rank
+    spans = []  # (first row, end row, first column, end column, rank)
     for k, shard in enumerate(sharding.sharding_spec.shards):
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         rank = sharding.ranks[k] if sharding.ranks else shard.placement.rank()
@@ -330,7 +338,7 @@ def _pieces(spec: TableSpec, sharding: Any, world_size: int) -> tuple[Piece, ...
 
 
 def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-    """One stripe that deals to the owners of row ranges what they hold."""
+    """Replace row ranges by one stripe in which every owner has about as many rows as before."""
     if len(tiers) == 1:
         return tiers
     rows: dict[int, int] = {}
@@ -338,7 +346,7 @@ def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
         rows[x.ranks[0]] = rows.get(x.ranks[0], 0) + x.stop - x.start
     sizes, total = np.array(list(rows.values()), float), tiers[-1].stop
     weights: tuple[int, ...] = ()
-    if sizes.max() - sizes.min() > sizes.size:  # more than the rounding of even blocks
+    if sizes.max() - sizes.min() > sizes.size:  # larger than the rounding of even blocks
         scale = min(1.0, (MAX_PATTERN - sizes.size) / total)
         weights = tuple(np.maximum(np.rint(sizes * scale), 1).astype(int).tolist())
     return (Tier(0, total, "striped", tuple(rows), weights, mode="push"),)
@@ -351,19 +359,19 @@ def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
 class OperPlanner(ShardingPlanner):
     """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
 
-    Plans are made from access statistics in several spaces of placements, exported, and scored as
-    TorchRec would execute them; the best one is returned.
+    It makes a plan in each of several spaces of placements, exports it, and evaluates the export as
+    TorchRec would execute it; it returns the export with the shortest modelled step.
 
     Args:
         stats: access statistics; None = plan from table sizes.
-        topology: the machine; None = this host with the group's ranks.
+        topology: the machine; None = this host with the ranks of the default process group.
         batch_size: samples per rank and step.
         constraints: see `oper.search.problem.space.parse_constraints`.
         device_type: where TorchRec runs, ``"cpu"`` or ``"cuda"``.
 
     Attributes:
-        oper_plan: the returned plan as an OPER plan, with its modelled step (after `plan`).
-        lost: properties lost by exporting the plan made in OPER's full space.
+        oper_plan: after `plan`, the returned plan as an OPER plan with its modelled step time.
+        lost: after `plan`, what the export of the chosen plan lost; see `lost_in_torchrec`.
     """
 
     stats: AccessStats | None = None
@@ -376,11 +384,14 @@ class OperPlanner(ShardingPlanner):
     lost: list[str] = field(default_factory=list, init=False)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
-        """Plan the collections of `module` that one of `sharders` shards (all when None).
+        """Plan all collections of `module`, with the sharding types that their `sharders` support.
+
+        `sharders` None allows all sharding types.
 
         Raises:
-            InvalidInputError: there is nothing to shard.
+            InvalidInputError: `module` has no collection, or `sharders` has none for its class.
             PlanInfeasibleError: the tables do not fit the topology.
+            PlanError: OPER's plans fit, but their exports do not.
         """
         offered = _offered(module, sharders, self.device_type)
         names = _names(module)
@@ -411,20 +422,20 @@ class OperPlanner(ShardingPlanner):
         if best is None:
             raise PlanError("no exported plan fits the topology", "memory_bytes",
                             [d.memory_bytes for d in topology.domains][:8],
-                            "enough for whole tables or equal row ranges",
-                            "run the plan with oper.shard, which places single rows")
+                            "enough for entire tables or equal row ranges",
+                            "run OPER's plan with oper.shard, which can place individual rows")
         _, result, self.oper_plan, self.lost = best
         return result
 
     def collective_plan(self, module: nn.Module, sharders: Sequence[Any] | None = None,
                         pg: dist.ProcessGroup | None = None) -> ShardingPlan:
-        """`plan` on the first rank of `pg`, the same result (or error) on all. Collective."""
+        """Call `plan` on the first rank of `pg`; return or raise the same on all. Collective."""
         parts: list[Any] = [None]
         first = dist.get_process_group_ranks(pg)[0] if pg is not None else 0
         if dist.get_rank() == first:
             try:
                 parts = [(self.plan(module, sharders), self.oper_plan, self.lost)]
-            except Exception as error:  # the other ranks wait for it
+            except Exception as error:  # sent to the other ranks, which wait for the result
                 parts = [error]
         dist.broadcast_object_list(parts, first, group=pg)
         if isinstance(parts[0], Exception):
@@ -435,7 +446,7 @@ class OperPlanner(ShardingPlanner):
 
 def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
              ) -> frozenset[str]:
-    """Sharding types that all sharders of the module's collections offer."""
+    """Return the sharding types that the sharders of all collections in `module` support."""
     found = [type(child) for _, child in collections_of(module)]
     if not found:
         raise InvalidInputError("nothing to plan", "module", type(module).__name__,
@@ -447,8 +458,9 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
     for kind in set(found):
         able = [s for s in sharders if s.module_type is kind]
         if not able:
-            raise InvalidInputError("nothing to plan with", "sharders", len(sharders),
-                                    f"one for {kind.__name__}", "pass its sharder, too")
+            raise InvalidInputError(f"cannot plan a {kind.__name__}", "sharders",
+                                    [type(s).__name__ for s in sharders],
+                                    f"one of {kind.__name__}", "pass its sharder, too")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
 

@@ -1,4 +1,4 @@
-"""TorchRec's own planner as a peer: what the installed package proposes for a problem of ours."""
+"""Plans of the installed TorchRec's planner for an OPER problem, for comparison."""
 
 from __future__ import annotations
 
@@ -44,25 +44,26 @@ _SCALE = 1e6  # GB/s in bytes per millisecond, the planner's unit
 
 
 def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator[tuple[str, Plan]]:
-    """TorchRec's best plan of each of its proposers, as OPER plans; (proposer, plan).
+    """Yield (name, plan): the best plan of each of TorchRec's proposers, as an OPER plan.
 
-    The first is restricted to whole tables, since with many tables and ranks the others may exceed
-    the time limit.
+    The first run, "table-wise only", is restricted to whole tables, because with many tables and
+    ranks the other runs may exceed the time limit. A proposer without a plan that fits is skipped.
 
-    The planner is given what it can use: table sizes, mean pooling factors, memory and bandwidths
-    per rank, ranks per host. No memory is reserved, so both planners can fill the same machine. Row
-    ranges are returned as stripes, since ids of a TorchRec model are unrelated to hotness.
+    TorchRec's planner gets the table sizes, mean pooling factors, memory and bandwidths per rank,
+    and ranks per host. No memory is reserved, so that both planners can use all of it. Row ranges
+    are returned as stripes, because ids of a TorchRec model are not sorted by hotness.
 
     Args:
         problem: the problem; its statistics give the mean pooling factors.
-        time_limit_s: for all proposers together. TorchRec checks the time only between two
-            proposals; run it in a separate process if the limit must hold.
+        time_limit_s: seconds for all runs together. TorchRec checks the time only between two
+            proposals; for a hard limit, run this in a separate process.
 
     Raises:
-        InvalidInputError: the time limit is not positive, or a table's dtype is unknown to it.
+        InvalidInputError: the time limit is not positive, or TorchRec's planner does not support a
+            table's dtype.
     """
     if not time_limit_s > 0:
-        raise InvalidInputError("cannot ask TorchRec's planner", "time_limit_s", time_limit_s,
+        raise InvalidInputError("cannot run TorchRec's planner", "time_limit_s", time_limit_s,
                                 "> 0", "pass a limit in seconds")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     begin = time.monotonic()
@@ -72,7 +73,7 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     whole = {t.spec.name: _constraint(t, ["table_wise"]) for t in problem.tables}
     free = {t.spec.name: _constraint(t, None) for t in problem.tables}
-    # The enumerator keeps the sharding options from one planner to the next.
+    # All unrestricted runs share an enumerator, which caches the sharding options.
     enumerator = EmbeddingEnumerator(topology, problem.batch_size, free)
     runs = [("table-wise only", GreedyProposer(), whole, None),
             ("greedy by cost", GreedyProposer(use_depth=False), free, enumerator),
@@ -90,7 +91,7 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
             timeout_seconds=max(1, round(left / (len(runs) - k))))
         try:
             found = planner.plan(module, sharders)
-        except PlannerError:  # nothing that this proposer proposes fits
+        except PlannerError:  # no proposal fits
             continue
         yield name, from_torchrec(
             found, specs, problem.machine.world_size, scattered=True,
@@ -99,10 +100,10 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
 
 
 def planner_topology(topology: Topology) -> PlannerTopology:
-    """TorchRec's view of a topology: one bandwidth for all ranks, memory rank by rank.
+    """Convert a topology to TorchRec's, which has memory per rank but one bandwidth for all ranks.
 
-    Several ranks in one memory domain are described as CPU processes, a rank alone in its domain as
-    a GPU. Where ranks differ, the mean of their bandwidths is used.
+    If any memory domain has several ranks, ranks become CPU processes, otherwise GPUs. The memory
+    bandwidth is the mean per rank; link bandwidths are means over domains.
     """
     domains, world_size = topology.domains, topology.world_size
     shared = any(len(d.ranks) > 1 for d in domains)
@@ -124,7 +125,7 @@ def planner_topology(topology: Topology) -> PlannerTopology:
 
 
 def _constraint(t: TableProblem, kinds: list[str] | None) -> ParameterConstraints:
-    """Mean pooling factor of the table's features, and kernels that keep rows in rank memory."""
+    """Return constraints with the table's mean pooling factor, and kernels without UVM."""
     mean = max(t.traffic.num_ids / max(t.traffic.num_bags, 1e-300), 1e-3)
     num_features = max(1, len(t.spec.features))
     return ParameterConstraints(sharding_types=kinds, compute_kernels=["fused", "dense"],
@@ -132,13 +133,14 @@ def _constraint(t: TableProblem, kinds: list[str] | None) -> ParameterConstraint
 
 
 def _module(specs: list[TableSpec]) -> nn.Module:
-    """Collections of the tables on the meta device; unpooled tables one by one."""
+    """Return collections of the tables on the meta device, with one for every unpooled table."""
     module, pooled = nn.Module(), []
     device = torch.device("meta")
     for k, spec in enumerate(specs):
         if spec.dtype not in _DTYPES:
             raise InvalidInputError(f"TorchRec's planner cannot place table {spec.name!r}", "dtype",
-                                    spec.dtype, f"one of {sorted(_DTYPES)}", "leave the peer out")
+                                    spec.dtype, f"one of {sorted(_DTYPES)}",
+                                    "change the dtype, or do not compare with TorchRec")
         common: dict[str, Any] = {
             "name": spec.name, "num_embeddings": spec.num_rows, "embedding_dim": spec.dim,
             "feature_names": list(spec.features) or [spec.name], "data_type": _DTYPES[spec.dtype]}

@@ -1,4 +1,4 @@
-"""TorchRec's variable batch per feature: samples share bags, of which each is looked up once."""
+"""TorchRec's variable batch per feature: samples share bags, and each bag is looked up once."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ _WHAT = "cannot pool a variable batch per feature"
 
 def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bool,
                    shares: bool) -> tuple[torch.Tensor, int, SharedBags | None]:
-    """Arguments for the lookup of a variable batch per feature.
+    """Pad the lengths of a variable batch to the same number of bags for every key.
 
     Args:
-        features: bags, and with ``inverse_indices`` the bag of each of the batch's B samples.
+        features: the bags, with ``inverse_indices`` [features, B]: the bag of each of B samples.
         names: the features, in the order of the output.
         pooled: whether bags are pooled.
-        shares: whether the lookup gives every sample the rows of its bags; if not, `spread` does.
+        shares: whether the lookup expands pooled bags to samples; if not, `spread` does it.
 
     Returns:
-        Lengths as for one batch size, int [num_keys * n], with empty bags behind a key's own; n;
-        and the bags of samples, or None where each sample has its own or the lookup gives no rows
-        of samples.
+        Lengths [num_keys * n] in the dtype of the input, where each key's bags are followed by
+        empty bags; n; and the bags of samples for the lookup to expand, or None if the lookup does
+        not expand them or sample b of every key has bag b.
 
     Raises:
         InvalidInputError: `pooled` is set but there are no ``inverse_indices``, they are missing
-            for a feature, or have another form; there are not as many lengths as bags.
+            for a feature or are not int64 [features, B] in host memory; the number of lengths
+            differs from the number of bags.
     """
     if pooled and features.inverse_indices_or_none() is None:
         raise InvalidInputError(_WHAT, "inverse_indices", None,
-                                "the sample of the whole batch by feature",
+                                "for every feature, the bag of each sample",
                                 "pass inverse_indices to the KeyedJaggedTensor")
     strides, lengths = features.stride_per_key(), features.lengths()
     size, least = max(strides, default=0), min(strides, default=0)
     samples = _samples(features, names, strides) if pooled and shares else None
     if samples is not None:
-        size = max(size, samples.shape[1])  # in whose place the rows of bags can be put first
+        size = max(size, samples.shape[1])  # the output of B samples first holds the rows of bags
     elif size == least:
         return lengths, size, None
     if not lengths.is_cpu or torch.compiler.is_compiling():
@@ -51,26 +52,23 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
         return padded, size, None
     if sum(strides) != lengths.numel():
         raise InvalidInputError(_WHAT, "number of lengths", lengths.numel(),
-                                f"{sum(strides)}, one per bag of each key", "correct the batch")
+                                f"{sum(strides)}, the sum of stride_per_key()",
+                                "pass one length per bag of each key")
     padded, bags = torch.ops.oper.pad_lengths.default(lengths.contiguous(), strides, size)
     return padded, size, None if samples is None else SharedBags(bags, samples)
 
 
 def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequence[int]
              ) -> torch.Tensor | None:
-    """The bag of each sample, int64 [F, B] in the order of `names`; None if every key has B bags
-    and sample b has bag b. `strides`: number of bags of each key.
-
-    Raises:
-        InvalidInputError: inverse indices are missing for a feature, or have another form.
-    """
+    """Return the bag of each sample, int64 [F, B] in the order of `names`. None if every key has B
+    bags and sample b has bag b. `strides` are the keys' numbers of bags."""
     keys, rows = features.inverse_indices()
     if (rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[0] != len(keys)
             or not rows.is_cpu):
         raise InvalidInputError(_WHAT, "inverse_indices",
                                 (rows.dtype, tuple(rows.shape), str(rows.device)),
-                                f"int64 [{len(keys)}, B] in host memory, where the tables are",
-                                "convert the batch")
+                                f"int64 [{len(keys)}, B] in host memory, like the tables",
+                                "convert or move inverse_indices")
     are_as_many = all(n == rows.shape[1] for n in strides)
     if are_as_many and are_own_rows(rows):
         return None
@@ -81,7 +79,7 @@ def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequenc
 
 
 def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """Inverse indices in the order of `names`; raises InvalidInputError where one is missing."""
+    """Return inverse indices in the order of `names`; InvalidInputError if one is missing."""
     keys, rows = features.inverse_indices()
     if keys == names:
         return rows
@@ -89,32 +87,32 @@ def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
     missing = [n for n in names if n not in at]
     if missing:
         raise InvalidInputError(_WHAT, "features without inverse_indices", missing[:8], "none",
-                                f"pass those of every feature, not only of {list(at)[:8]}")
+                                f"pass inverse_indices of every feature, not only {list(at)[:8]}")
     return rows[[at[n] for n in names]]
 
 
 def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
            features: KeyedJaggedTensor) -> torch.Tensor:
-    """Expand pooled rows of distinct samples to the whole batch, by the ``inverse_indices``.
+    """Expand pooled rows of bags to the samples of the batch, using the ``inverse_indices``.
 
     Args:
-        values: float32 [n of the lookup, sum of dims].
-        ends: where the columns of each feature begin, and the end of the last; [F + 1].
+        values: float32 [n, sum of dims], pooled rows; n as `padded_lengths` returns it.
+        ends: first column of each feature, followed by the end of the last; [F + 1].
         names: the features, in the order of the columns.
-        features: their bags, and with ``inverse_indices`` the row of each of the batch's B samples.
+        features: the bags, with ``inverse_indices`` [features, B]: the bag of each of B samples.
 
     Returns:
         float32 [B, sum of dims].
 
     Raises:
         InvalidInputError: inverse indices are missing for a feature.
-        IndexError: an index exceeds a feature's bags; in device memory, torch's device-side error.
+        IndexError: an index exceeds a feature's bags; on GPUs, torch's device-side assertion fails.
     """
     rows = _rows_of(features, names)
     bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    # Without the padding up to the most bags of a feature, to which no index may refer.
+    # Cut off the padding, which no index may refer to.
     parts = [values[:bags[name], a:b]
              for name, (a, b) in zip(names, itertools.pairwise(ends), strict=True)]
-    # Unlike that of index_select, its gradient adds up in the order of the samples.
+    # `embedding`, since its gradient is summed in the order of samples, unlike index_select's.
     return torch.cat([torch.nn.functional.embedding(*x)
                       for x in zip(rows, parts, strict=True)], dim=1)

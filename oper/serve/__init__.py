@@ -1,4 +1,4 @@
-"""Scoring server: requests are batched and scored by processes that share one set of tables."""
+"""Scoring server: worker processes that share one set of tables score requests in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How glibc's allocator is set for processes that run models."""
+"""Settings of glibc's allocator for processes that run models."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-# glibc gives freed blocks above these sizes back and takes them anew, page fault by page fault.
-# PyTorch allocates its large buffers in every batch and is up to 3 times faster without that.
+# Above these sizes, glibc returns freed blocks to the system, and reusing them causes page faults.
+# PyTorch allocates large buffers in every batch and is up to 3 times faster without this.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
           "MALLOC_TOP_PAD_": "268435456"}
 
@@ -26,10 +26,9 @@ def for_children() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return this process's freed memory to the system, if the C library (glibc) can.
+    """Return this process's freed memory to the system if the C library is glibc.
 
-    Otherwise freed blocks between others stay with the process, even if no more blocks of their
-    size are requested.
+    Without this call, freed blocks between allocated ones remain with the process.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -20,13 +20,13 @@ from oper.serve.connection import JSON, Exchange
 from oper.serve.requests import Signature
 
 log = logging.getLogger("oper.serve")
-TIMEOUT = b"oper-timeout-ms"  # how long the client will wait
+TIMEOUT = b"oper-timeout-ms"  # header with the time that the client will wait
 _BINARY = b"application/octet-stream"
 _HEADER_LENGTH = wire.HEADER_LENGTH.encode()
 
 
 class _Refused(Exception):
-    """An answer other than scores: status, outcome for the metrics, text, methods allowed."""
+    """An error answer: HTTP status, outcome for the metrics, message, allowed methods."""
 
     def __init__(self, status: int, outcome: str, text: str, allow: str = "") -> None:
         super().__init__(text)
@@ -34,17 +34,17 @@ class _Refused(Exception):
 
 
 class App:
-    """Answers requests.
+    """Answers HTTP requests of a worker.
 
     Args:
         signature: the model's inputs.
-        submit: accepts checked requests; see `oper.serve.batching.Batcher.submit`.
+        submit: queues a validated request; see `oper.serve.batching.Batcher.submit`.
         counted: this worker's metrics.
-        max_bytes: largest body of a request.
-        page: makes the text of ``/metrics``.
+        max_bytes: maximum size of a request's body.
+        page: returns the text of ``/metrics``.
 
     Attributes:
-        in_flight: number of scoring requests not yet answered.
+        in_flight: number of unanswered scoring requests.
     """
 
     def __init__(self, signature: Signature, submit: Callable[[PendingRequest], None],
@@ -55,11 +55,11 @@ class App:
         self.in_flight = 0
         self._model = f"/v2/models/{signature.name}"
         self._infer_path = f"{self._model}/infer"
-        # Clients with several connections can tell which of them lead to the same worker.
+        # A header that tells clients which of their connections share a worker.
         self._worker = b"oper-worker", str(os.getpid()).encode()
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer a request: at once, or, if it is to be scored, when its batch is done."""
+        """Answer a request immediately or, if it is to be scored, when its batch is done."""
         is_scored = exchange.path == self._infer_path
         self.in_flight += is_scored
         try:
@@ -69,7 +69,7 @@ class App:
                 self._get(exchange)
         except _Refused as error:
             self._refuse(exchange, error)
-        except Exception as error:  # a mistake of this package's: the connection must not hang
+        except Exception as error:  # a bug in this package: answer so that the client does not wait
             log.exception("a request could not be answered")
             self._refuse(exchange, _Refused(500, "failed", repr(error)))
 
@@ -78,7 +78,7 @@ class App:
         if path == self._infer_path:
             self._counted.count("gone")
 
-    # ---- what the server tells of itself ---------------------------------------------------------
+    # ---- health, metadata, metrics ---------------------------------------------------------------
 
     def _get(self, exchange: Exchange) -> None:
         path = exchange.path
@@ -86,7 +86,7 @@ class App:
         if path in (*health, "/v2", self._model, "/metrics"):
             _check_method(exchange, "GET, HEAD")
         if path in health:
-            # A worker takes connections once its model is there and none once it drains.
+            # A worker gets connections only while it is ready.
             exchange.answer(200)
         elif path == "/v2":
             exchange.answer(200, _dump(name="oper", version=__version__,
@@ -142,7 +142,7 @@ class App:
             raise _Refused(503, "overloaded", str(error)) from None
 
     def _scored(self, exchange: Exchange, decoded: float, pending: PendingRequest) -> None:
-        """Answer a request that the batcher is done with."""
+        """Answer a request that the batcher has scored or refused."""
         error = pending.error
         if pending.result is not None:
             scored = time.monotonic()
@@ -160,7 +160,7 @@ class App:
             self._refuse(exchange, _Refused(500, "failed", what))
 
     def _send_scores(self, exchange: Exchange, scores: np.ndarray, epoch: int) -> None:
-        # A client that sends its numbers in JSON gets them so.
+        # Clients that send tensors as JSON get scores as JSON.
         body, length = wire.encode_scores(scores, epoch, self.signature.name,
                                           _HEADER_LENGTH in exchange.headers)
         more = [self._worker]

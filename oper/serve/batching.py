@@ -14,28 +14,29 @@ from oper.errors import InvalidInputError, OperError
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Predictor, Request, join
 
-_SMOOTHING = 0.1  # of a new measurement in the expected time of a sample
+_SMOOTHING = 0.1  # weight of a new measurement in the moving average of the time per sample
 
 
 class OverloadedError(OperError, RuntimeError):
-    """Too many samples wait already; nothing has been done for this request. Retry later."""
+    """The queue is full and the request was not accepted; retry later."""
 
 
 class ExpiredError(OperError, TimeoutError):
-    """The deadline of a request passed while it waited; it has not been scored."""
+    """The deadline of a request passed while it was queued, so it was not scored."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request that waits for its scores.
+    """A queued request. Times are in seconds, as `time.monotonic` returns them.
 
     Attributes:
         request: the samples to score.
-        done: called once, when `result` or `error` is set.
-        deadline: on the clock of `time.monotonic`; not scored after it.
-        arrived, begun: when the request was complete, and when its batch began.
-        result: scores float32 [B] and the epoch.
-        error: why there are no scores.
+        done: called with this object once, when `result` or `error` is set.
+        deadline: time after which the request is not scored.
+        arrived: time at which the request was completely received.
+        begun: time at which scoring of its batch began.
+        result: scores float32 [B], and the epoch of the weights.
+        error: the error if the request could not be scored.
     """
 
     request: Request
@@ -50,17 +51,16 @@ class PendingRequest:
 class Batcher:
     """Scores requests in batches, on the calling thread.
 
-    Requests are checked before they enter, so an invalid one never joins a batch. When the model
-    fails on a batch, its requests are scored one by one, so that a failure stays with the request
-    that causes it.
+    Callers validate requests before submitting them. If the model fails on a batch, its requests
+    are scored one by one, so that only the requests that cause the failure fail.
 
     Args:
         predictor: the model.
-        options: how requests become batches; may be replaced at any time.
+        options: batching options; the attribute `options` may be replaced at any time.
         observe: called with ``(num_requests, num_samples, seconds)`` after every batch.
 
     Attributes:
-        queued: number of samples that wait.
+        queued: number of queued samples.
     """
 
     def __init__(self, predictor: Predictor, options: BatchOptions,
@@ -69,10 +69,10 @@ class Batcher:
         self._observe = observe or (lambda requests, samples, seconds: None)
         self._waiting: deque[PendingRequest] = deque()
         self.queued = 0
-        self._sample_s = 0.0  # that a sample is expected to take
+        self._sample_s = 0.0  # moving average of the seconds per sample
 
     def submit(self, pending: PendingRequest) -> None:
-        """Queue a checked request, which `turn` will score.
+        """Queue a validated request for scoring by `turn`.
 
         Raises:
             OverloadedError: the queue is full.
@@ -85,10 +85,10 @@ class Batcher:
         self.queued += size
 
     def due_s(self) -> float | None:
-        """Seconds until the next batch is due, at most 0 if it is due now; None if nothing waits.
+        """Return the seconds until the next batch is due, <= 0 if now; None if nothing is queued.
 
-        A batch waits `BatchOptions.max_wait_ms` for more to come, but never so long that its oldest
-        request is expected to miss its deadline.
+        A batch is due when it is full, `BatchOptions.max_wait_ms` after its oldest request has
+        arrived, or earlier if this request is expected to miss its deadline otherwise.
         """
         if not self._waiting:
             return None
@@ -99,17 +99,15 @@ class Batcher:
                    oldest.deadline - self.queued * self._sample_s) - time.monotonic()
 
     def turn(self) -> None:
-        """Score one batch of waiting requests and answer them."""
+        """Score one batch of queued requests and call their `done`."""
         live, now = self._next_batch(), time.monotonic()
         if live:
             self._score(live, now)
 
     def _next_batch(self) -> list[PendingRequest]:
-        """The next requests, oldest first; those whose deadline has passed are answered so.
-
-        A request stays behind where the batch with it is expected to take longer than one of the
-        batch's requests can wait.
-        """
+        """Remove the next batch from the queue, oldest request first. Requests whose deadline has
+        passed get an ExpiredError. The batch ends before a request that would make it exceed
+        `max_samples` or the deadline of one of its requests."""
         now, most = time.monotonic(), self.options.max_samples
         batch: list[PendingRequest] = []
         size, until = 0, float("inf")

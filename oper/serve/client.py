@@ -22,17 +22,17 @@ from oper.serve import wire
 from oper.serve.requests import Request
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
-_MAX_IDLE = 64  # connections kept
-_SEND_BYTES = 1 << 20  # a request leaves in one go, not in pieces as the server reads them
-_MAX_LOST = 3  # times that one request may take its connection down: it may be the cause
+_MAX_IDLE = 64  # idle connections in the pool
+_SEND_BYTES = 1 << 20  # send buffer, large enough to send most requests without waiting
+_MAX_LOST = 3  # connections that one request may lose; beyond, the request may be the cause
 TIMEOUT, WORKER = "oper-timeout-ms", "oper-worker"
 
 
 class _Connection(http.client.HTTPConnection):
-    """Sends head and body at once: the head alone would wake the server for nothing.
+    """An HTTP connection that sends head and body together, so that the server wakes up once.
 
     Attributes:
-        worker: worker of the server that has the connection; known from the first answer on.
+        worker: process id of the server's worker with this connection; None before an answer.
     """
 
     worker: str | None = None
@@ -81,19 +81,22 @@ class ClientCounts:
 
 
 class Client:
-    """Scores samples on a server; any number of threads may use one client.
+    """Scores samples on a server. Thread-safe.
 
-    A request is sent again after a pause when its connection breaks (the worker that had it has
-    ended, or the server is draining) or when the server is overloaded, until `timeout_s` has
-    passed. Scoring changes nothing on the server, so sending a request twice does no harm.
+    If a connection breaks (its worker has exited, or the server is draining) or the server is
+    overloaded, the client retries after a pause, until `timeout_s` has passed. Scoring does not
+    change the server, so retries are safe.
 
-    A connection belongs to one worker of the server. Among idle connections the client takes one
-    whose worker has the fewest of this client's requests.
+    Each connection belongs to one worker of the server. The client uses an idle connection of the
+    worker with the fewest unanswered requests of this client.
 
     Args:
         address: ``host:port``, or the URL ``http://host:port``.
-        timeout_s: for a request with all its retries.
-        model: the model's name on the server; by default the client asks the server for it.
+        timeout_s: seconds for a request including its retries.
+        model: the model's name on the server; None = the name that the server reports.
+
+    Raises:
+        InvalidInputError: `address` has no host or port.
     """
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
@@ -106,25 +109,27 @@ class Client:
         self._model = model
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
-        self._asked: collections.Counter[str | None] = collections.Counter()  # in hand, by worker
+        # Unanswered requests by worker.
+        self._asked: collections.Counter[str | None] = collections.Counter()
 
     def score(self, dense: np.ndarray, features: Mapping[str, Any],
               user: Mapping[str, Any] | None = None) -> np.ndarray:
-        """Scores of samples.
+        """Score samples.
 
         Args:
-            dense: float [B, num_dense].
-            features: by name, one id per sample (int [B]), or a pair of ids (int [L]) and lengths
-                (int [B]). Features that are not named have empty bags.
-            user: features that all samples have in common, given as for one sample; they are sent,
-                checked and looked up once.
+            dense: float [B, num_dense], converted to float32.
+            features: maps feature names to one id per sample (int [B]), or to a pair of ids
+                (int [L]) and lengths (int [B]). Bags of other features are empty.
+            user: features that all samples share, in the form of `features` for a single sample.
+                They are sent, checked and looked up once.
 
         Returns:
-            float32 [B].
+            Scores, float32 [B].
 
         Raises:
-            ServerError: refused, e.g. an unknown feature (status 400).
-            DeadlineError: no answer in time.
+            InvalidInputError: ids or lengths are not integers, or have another shape.
+            ServerError: the server refuses the request, e.g. for an unknown feature (status 400).
+            DeadlineError: there is no answer within `timeout_s`.
         """
         dense = np.ascontiguousarray(dense, np.float32)
         names = [*features, *(user or {})]
@@ -143,11 +148,15 @@ class Client:
         return self.infer(*wire.encode_request(request, names))[0]
 
     def score_request(self, request: Request) -> tuple[np.ndarray, int]:
-        """Scores float32 [B] of a request in the model's order, and the epoch of the weights."""
+        """Score a request with the model's features in order.
+
+        Returns:
+            Scores, float32 [B], and the epoch of the weights.
+        """
         return self.infer(*wire.encode_request(request))
 
     def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """Like `score_request`, for a message made by `oper.serve.wire.encode_request`."""
+        """Like `score_request`, for the result of `oper.serve.wire.encode_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
@@ -164,12 +173,12 @@ class Client:
         return self._model
 
     def metadata(self) -> dict[str, Any]:
-        """Inputs and outputs of the model; its features are among the ``parameters``."""
+        """Return the model's inputs and outputs; ``parameters`` contains its features."""
         found: dict[str, Any] = self._told(f"/v2/models/{self.model}")
         return found
 
     def _told(self, path: str, *keys: str) -> Any:
-        """The server's metadata, or the part of it selected by the keys."""
+        """Return the JSON object at `path`, or the value in it selected by the nested `keys`."""
         data = self._call("GET", path)[1]
         try:
             found = dict(json.loads(data))
@@ -186,7 +195,7 @@ class Client:
         return self._call("GET", "/metrics")[1].decode()
 
     def is_ready(self) -> bool:
-        """Whether the server takes requests now; does not retry."""
+        """Whether the server accepts requests now; waits at most 1 s and does not retry."""
         try:
             return self._once("GET", "/v2/health/ready", b"", {}, 1.0)[0].status == 200
         except (OSError, http.client.HTTPException):
@@ -228,7 +237,7 @@ class Client:
                     raise ServerError(answer.status, problem)
             with self._lock:
                 self.counts.retries += 1
-            # Clients that have lost the same worker should not all come back at once.
+            # A random pause, so that clients of the same failed worker do not all retry at once.
             time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), until - time.monotonic())))
             pause = min(2 * pause, _LAST_PAUSE_S)
         if lost > _MAX_LOST:
@@ -265,7 +274,8 @@ class Client:
         return answer, data
 
     def _take(self) -> _Connection:
-        """An idle connection, of those the last that was used: it and its worker are warm."""
+        """Return an idle connection of the worker with the fewest unanswered requests, or a new
+        one; among equals, the most recently used, whose worker has warm caches."""
         while True:
             with self._lock:
                 found = min(reversed(self._idle), key=lambda c: self._asked[c.worker],
@@ -275,7 +285,7 @@ class Client:
                 self._asked[found.worker] += 1
             if found.sock is None or not _is_closed(found.sock):
                 return found
-            found.close()  # the server closed it while it was idle: no request was lost
+            found.close()  # the server has closed it while it was idle; no request was lost
             self._has_answered(found.worker)
 
     def _has_answered(self, worker: str | None) -> None:
@@ -292,7 +302,7 @@ class Client:
 
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
-    """Integers as `dtype`; raises InvalidInputError for others, which NumPy would round."""
+    """Convert integers to `dtype`; InvalidInputError for floats, which NumPy would truncate."""
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidInputError("cannot score", name, found.dtype.name, "integers",
@@ -301,19 +311,18 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
 
 
 def _is_closed(idle: socket.socket) -> bool:
-    """Whether an idle connection has something to read: nothing but its end can be."""
+    """Whether the server has closed an idle connection, the only event that makes it readable."""
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _socket(connection: http.client.HTTPConnection) -> Any:
-    """The socket of an open connection."""
     return connection.sock
 
 
 def _message(data: bytes) -> str:
-    """The text of an error answer."""
+    """Return the error message in the body of an answer."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         return str(json.loads(data)["error"])
     return data[:200].decode("utf-8", "replace")

@@ -1,8 +1,7 @@
-"""HTTP/1.1 on one connection: parsed by llhttp, with limits on everything that a client may cost.
+"""HTTP/1.1 on one connection, parsed by llhttp, with limits on all resources that clients use.
 
-The head (request line and headers) is limited in size and time, the body in size, and a message may
-not have more bytes around its body (chunk sizes, trailers) than the body justifies. Requests that
-follow each other without waiting (pipelining) are answered in their order.
+The head (request line and headers) is limited in size and time. The body is limited in size, and so
+is the overhead of its encoding (chunk sizes, trailers). Pipelined requests are answered in order.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from oper.serve.options import ServeOptions
 
 JSON = b"application/json"
 _MAX_HEAD = 64 << 10  # bytes
-_FRAMING = 8  # times the largest body: chunks of one byte are six
-_PATIENCE = 4  # times the largest body that is read
-_MAX_PIPELINED = 16  # requests of one connection without an answer, before it is read further
+_FRAMING = 8  # maximum encoded size relative to max_bytes; a one-byte chunk takes six bytes
+_PATIENCE = 4  # larger bodies, relative to max_bytes, are refused before they are read
+_MAX_PIPELINED = 16  # with more unanswered requests, a connection is not read further
 _STATUS = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -37,14 +36,14 @@ class Owner(Protocol):
     connections: set[Connection]
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer a request, now or later."""
+        """Answer a request, immediately or later."""
 
     def should_close(self) -> bool:
-        """Whether a connection closes after the present answer."""
+        """Whether a connection closes after the answer that is being written."""
         ...
 
     def abandoned(self, path: str) -> None:
-        """Note that a request to `path` ended before it was complete."""
+        """Record that a connection closed before a request to `path` was complete."""
 
 
 class Exchange:
@@ -52,8 +51,8 @@ class Exchange:
 
     Attributes:
         method, path, headers: the request; header names are in lower case.
-        since: when its first byte arrived, on the clock of `time.monotonic`.
-        size: bytes of the body.
+        since: time at which its first byte arrived, as `time.monotonic` returns it.
+        size: size of the body in bytes.
         body: the body; empty if it is larger than `ServeOptions.max_bytes`.
         ends: whether the connection closes after the answer.
     """
@@ -70,7 +69,10 @@ class Exchange:
 
     def answer(self, status: int, body: bytes = b"", kind: bytes = JSON, more: Headers = ()
                ) -> None:
-        """Send the answer, after those to earlier requests."""
+        """Send the answer, after the answers to earlier requests of the connection.
+
+        `kind` is the content type, and `more` are further headers.
+        """
         self.response = status, body, kind, more
         self._connection.flush()
 
@@ -79,22 +81,23 @@ class Connection(asyncio.Protocol):
     """One client connection.
 
     Attributes:
-        since: when the first byte of the present request arrived, or the connection was made.
-        last_used: grows from one use of any connection to the next.
+        since: time at which the current request's first byte arrived, or at which the connection
+            became idle.
+        last_used: position of the connection's last use in the order of uses of all connections.
     """
 
-    # An order, not a time: a clock may stand still for all that comes in one go.
+    # A counter, since several uses may have the same time.
     _uses = itertools.count()
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._parser: Any = httptools.HttpRequestParser(self)
         self._pending: deque[Exchange] = deque()
-        self._whole: list[Exchange] = []  # parsed, not handled yet
-        self._unread = 0  # bytes since the last whole request
+        self._whole: list[Exchange] = []  # complete requests that are not handled yet
+        self._unread = 0  # bytes received since the last complete request
         self.since = time.monotonic()
-        self._blocked_since = float("inf")  # the client does not read its answers
-        self._ends = False  # nothing more is read
+        self._blocked_since = float("inf")  # since when the client has not read its answers
+        self._ends = False  # no further requests are read
         self.last_used = next(self._uses)
         self.on_message_begin()
 
@@ -136,7 +139,7 @@ class Connection(asyncio.Protocol):
         self._in_body, self._unread = False, 0
 
     def _exchange(self, size: int = 0) -> Exchange:
-        """The message in hand."""
+        """Return the request that is being parsed."""
         return Exchange(self, self._parser.get_method(), self._path(), self._headers, size)
 
     def _path(self) -> str:
@@ -150,7 +153,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio when the connection is made."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(0)  # to be told of whatever is not read at once
+        self._transport.set_write_buffer_limits(0)  # call pause_writing if any bytes are unsent
         self._owner.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -161,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._owner.abandoned(self._path())
 
     def eof_received(self) -> bool:
-        """The client sends nothing more, but may still wait for answers."""
+        """Keep the connection open for pending answers after the client has finished sending."""
         if self._pending and not self._in_body:
             self._ends = True
             self._pending[-1].ends = True
@@ -178,7 +181,7 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes that have arrived."""
+        """Parse received bytes, handle complete requests and enforce the limits."""
         if self._ends:
             return
         if not self._unread:
@@ -187,8 +190,8 @@ class Connection(asyncio.Protocol):
         problem = ""
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # what it would change to is not spoken here
-            if self._announced and self._whole:  # the parser leaves the body out
+        except httptools.HttpParserUpgrade:  # ignored: no other protocol is supported
+            if self._announced and self._whole:  # the parser does not parse the body
                 self._whole.pop()
                 problem = "Upgrade with a body"
         except httptools.HttpParserError as error:
@@ -200,7 +203,7 @@ class Connection(asyncio.Protocol):
             self._refuse(400, fail("cannot read the request", "HTTP", problem, "HTTP/1.1",
                                    "send a well-formed HTTP/1.1 request"))
         elif self._in_body and size > _PATIENCE * most:
-            self._whole.append(self._exchange(size))  # too large, whatever else comes
+            self._whole.append(self._exchange(size))  # the owner refuses it by its size
             self._take_in()
         elif self._unread > _MAX_HEAD + (_FRAMING * most if self._in_body else 0):
             self._refuse(400, fail("cannot read the request", "bytes", self._unread,
@@ -209,7 +212,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _take_in(self) -> bool:
-        """Have whole requests answered; whether nothing more is to be read."""
+        """Pass complete requests to the owner; return whether no further requests are read."""
         whole, self._whole = self._whole, []
         for exchange in whole:
             self._pending.append(exchange)
@@ -248,7 +251,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer what has not been read to its end, and read no more."""
+        """Answer an incomplete or invalid request, then close the connection."""
         if self._in_body:
             self._owner.abandoned(self._path())
         self._ends = True
@@ -256,7 +259,7 @@ class Connection(asyncio.Protocol):
         self._pending.append(exchange)
         exchange.answer(status, json.dumps({"error": text}).encode())
 
-    # ---- what the worker asks --------------------------------------------------------------------
+    # ---- interface to the worker -----------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -269,17 +272,20 @@ class Connection(asyncio.Protocol):
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection once all answers given have been sent."""
+        """Close the connection after sending all answers written so far."""
         self._ends = True
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         self._transport.abort()
 
     def expire(self, now: float) -> None:
-        """Close the connection if a request arrives, an answer is read or an idle time passes too
-        slowly."""
+        """Close the connection if one of its time limits has passed.
+
+        `ServeOptions.read_s` limits the time to receive a request or until the client reads an
+        answer; `ServeOptions.keep_alive_s` limits the idle time.
+        """
         options = self._owner.options
         if now - self._blocked_since > options.read_s:
             self.abort()

@@ -1,7 +1,7 @@
-"""Prometheus metrics of all workers together, in memory that they share with the supervisor.
+"""Prometheus metrics of all workers, in memory that they share with the supervisor.
 
-Each worker has its own counters. A worker that replaces one that has ended continues counting in
-the same place, where only the gauges start again from zero.
+Each worker has its own counters. A worker that replaces a failed one continues with its counters;
+only the gauges are reset.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
 _SAMPLES = tuple(float(1 << k) for k in range(15))
 _REQUESTS = tuple(float(1 << k) for k in range(9))
-# From its first byte to the whole request; until it is checked; until its batch begins; until there
-# are scores; until the answer is written.
+# Consecutive stages of a request: first to last byte received; decoded and checked; batch begun;
+# scored; answer written.
 STAGES = ("receive", "decode", "wait", "score", "answer")
 _OUTCOMES = ("ok", "invalid", "oversized", "overloaded", "expired", "failed", "gone")
 _DOMAINS = ("local", "remote")
@@ -31,9 +31,10 @@ class Metric:
     Attributes:
         name: name without Prometheus' suffixes.
         kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
-        about: its help text.
-        label, values: name of a label and its values; each value has a series.
-        buckets: upper bounds of a histogram's.
+        about: help text.
+        label: name of the label that distinguishes the series; "" if there is one series.
+        values: values of the label, one per series.
+        buckets: upper bounds of a histogram's buckets.
     """
 
     name: str
@@ -50,12 +51,12 @@ class Metric:
 
     @property
     def width(self) -> int:
-        """How many numbers a series takes: for a histogram its buckets, the overflow bucket and the
+        """Number of counters per series; a histogram has its buckets, an overflow bucket and the
         sum."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
     def lines(self, series: Sequence[np.ndarray]) -> Iterator[str]:
-        """Text of all series."""
+        """Yield the lines of all series in Prometheus' text format."""
         yield f"# HELP {self.family} {self.about}"
         yield f"# TYPE {self.family} {self.kind}"
         for value, numbers in zip(self.values, series, strict=True):
@@ -91,7 +92,8 @@ _EPOCH = Metric("oper_weights_epoch", "gauge", "Publication that batches are sco
                 "oldest of all workers.")
 WORKERS = (_REQUEST, _LATENCY, _STAGE, _BATCH_SAMPLES, _BATCH_REQUESTS, _BATCH_SECONDS, _QUEUED,
            _IN_FLIGHT, _ROWS, _EPOCH)
-# What the supervisor counts: the field of `oper.serve.server.Counts`, and its unit.
+# Metrics of the supervisor: (metric, field of `oper.serve.server.Counts`, factor to the metric's
+# unit).
 SUPERVISOR = (
     (Metric("oper_workers", "gauge", "Workers that take requests."), "workers", 1.0),
     (Metric("oper_worker_restarts", "counter", "Workers replaced because they had ended."),
@@ -105,8 +107,7 @@ SUPERVISOR = (
 
 
 def _places() -> tuple[dict[tuple[str, str], int], int]:
-    """The offset of each series of a worker, by name and label; and the total number of
-    counters."""
+    """Return the offset of each series by (metric, label value), and the counters per worker."""
     found, at = {}, 0
     for metric in WORKERS:
         for value in metric.values:
@@ -115,17 +116,17 @@ def _places() -> tuple[dict[tuple[str, str], int], int]:
     return found, at
 
 
-_PLACES, SIZE = _places()  # SIZE: numbers of a worker
+_PLACES, SIZE = _places()  # SIZE: counters per worker
 
 
 def _of_worker(numbers: Any, worker: int) -> Any:
-    """A worker's part of the shared numbers, a memoryview of float64 [SIZE]."""
+    """Return a worker's part of the shared counters, a memoryview of float64 [SIZE]."""
     whole = memoryview(numbers).cast("B").cast("d")
     return whole[worker * SIZE:(worker + 1) * SIZE]
 
 
 def forget(numbers: Any, worker: int) -> None:
-    """Reset the gauges of a worker that has ended."""
+    """Reset the gauges of a worker that has exited."""
     mine = _of_worker(numbers, worker)
     for metric in WORKERS:
         if metric.kind == "gauge":
@@ -133,10 +134,10 @@ def forget(numbers: Any, worker: int) -> None:
 
 
 class WorkerMetrics:
-    """The metrics of one worker.
+    """Updates the metrics of one worker.
 
     Args:
-        numbers: shared ``double [workers * SIZE]``.
+        numbers: counters of all workers, shared ``double [workers * SIZE]``.
         worker: the worker's index.
     """
 
@@ -158,21 +159,25 @@ class WorkerMetrics:
         self._add(_REQUEST, outcome, 1)
 
     def observe_request(self, begin: float, ends: Sequence[float]) -> None:
-        """Observe a scored request: when its first byte arrived, and when each of its `STAGES`
-        ended."""
+        """Record a scored request.
+
+        Args:
+            begin: time at which its first byte arrived, as `time.monotonic` returns it.
+            ends: time at which each of its `STAGES` ended.
+        """
         self._observe(_LATENCY, ends[3] - ends[0])
         for at, end in zip(self._stages, ends, strict=True):
             self._observe(_STAGE, end - begin, at)
             begin = end
 
     def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
-        """Count one batch."""
+        """Record a batch."""
         self._observe(_BATCH_REQUESTS, requests)
         self._observe(_BATCH_SAMPLES, samples)
         self._observe(_BATCH_SECONDS, seconds)
 
     def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
-        """Set the gauges: samples that wait, unanswered requests, and the epoch in use."""
+        """Set the gauges: queued samples, unanswered requests, and the epoch in use."""
         for metric, value in ((_QUEUED, queued), (_IN_FLIGHT, in_flight), (_EPOCH, epoch)):
             self._numbers[_PLACES[metric.name, ""]] = value
 
@@ -185,14 +190,14 @@ class WorkerMetrics:
 
 
 def page(numbers: Any, counts: Any) -> bytes:
-    """The metrics of supervisor and workers in Prometheus' text format."""
+    """Return the metrics of supervisor and workers in Prometheus' text format."""
     table = np.frombuffer(numbers, np.float64).reshape(-1, SIZE)
     lines = [line for metric, field, unit in SUPERVISOR
              for line in metric.lines([np.array([getattr(counts, field) * unit])])]
     for metric in WORKERS:
         series = [table[:, at:at + metric.width] for at in (
             _PLACES[metric.name, value] for value in metric.values)]
-        if metric is _EPOCH:  # 0: a worker that has not told yet
+        if metric is _EPOCH:  # a worker that has not reported yet has 0
             known = series[0][series[0] > 0]
             lines += metric.lines([np.array([known.min() if known.size else 0.0])])
         else:

@@ -1,4 +1,4 @@
-"""A model whose tables and dense part all workers read from one published copy."""
+"""A model whose weights are published once per host and read by all workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG, STATE = "config.json", "state.pt"  # as oper.train writes them
 
 
 def kjt_of(batch: Request, features: tuple[str, ...]) -> Any:
-    """The bags of a batch as TorchRec's ``KeyedJaggedTensor``."""
+    """Convert the bags of a batch to a ``KeyedJaggedTensor`` with `features` as keys."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -40,22 +40,23 @@ def kjt_of(batch: Request, features: tuple[str, ...]) -> Any:
 
 
 class PublishedModel:
-    """A `Source`: weights are published once on this host, workers attach to them.
+    """A `Source` that publishes weights once on this host; workers attach to them.
 
     Args:
-        build: makes the architecture, a module with ``forward(dense, kjt) -> logits [B]`` or
-            ``[B, 1]``, on the device it is given (workers ask for ``"meta"``: they hold no weights
-            of their own). Picklable: a function of a module, or `functools.partial` of one.
-        weights: what the first publication holds: a module of that architecture, a ``state_dict``
+        build: ``build(device)`` returns a module on this device with ``forward(dense, kjt) ->
+            logits [B]`` or ``[B, 1]``. Workers call it with ``"meta"``, since they use the
+            published weights. It must be picklable: a top-level function, or a `functools.partial`
+            of one.
+        weights: weights of the first publication: a module that `build` returned, a ``state_dict``,
             or a file or checkpoint folder that `oper.Publication.publish` reads.
-        signature: signature of the model.
-        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` rows, or types by hotness;
-            by default as they are in the model.
-        keep_spare: keep the memory of two sets of tables, so that a publication need not take the
-            second one from the system.
+        signature: the model's inputs.
+        row_dtype: dtype of published rows, ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"``,
+            or `TieredRows` for dtypes by hotness; None = as in the model.
+        keep_spare: retain the memory of the previous tables for the next publication instead of
+            returning it to the system.
 
     Attributes:
-        read_folder: what reads the weights in a training folder, as `publish` takes them.
+        read_folder: function from a training folder to weights that `publish` accepts.
     """
 
     def __init__(self, build: Callable[[str], nn.Module], weights: Any, signature: Signature,
@@ -83,7 +84,7 @@ class PublishedModel:
         return str(self._publication.name)
 
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
-        """Say where `publish` without arguments takes new weights from; returns the model."""
+        """Make `publish` without arguments publish the result of `read`; return the model."""
         self._reads_again = read
         return self
 
@@ -93,8 +94,14 @@ class PublishedModel:
                                  self.signature)
 
     def publish(self, weights: Any = None) -> int:
-        """See `Source`; by default reads the folder again that the model came from. A `Change` of
-        a training run is made in place."""
+        """Publish new weights and return their epoch.
+
+        `weights` is as for the constructor, or a `Change` of a training run, which is applied in
+        place. None reads the model's training folder again.
+
+        Raises:
+            InvalidInputError: `weights` is None and the model is not from a training folder.
+        """
         return self.prepare(weights)()
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
@@ -113,7 +120,7 @@ class PublishedModel:
         return lambda: epoch
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of this host's one copy: ``tables``, ``dense``, ``spare``."""
+        """Return the bytes of this host's published ``tables``, ``dense`` weights and ``spare``."""
         return dict(self._publication.memory_bytes())
 
     def close(self) -> None:
@@ -123,8 +130,8 @@ class PublishedModel:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """For many small tensors: threads of torch's that wait for each other would keep cores from the
-    workers."""
+    """Limit torch to one thread: for many small tensors, its threads would spin on the workers'
+    cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -136,10 +143,10 @@ def _one_thread() -> Iterator[None]:
 
 
 class AttachedModel:
-    """A worker's `Predictor`: the architecture over the published weights.
+    """A worker's `Predictor`, which uses published weights.
 
     Args:
-        build, signature: as of `PublishedModel`.
+        build, signature: as for `PublishedModel`.
         name: name of the publication.
     """
 
@@ -147,7 +154,7 @@ class AttachedModel:
         import oper
 
         self.signature = signature
-        self._last_shared: tuple[tuple[int, ...], Any] = (), None  # and its mask
+        self._last_shared: tuple[tuple[int, ...], Any] = (), None  # cached: features, their mask
         self._served: Any = oper.attach(build("meta"), name, fuse=True)
 
     @property
@@ -161,7 +168,7 @@ class AttachedModel:
         return bool(self._served.shares_bags)
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """Probabilities float32 [B]: the logistic function of the model's logits."""
+        """Return probabilities float32 [B], the sigmoid of the model's logits, and the epoch."""
         import torch
 
         shared: list[torch.Tensor] = []
@@ -182,17 +189,20 @@ class AttachedModel:
         return dict(self._served.rows_read())
 
     def close(self) -> None:
-        """Detach."""
+        """Detach from the publication."""
         self._served.close()
 
 
 def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
                   device: str, on_raw_ids: bool = False) -> nn.Module:
-    """The DLRM of a training run, without its loss, on `device`; on raw ids an `OnRawIds`."""
+    """Build the DLRM of a training run, without its loss, on `device`.
+
+    With `on_raw_ids`, it is an `OnRawIds`, which maps raw ids to rows first.
+    """
     from oper.train.config import DLRMConfig
     from oper.train.model import build_dlrm
 
-    # TorchRec's import sets off a remark that means nothing to the reader.
+    # Importing TorchRec logs a warning that does not concern the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
     if on_raw_ids:
@@ -205,16 +215,17 @@ def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[st
 def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
                row_dtype: str | TieredRows | None = None, keep_spare: bool = False
                ) -> PublishedModel:
-    """The model that ``oper train`` has written into `folder`, published on this host.
+    """Publish the model that ``oper train`` has written to `folder` on this host.
 
     Args:
-        folder: with ``config.json``, and ``state.pt`` or a checkpoint (see `find_weights`).
+        folder: a folder with ``config.json``, and ``state.pt`` or a checkpoint (see
+            `find_weights`).
         name: name of the model on the server.
         row_dtype, keep_spare: see `PublishedModel`.
 
     Raises:
-        FileFormatError: not such a folder, or a damaged one.
-        FileNotFoundError: no such folder.
+        FileFormatError: the folder is not from ``oper train``, or is damaged.
+        FileNotFoundError: the folder does not exist.
     """
     folder = Path(folder)
     tables, num_dense, config, dynamic = _describe(folder)
@@ -231,8 +242,10 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
 
 
 def find_weights(folder: str | os.PathLike[str]) -> Path:
-    """The newest weights of a training folder: its ``state.pt``, or the folder of its last
-    checkpoint while the training runs or when it was ended.
+    """Return the path of a training folder's newest weights.
+
+    It is ``state.pt``, which ``oper train`` writes at its end, or the folder of the last
+    checkpoint, whichever is newer.
 
     Raises:
         FileFormatError: there are none.
@@ -244,7 +257,7 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     found: list[tuple[int, Path]] = []
     for path in (folder / STATE, *(folder / name / METADATA
                                    for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))):
-        with contextlib.suppress(FileNotFoundError):  # there is none, or it is being replaced
+        with contextlib.suppress(FileNotFoundError):  # missing, or being replaced
             found.append((path.stat().st_mtime_ns, path))
     if not found:
         raise FileFormatError(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
@@ -255,8 +268,11 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Path:
-    """The newest weights of a training folder, by their names in the model without its loss, or
-    the checkpoint that they are in."""
+    """Return the newest weights of a training folder, in a form that `publish` accepts.
+
+    They are the contents of ``state.pt``, named as in the model without its loss, or the path of a
+    checkpoint.
+    """
     from oper.train.model import load_state
 
     path = find_weights(folder)
@@ -268,7 +284,7 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Pa
 def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],
                      time_to_live: int | None, folder: str | os.PathLike[str]
                      ) -> dict[str, torch.Tensor]:
-    """As `read_weights`, of a run on raw ids."""
+    """Read the newest weights of a training run on raw ids, with static tables and key maps."""
     from oper.train.raw_ids import static_state
 
     return static_state(find_weights(folder), build("meta"), tables, time_to_live)
@@ -276,8 +292,12 @@ def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],
 
 def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
                                      DynamicConfig | None]:
-    """What a folder of ``oper train`` says of its model: arguments of `build_trained`, and how its
-    tables are dynamic."""
+    """Read the configuration of a training folder.
+
+    Returns:
+        The first three arguments of `build_trained`, and the configuration of dynamic tables or
+        None.
+    """
     from oper.train.config import DynamicConfig
 
     what = f"cannot serve {os.fspath(folder)!r}"
@@ -301,7 +321,7 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
 
 
 def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a model without weights those of `state`, without a copy."""
+    """Assign the tensors of `state` to a model on the meta device, without copying them."""
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""How a server runs and how requests become batches."""
+"""Options of the server and of batching."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from oper.stats import AccessStats
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How requests become batches.
+    """Options of dynamic batching, per worker.
 
     Attributes:
-        max_samples: most samples of a batch; a larger single request is a batch of its own.
-        max_wait_ms: how long the oldest request of a batch may wait for others to join it while the
-            model is idle; 0 = never (as Triton's ``max_queue_delay_microseconds`` by default):
-            requests that arrive while the model is busy are scored together in any case.
-        max_queued: most samples that may wait; further requests are refused at once.
+        max_samples: maximum samples per batch; a larger request is scored in a batch of its own.
+        max_wait_ms: maximum time that a batch's oldest request waits for further requests while the
+            model is idle, milliseconds; 0 = do not wait (like the default of Triton's
+            ``max_queue_delay_microseconds``). Requests that arrive while the model is busy are
+            always batched.
+        max_queued: maximum number of queued samples; further requests are refused immediately.
+
+    Raises:
+        InvalidInputError: a value is out of range.
     """
 
     max_samples: int = 1024
@@ -31,22 +35,25 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How a server runs.
+    """Options of a server.
 
     Attributes:
-        host, port: address to listen at; port 0 = any free one.
-        workers: processes that score.
-        threads: threads of each worker's model.
-        batching: how requests become batches, in each worker.
-        spin_us: how long a worker polls for new requests after an answer before it sleeps,
-            microseconds. A sleeping core takes long to wake and is slow at first; a polling one is
-            busy.
-        max_bytes: largest body of a request.
-        max_connections: connections of each worker; a further one replaces an idle one.
-        keep_alive_s: how long an idle connection stays open.
-        read_s: how long a request may take to arrive.
-        drain_s: how long requests in flight may take once the server is told to stop.
-        start_s: how long a worker may take until it can serve.
+        host, port: address to listen on; port 0 = any free port.
+        workers: number of worker processes.
+        threads: torch threads per worker.
+        batching: batching options of each worker.
+        spin_us: how long an idle worker polls for new requests before it sleeps, microseconds.
+            Polling avoids the latency of waking up a core but keeps it busy.
+        max_bytes: maximum size of a request's body.
+        max_connections: maximum connections per worker; beyond it, new connections replace idle
+            ones.
+        keep_alive_s: seconds after which an idle connection is closed.
+        read_s: maximum seconds in which a request must arrive, or a client must read an answer.
+        drain_s: maximum seconds to finish requests in flight after a stop signal.
+        start_s: maximum seconds for a worker to start.
+
+    Raises:
+        InvalidInputError: a value is out of range.
     """
 
     host: str = "127.0.0.1"
@@ -77,11 +84,12 @@ def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> N
 
 @dataclass(frozen=True, slots=True)
 class TieredRows:
-    """Types of rows by how hot they are; see `oper.publish`.
+    """Row dtypes by hotness; see `oper.publish`.
 
     Attributes:
-        stats: how often rows are looked up.
-        error_budget: expected squared error of what lookups read, as a share of its squares.
+        stats: access statistics.
+        error_budget: maximum expected squared error of the values that lookups read, relative to
+            the sum of their squares.
     """
 
     stats: AccessStats
@@ -89,7 +97,7 @@ class TieredRows:
 
 
 def publish_options(row_dtype: str | TieredRows | None) -> dict[str, Any]:
-    """The arguments of `oper.publish` for the types of rows."""
+    """Return the arguments of `oper.publish` that select row dtypes."""
     if isinstance(row_dtype, TieredRows):
         return {"stats": row_dtype.stats, "error_budget": row_dtype.error_budget}
     return {"row_dtype": row_dtype}

@@ -1,6 +1,6 @@
-"""Scoring requests: samples of dense features and bags of ids, single and joined into batches.
+"""Scoring requests and batches of them: dense features and bags of ids.
 
-The layout is that of TorchRec's ``KeyedJaggedTensor``: lengths and ids feature by feature.
+Lengths and ids are stored feature by feature, as in TorchRec's ``KeyedJaggedTensor``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHAT = "cannot score the request"
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidInputError unless `name` can be a model's name."""
+    """Raise InvalidInputError unless `name` is a valid model name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise InvalidInputError("invalid signature", "name", name,
                                 "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
@@ -31,11 +31,15 @@ class Signature:
     """The inputs of a model.
 
     Attributes:
-        name: the model's name, as in the addresses of a server.
+        name: the model's name, part of a server's URLs.
         features: names of the features, in the order of requests.
-        num_rows: rows of each feature's table; ids are in [0, num_rows). None = ids are raw keys,
-            any int64.
-        num_dense: dense features of a sample.
+        num_rows: number of rows of each feature's table; ids are in [0, num_rows). None = ids are
+            raw keys, any int64.
+        num_dense: number of dense features of a sample.
+
+    Raises:
+        InvalidInputError: the name is invalid, a feature is repeated, or the lengths of `features`
+            and `num_rows` differ.
     """
 
     name: str
@@ -60,10 +64,9 @@ class Request:
         dense: float32 [B, num_dense].
         lengths: ids of each bag, int32 [F, B].
         ids: int64 [sum of lengths], bags of the first feature first.
-        shared: features, such as those of a user, whose bag is taken from the sample that `first`
-            names; their bags in other samples are empty
-        first: int64 [B], ascending, the sample whose shared bags each sample uses; None = the first
-            sample for all.
+        shared: indices of features, such as those of a user, that several samples share: sample b
+            uses the bags of sample ``first[b]``. Their bags in all other samples are empty.
+        first: int64 [B], ascending; None = all zeros.
     """
 
     dense: np.ndarray
@@ -74,15 +77,15 @@ class Request:
 
     @property
     def num_samples(self) -> int:
-        """Samples, B."""
+        """Number of samples B."""
         return int(self.dense.shape[0])
 
     def firsts(self) -> np.ndarray:
-        """`first` as an array, also if it is None."""
+        """Return `first`, or zeros if it is None; int64 [B]."""
         return np.zeros(self.num_samples, np.int64) if self.first is None else self.first
 
     def expanded(self) -> Request:
-        """The same samples, each with its own copy of shared bags."""
+        """Return the same samples, each with its own copy of shared bags."""
         if not self.shared:
             return self
         at = np.tile(np.arange(self.num_samples), (self.lengths.shape[0], 1))
@@ -117,7 +120,7 @@ class Request:
         self._check_ids(signature, totals)
 
     def _check_ids(self, signature: Signature, totals: np.ndarray) -> None:
-        """Check that every id is a row of its table."""
+        """Raise InvalidInputError unless every id is a row of its table."""
         if not self.ids.size:
             return
         rows = [-1 if n is None else n for n in signature.num_rows]
@@ -130,8 +133,11 @@ class Request:
 
 
 def places(features: Sequence[str], signature: Signature) -> list[int]:
-    """Indices of these features in the signature; raises InvalidInputError for unknown or repeated
-    ones."""
+    """Return the indices of `features` in the signature.
+
+    Raises:
+        InvalidInputError: a feature is unknown or repeated.
+    """
     known = {name: k for k, name in enumerate(signature.features)}
     unknown = [name for name in features if name not in known]
     if unknown:
@@ -145,10 +151,11 @@ def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signa
             ) -> tuple[np.ndarray, np.ndarray]:
     """Reorder lengths and ids from the order of `features` to that of the signature.
 
-    Features that are not given have empty bags.
+    Features of the signature that are not in `features` get empty bags.
 
     Raises:
-        InvalidInputError: a feature is unknown or repeated, or lengths do not fit.
+        InvalidInputError: a feature is unknown or repeated, or the lengths do not match the number
+            of features or ids.
     """
     to = places(features, signature)
     _check_array("lengths", lengths, np.int32, 2)
@@ -159,7 +166,7 @@ def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signa
         raise _bad("lengths", f"of {ids.size} ids", "counts >= 0 that add up to the ids")
     out = np.zeros((len(signature.features), lengths.shape[1]), np.int32)
     out[to] = lengths
-    # Slices, since `np.split` takes ten times as long.
+    # Slicing takes a tenth of the time of `np.split`.
     parts = [ids[a:b] for a, b in itertools.pairwise([0, *ends.tolist()])]
     return out, np.concatenate([ids[:0], *(parts[k] for k in np.argsort(to))])
 
@@ -180,10 +187,10 @@ def join(requests: Sequence[Request]) -> Request:
     num_features = lengths.shape[0]
     sizes = [r.ids.size for r in requests]
     if lengths.size and (lengths == lengths[0, 0]).all() and num_features:
-        # Bags of one size: features are rows of a matrix.
+        # All bags have the same size, so ids are a matrix with a row per feature.
         ids = np.concatenate([r.ids.reshape(num_features, -1) for r in requests], axis=1)
         return Request(dense, lengths, ids.reshape(-1), shared, first)
-    # Python's numbers, since slicing by NumPy's takes several times as long.
+    # Bounds as Python integers, since slicing with NumPy integers takes several times as long.
     bounds = [[0, *np.cumsum(r.lengths.sum(axis=1, dtype=np.int64)).tolist()] for r in requests]
     parts = [r.ids[bounds[k][f]:bounds[k][f + 1]]
              for f in range(num_features) for k, r in enumerate(requests) if sizes[k]]
@@ -192,32 +199,32 @@ def join(requests: Sequence[Request]) -> Request:
 
 
 class Predictor(Protocol):
-    """The model that a worker scores with.
+    """The model with which a worker scores requests.
 
-    If it has an attribute ``shares_bags`` that is True, it is given batches with shared bags
-    (`Request.shared`) as they are; otherwise expanded ones.
+    If it has an attribute ``shares_bags`` that is True, batches may have shared bags
+    (`Request.shared`); otherwise all batches are expanded.
     """
 
     signature: Signature
 
     @property
     def epoch(self) -> int:
-        """Version of the weights that the next batch is scored with."""
+        """Version of the weights with which the next batch is scored."""
         ...
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """Scores float32 [B] and the version of the weights that all of them come from."""
+        """Return scores, float32 [B], and the version of the weights that all scores are from."""
         ...
 
     def rows_read(self) -> dict[str, int]:
-        """Embedding rows read so far: ``"local"`` and ``"remote"``, by the row's memory domain."""
+        """Return the embedding rows read so far by memory domain, ``"local"`` and ``"remote"``."""
         ...
 
 
 def check_model(model: Any, what: str = "cannot serve") -> None:
-    """Raise InvalidInputError, beginning with `what`, unless `model` can be served.
+    """Raise InvalidInputError unless `model` is a `Predictor` or an `oper.serve.server.Source`.
 
-    It must be a `Predictor`, or a `oper.serve.server.Source`, which opens one in the workers.
+    `what` is the beginning of the error message.
     """
     wanted = ["opener", "prepare", "close"] if hasattr(model, "opener") else [
         "epoch", "predict", "rows_read"]

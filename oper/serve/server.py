@@ -1,4 +1,5 @@
-"""The supervisor: one listener, worker processes, what happens when one ends, drain and reload."""
+"""The supervisor: it accepts connections, starts, replaces and drains workers, and publishes
+weights."""
 
 from __future__ import annotations
 
@@ -29,25 +30,27 @@ from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
-FOLLOW_S = 0.05  # between looks at signals, and at a training run
-_NICE = 10  # of the thread that publishes: requests come first
+FOLLOW_S = 0.05  # interval of checks for signals and for new weights of a training run
+_NICE = 10  # niceness of the thread that prepares weights, so that requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
-_MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
-_ANY_NUMBER = 1 << 30  # of connections
+_MAX_WAIT_S = 30.0  # maximum pause before restarting a worker that exits while starting
+_ANY_NUMBER = 1 << 30  # no limit of connections
 
 
 class Source(Protocol):
-    """A model whose weights all workers share, as the supervisor sees it."""
+    """The supervisor's interface to a model whose weights all workers share."""
 
     signature: Signature
 
     def opener(self) -> Callable[[], Predictor]:
-        """The function with which a worker makes its predictor; picklable."""
+        """Return a picklable function that creates a worker's predictor."""
         ...
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
-        """Read and check new weights, while requests are served. The returned function puts them in
-        service in all workers at once and returns their epoch."""
+        """Read and validate new weights while requests are served.
+
+        The returned function makes all workers use them at once and returns their epoch.
+        """
         ...
 
     def close(self) -> None:
@@ -56,7 +59,7 @@ class Source(Protocol):
 
 
 class Counts(ctypes.Structure):
-    """The supervisor's counters, in memory that the workers share."""
+    """The supervisor's counters, in memory shared with the workers."""
 
     _fields_ = [(name, ctypes.c_long) for name in _COUNTED]
 
@@ -77,22 +80,26 @@ class _Worker:
         return self.handed - int(self.closed.value)
 
     def watched(self) -> list[Any]:
-        """Descriptors that become readable when the worker is ready or has ended."""
+        """Return objects that become readable when the worker is ready or has exited."""
         return [self.process.sentinel, *([] if self.ready else [self.control])]
 
 
 class Server:
     """A scoring server.
 
-    The supervisor listens and hands every connection to the worker with the fewest. A worker that
-    ends costs the requests that it had in hand; its place is filled, and other workers' connections
-    do not notice. Worker processes are started by ``spawn``: a script that makes a `Server` needs
-    the usual ``if __name__ == "__main__"``.
+    The supervisor accepts connections and passes each to the worker with the fewest. If a worker
+    exits, its unanswered requests fail and a new worker replaces it; connections of other workers
+    are not affected. Worker processes are started by ``spawn``: a script that creates a `Server`
+    needs the usual ``if __name__ == "__main__"``.
 
     Args:
-        model: a `Source` such as `oper.serve.PublishedModel`, or any picklable `Predictor` (CPU
-            tensors in it are moved to shared memory, so that the workers share them).
-        options: how it runs.
+        model: a `Source` such as `oper.serve.PublishedModel`, or any picklable `Predictor` (its CPU
+            tensors are moved to shared memory, so that all workers share them).
+        options: options of the server; None = the defaults.
+
+    Raises:
+        InvalidInputError: `model` is neither a `Source` nor a `Predictor`.
+        MissingDependencyError: the package httptools is not installed.
 
     Example:
         >>> from oper.serve import Client, Server, load_model
@@ -114,7 +121,7 @@ class Server:
         self._started = threading.Event()
         self._error: Exception | None = None
         self._publishing = threading.Lock()
-        self._failures = 0  # starts of a worker that failed, in a row
+        self._failures = 0  # consecutive failed starts of a worker
 
     @property
     def address(self) -> str:
@@ -127,24 +134,27 @@ class Server:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Processes of the workers that take requests."""
+        """Process ids of the workers that are ready."""
         return [w.process.pid for w in list(self._workers) if w.ready]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Workers in service, restarts, publications, failed publications, and microseconds from
-        the training step of the last change to its weights in service (0: whole weights)."""
+        """The supervisor's counters by name. ``weights_lag_us`` is the time in microseconds from
+        the training step of the last published delta to its use; 0 for full weights."""
         return {name: int(getattr(self._counts, name)) for name in _COUNTED}
 
     def start(self, signals: Signals | None = None) -> Self:
-        """Start the workers and listen; returns when all of them can serve.
+        """Start the workers and listen; return when all workers are ready.
 
         Args:
-            signals: from this call on, signals are only recorded; a stop signal aborts the start.
+            signals: records signals from this call on, instead of raising KeyboardInterrupt; a stop
+                signal aborts the start.
 
         Raises:
-            OperError: a worker could not start; the port is taken.
-            KeyboardInterrupt: `signals` recorded a stop; the workers have ended.
+            InvalidInputError: the server has been started before.
+            OperError: a worker could not start, or the port is in use.
+            DeadlineError: the workers are not ready after `ServeOptions.start_s` seconds.
+            KeyboardInterrupt: `signals` recorded a stop signal; the workers have exited.
         """
         import torch.multiprocessing as processes
 
@@ -179,10 +189,14 @@ class Server:
         return self
 
     def publish(self, weights: Any = None) -> int:
-        """Give all workers new weights while requests flow; returns the epoch. See `Source`.
+        """Make all workers use new weights while requests are served; return their epoch.
 
-        They are prepared at low priority on a thread of its own, and put in service at this
-        thread's priority: requests may wait for that. One publication at a time.
+        `weights` is the argument of `Source.prepare`. A separate thread prepares the weights at low
+        priority; switching to them runs at this thread's priority, and requests may wait for it.
+        Concurrent calls publish one after another.
+
+        Raises:
+            InvalidInputError: the model is not a `Source`, or the weights are invalid.
         """
         prepare = getattr(self.model, "prepare", None)
         if prepare is None:
@@ -198,7 +212,7 @@ class Server:
                 found.append(prepare(weights))
             except Exception as error:
                 found.append(error)
-            give_back()  # what making the rows took
+            give_back()  # temporary memory of the preparation
 
         with self._publishing:
             thread = threading.Thread(target=work, name="oper-publish")
@@ -218,7 +232,7 @@ class Server:
         return epoch
 
     def stop(self) -> None:
-        """Refuse new requests, finish those in flight, end the workers. Idempotent."""
+        """Refuse new connections, finish requests in flight and stop the workers. Idempotent."""
         self._stop.set()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
@@ -234,8 +248,8 @@ class Server:
         """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again.
 
         Args:
-            every: called several times a second, e.g. to look for new weights.
-            signals: where they have been noted since before the start.
+            every: called every `FOLLOW_S` seconds, e.g. to look for new weights.
+            signals: signals recorded since before the start; None = record them from now on.
         """
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
@@ -253,7 +267,8 @@ class Server:
             raise self._error
 
     def try_publish(self) -> bool:
-        """Publish the model's weights again; a failure is logged and the old weights go on."""
+        """Publish the model's weights again; log a failure, after which the old weights remain in
+        use. Return whether it succeeded."""
         try:
             log.info("published epoch %d", self.publish())
         except (OperError, OSError) as error:
@@ -262,8 +277,8 @@ class Server:
         return True
 
     def follow(self, run: Follower) -> None:
-        """Publish what a training run has saved since the last call. What is refused is logged, and
-        the weights in service go on."""
+        """Publish the checkpoint or deltas that a training run has saved since the last call; log
+        errors of invalid ones, after which the current weights remain in use."""
         if run.has_whole():
             if not self.try_publish():
                 run.refuse("the weights that its changes continue are not in service")
@@ -280,10 +295,10 @@ class Server:
                 run.applied(change)
                 log.info("serving step %d", change.step)
                 refused = ""
-                del change  # before the next one is read: never two at once
+                del change  # frees it before the next one is read
         except (OperError, OSError) as error:
             run.refuse(str(error))
-            self._counts.failed_publications = failed + 1  # where it could not even be read, too
+            self._counts.failed_publications = failed + 1  # counts an unreadable delta, too
             log.error("the old weights go on until there is a whole checkpoint: %s%s", refused,
                       error)
 
@@ -308,7 +323,7 @@ class Server:
         assert self._listener is not None
         try:
             self._listener.listen(_BACKLOG)
-        except OSError as error:  # another server was faster: bound ports are not taken yet
+        except OSError as error:  # two servers can bind a port, but only one can listen on it
             raise self._cannot_listen(error) from error
         self._listener.setblocking(False)
 
@@ -338,8 +353,8 @@ class Server:
         job = WorkerJob(opener, self.options, self._numbers, place, self._counts, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
-        # Processes that this thread starts are spared our signals until they ignore them. The
-        # tracker comes first: where it is not there, multiprocessing starts it and unblocks them.
+        # The worker inherits blocked signals, so none kills it before it ignores them. Start the
+        # resource tracker first, since starting it unblocks these signals.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
         with theirs, for_children():
@@ -361,7 +376,7 @@ class Server:
                                     "less", "allow more time")
 
     def _turn(self) -> None:
-        """Wait a little for something to happen and deal with it."""
+        """Wait up to `_POLL_S` seconds for events of workers and the listener, and handle them."""
         assert self._listener is not None
         can_hand = any(w.ready for w in self._workers)
         watched = [x for w in self._workers for x in w.watched()]
@@ -381,7 +396,7 @@ class Server:
                 worker.ready = worker.control.recv(1) == READY
 
     def _replace(self, worker: _Worker) -> None:
-        """Fill the place of a worker that has ended; not at once when it ended at its start."""
+        """Replace a worker that has exited, after a pause if it exited before it was ready."""
         if worker.ready:
             log.warning("worker %d ended (exit code %s); starting another one",
                         worker.process.pid, worker.process.exitcode)
@@ -391,7 +406,7 @@ class Server:
             self._start_worker()
             return
         if time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
-            time.sleep(_POLL_S)  # its sentinel would wake the next turn at once
+            time.sleep(_POLL_S)  # the sentinel of the exited worker keeps `wait` from waiting
             return
         self._failures += 1
         log.error("a new worker could not start (exit code %s); trying again",
@@ -406,13 +421,13 @@ class Server:
         metrics.forget(self._numbers, worker.place)
 
     def _hand_over(self) -> bool:
-        """Give one waiting connection away; whether there was one."""
+        """Pass a waiting connection to a worker; return whether there was one."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return False
-        except OSError as error:  # no more descriptors: others may be closed in a moment
+        except OSError as error:  # no free file descriptor; one may become free soon
             log.error("cannot accept a connection: %s", error)
             time.sleep(_POLL_S)
             return False
@@ -421,18 +436,16 @@ class Server:
                                  key=lambda w: w.open_connections):
                 try:
                     socket.send_fds(worker.control, [CONNECTION], [connection.fileno()])
-                except OSError:  # it has ended, or does not read; the next one
+                except OSError:  # the worker has exited or does not read: try the next one
                     continue
                 worker.handed += 1
                 return True
         return True
 
     def _level(self) -> None:
-        """Workers with far more than their share of the connections let some of them go.
-
-        Connections live long. When a worker ends, its clients go to the others, and without this
-        they would stay there: the one that takes its place would have nothing to do.
-        """
+        """Make workers with far more than an equal share of connections close the excess ones. When
+        a worker exits, its clients connect to other workers. As connections are long-lived, the new
+        worker would otherwise get few requests."""
         ready = [w for w in self._workers if w.ready]
         if not ready:
             return
@@ -442,14 +455,14 @@ class Server:
             worker.most.value = share if far_more else _ANY_NUMBER
 
     def _drain(self) -> None:
-        """Stop listening, let the workers finish, end those that do not."""
+        """Stop listening, let the workers drain, and kill those that exceed `drain_s`."""
         assert self._listener is not None
         self._listener.close()
         for worker in self._workers:
             worker.control.close()
         until = time.monotonic() + self.options.drain_s + 2
         for worker in self._workers:
-            # A worker that is not ready yet has nothing to finish.
+            # A worker that is not ready has no requests to finish.
             if not worker.ready:
                 worker.process.kill()
             worker.process.join(max(0.0, until - time.monotonic()))
@@ -467,7 +480,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """A predictor that is sent as it is."""
+    """Opener of a predictor that is pickled itself."""
 
     predictor: Any
 

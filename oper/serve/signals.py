@@ -6,8 +6,8 @@ import signal
 from types import FrameType
 from typing import Any, Self
 
-# Meant for the supervisor alone, which passes on what they ask for; of a terminal, or of a service
-# manager that stops a whole group, the workers get them too.
+# Only the supervisor handles these signals. Workers ignore them, since a terminal or a service
+# manager may send them to the entire process group.
 OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -17,9 +17,9 @@ class Signals:
     Until a server checks `stop`, a stop signal raises KeyboardInterrupt.
 
     Attributes:
-        stop: whether the server is to stop.
-        reload: whether weights are to be read again; the reader clears it.
-        interrupts: whether a stop raises KeyboardInterrupt; the server clears it.
+        stop: whether the server should stop.
+        reload: whether the weights should be published again; the server resets it.
+        interrupts: whether a stop signal raises KeyboardInterrupt; the server sets it to False.
     """
 
     def __init__(self) -> None:

@@ -69,7 +69,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Run ``oper serve``; raises OperError."""
+    """Run ``oper serve``; return the exit code, or raise OperError."""
     from oper.serve.options import BatchOptions, ServeOptions
     from oper.serve.server import Server
     from oper.serve.signals import Signals
@@ -100,7 +100,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> Any:
-    """The follower of a folder's training run."""
+    """Return a follower of the training run in the folder of ``--follow`` or MODEL."""
     from oper.integration.checkpoint.follow import Follower
     from oper.serve.model import find_weights
 
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> Any:
 
 
 def _read_from(model: Any, folder: str) -> None:
-    """Have a model take its next weights from another folder."""
+    """Make a model read its next weights from another folder."""
     from oper.errors import InvalidInputError
     from oper.serve.model import PublishedModel
 
@@ -122,7 +122,7 @@ def _read_from(model: Any, folder: str) -> None:
 
 
 def _row_dtype(args: argparse.Namespace) -> Any:
-    """One type of rows, types by hotness, or None."""
+    """Return one row dtype, `TieredRows` for dtypes by hotness, or None for the model's dtypes."""
     from oper.serve.options import TieredRows
     from oper.stats import AccessStats
 
@@ -146,7 +146,7 @@ def _model(args: argparse.Namespace) -> Any:
                                     "name a folder that 'oper train' has written")
         from oper.serve.model import find_weights, load_model
 
-        with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes
+        with contextlib.suppress(FileFormatError):  # load_model raises it, after other errors
             print(f"loading {find_weights(args.model)}", file=sys.stderr, flush=True)
         return load_model(args.model, args.name or "dlrm", _row_dtype(args), args.keep_spare)
     given = [f"--{name.replace('_', '-')}" for name in _OF_FOLDERS if getattr(args, name)]

@@ -1,13 +1,14 @@
-"""Requests and scores as bytes: the Open Inference Protocol (KServe V2) over HTTP, with its binary
-tensor data extension: a JSON header, then the tensors one after another, little-endian.
+"""Encoding of requests and scores in the Open Inference Protocol (KServe V2) over HTTP.
+
+Messages use its binary tensor data extension: a JSON header, then the tensors, little-endian.
 
 A request has the inputs ``dense`` FP32 [B, D], ``lengths`` INT32 [F, B] and ``ids`` INT64 [L], as
-in `oper.serve.requests.Request`; its parameter ``features`` (text, names separated by commas) names
-the rows of ``lengths`` where they are not all features in the model's order. The answer has the
-output ``scores`` FP32 [B] and the parameter ``epoch``.
+in `oper.serve.requests.Request`. If the rows of ``lengths`` are not all features in the model's
+order, the parameter ``features`` lists their names, separated by commas. The answer has the output
+``scores`` FP32 [B] and the parameter ``epoch``.
 
-Features that all samples have in common, those of the user whose candidates they are, may come
-once: named by the parameter ``user_features``, as bags of the first sample.
+If all samples share features, such as those of a user in requests to rank candidates, these can be
+sent once, as bags of the first sample; the parameter ``user_features`` lists their names.
 
 Source: https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol and
 Triton's "Binary Tensor Data Extension".
@@ -38,10 +39,10 @@ _LARGE = int(np.finfo(np.float64).max)
 
 def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mapping[str, Any],
            **fields: Any) -> tuple[bytes, int]:
-    """A message and the length of its JSON header.
+    """Encode a message; return it and the length of its JSON header in bytes.
 
     Args:
-        tensors: by name, of the dtypes float32, int32 or int64.
+        tensors: maps names to arrays of dtype float32, int32 or int64.
         direction: ``"inputs"`` or ``"outputs"``.
         parameters: parameters of the message.
         fields: other fields of the header.
@@ -59,8 +60,11 @@ def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mappin
 
 
 def encode_request(request: Request, features: Sequence[str] | None = None) -> tuple[bytes, int]:
-    """A request as a message; `features` names its rows of lengths where they are not the model's,
-    or where some are shared by all samples."""
+    """Encode a request; return the message and the length of its JSON header in bytes.
+
+    `features` are the names of the rows of `request.lengths`; None = the model's features, in which
+    case shared bags are sent expanded.
+    """
     parameters: dict[str, Any] = {"binary_data_output": True}
     if features is None or request.first is not None:
         request = request.expanded()
@@ -74,10 +78,12 @@ def encode_request(request: Request, features: Sequence[str] | None = None) -> t
 
 def decode(body: bytes, header_length: int | None, direction: str
            ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Header and tensors of a message.
+    """Decode a message; return its header and its tensors by name.
+
+    `header_length` None = the message has only a JSON header.
 
     Raises:
-        InvalidInputError: not such a message.
+        InvalidInputError: the message is invalid.
     """
     size = len(body) if header_length is None else header_length
     if not 0 < size <= min(len(body), _MAX_HEADER):
@@ -106,7 +112,6 @@ def decode(body: bytes, header_length: int | None, direction: str
 
 
 def _header(text: bytes) -> dict[str, Any]:
-    """The JSON object of a message."""
     try:
         header = json.loads(text)
     except RecursionError:
@@ -120,7 +125,7 @@ def _header(text: bytes) -> dict[str, Any]:
 
 def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
             place: tuple[bytes, int]) -> tuple[np.ndarray, int]:
-    """One tensor, from the binary part or from the header, and where the next one begins."""
+    """Return one tensor, and the offset in the message at which the next one begins."""
     body, at = place
     dtype, count = DTYPES[datatype], math.prod(shape)
     if "data" in entry:
@@ -133,27 +138,26 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
     if at + size > len(body):
         raise _bad("size of the message", len(body), f">= {at + size} bytes as its header says")
     try:
-        # A copy: where it lies in the message it is neither aligned nor writable, as PyTorch wants
-        # it.
+        # A copy, since PyTorch requires aligned and writable memory.
         return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
-    except (ValueError, OverflowError):  # no bytes, but 10^30 rows of none
+    except (ValueError, OverflowError):  # such as [10**30, 0], which has no elements
         raise _bad(f"shape of {name!r}", shape, "sizes that an array can have") from None
 
 
 def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray:
-    """A tensor from numbers in the header; none is rounded to another kind."""
+    """Convert a tensor given as lists in the header; numbers must fit the datatype exactly."""
     dtype, what = DTYPES[datatype], f"data of {name!r}"
     is_whole = dtype.kind == "i"
     least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if is_whole else (-_LARGE, _LARGE)
     count = 0
     for value in _leaves(data, what):
         count += 1
-        kind = type(value)  # not isinstance: true and false are no numbers
+        kind = type(value)  # not isinstance, since bool is a subclass of int
         if (kind is int and least <= value <= most) or (kind is float and not is_whole):
             continue
         raise _bad(what, value, f"{'whole ' if is_whole else ''}numbers that {datatype} holds")
     try:
-        with np.errstate(over="ignore"):  # infinity is refused with the request
+        with np.errstate(over="ignore"):  # Request.check refuses infinity
             return np.array(data, dtype).reshape(shape)
     except (ValueError, TypeError):
         raise _bad(what, f"{count} numbers", f"{math.prod(shape)}, as {datatype} {shape}, in lists "
@@ -161,7 +165,6 @@ def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray
 
 
 def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
-    """The values in nested lists of JSON."""
     if not isinstance(data, list):
         yield data
     elif depth == _MAX_DIMS:
@@ -172,7 +175,7 @@ def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
 
 
 def decode_request(body: bytes, header_length: int | None, signature: Signature) -> Request:
-    """A checked request; raises InvalidInputError."""
+    """Decode and validate a request; raises InvalidInputError."""
     header, tensors = decode(body, header_length, "inputs")
     if set(tensors) != set(INPUTS):
         raise _bad("inputs", sorted(tensors), f"{sorted(INPUTS)}")
@@ -182,7 +185,7 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
             raise _bad(f"input {name!r}", f"{_NAMES[value.dtype]} {list(value.shape)}",
                        f"{datatype} with {ndim} dimensions")
     lengths, ids = tensors["lengths"], tensors["ids"]
-    if lengths.shape[1] != tensors["dense"].shape[0]:  # before anything of that size is made
+    if lengths.shape[1] != tensors["dense"].shape[0]:  # before arrays of this size are allocated
         raise _bad("columns of lengths", lengths.shape[1],
                    f"{tensors['dense'].shape[0]}, the rows of dense")
     features, users = (header["parameters"].get(key) for key in ("features", "user_features"))
@@ -197,15 +200,19 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     return request
 
 
-@functools.lru_cache(maxsize=64)  # clients ask alike
+@functools.lru_cache(maxsize=64)  # requests repeat the same names
 def _places(names: str, signature: Signature) -> tuple[int, ...]:
     return tuple(sorted(places(names.split(","), signature)))
 
 
 def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True
                   ) -> tuple[bytes, int | None]:
-    """An answer: scores float32 [B], behind the header, or in it for clients without the binary
-    extension (then there is no length of the header)."""
+    """Encode an answer with scores, float32 [B].
+
+    Returns:
+        The message and the length of its header in bytes. If not `binary`, for clients without the
+        binary extension, the header contains the scores and the length is None.
+    """
     fields = {"model_name": model, "model_version": str(epoch)}
     if binary:
         return encode({"scores": scores}, "outputs", {"epoch": epoch}, **fields)
@@ -215,7 +222,11 @@ def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = Tru
 
 
 def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, int]:
-    """Scores float32 [B] and the epoch of the weights; raises OperError."""
+    """Decode an answer; return scores, float32 [B], and the epoch of the weights.
+
+    Raises:
+        OperError: the message is not such an answer.
+    """
     header, tensors = decode(body, header_length, "outputs")
     scores, epoch = tensors.get("scores"), header["parameters"].get("epoch")
     if scores is None or not isinstance(epoch, int):

@@ -1,5 +1,7 @@
-"""A worker process: one model, connections that the supervisor hands over, and one thread that
-reads requests, scores them and answers."""
+"""A worker process: one thread reads requests from connections, scores them and answers.
+
+The supervisor accepts the connections and passes them to the workers.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
 
-# What goes over the control socket: a connection with CONNECTION (to the worker), READY (from it).
-# The end of the stream tells the worker to drain: the supervisor is stopping it, or has gone.
+# Messages on the control socket: CONNECTION, with a file descriptor, to the worker; READY from it.
+# At the end of the stream, the worker drains: the supervisor is stopping it, or has exited.
 CONNECTION, READY = b"c", b"r"
-_HANDOVERS = 64  # connections taken at once
+_HANDOVERS = 64  # maximum connections received in one call
 _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
-_GRACE_S = 5.0  # beyond the drain time, before the process ends without more ado
+_GRACE_S = 5.0  # after the drain time, the process is forced to exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,14 @@ class WorkerJob:
     """A worker's arguments.
 
     Attributes:
-        opener: makes the predictor.
+        opener: creates the predictor.
         options: options of the server.
-        numbers, place: what all workers count, shared memory, and where this one does; see
-            `oper.serve.metrics`.
-        counts: what the supervisor counts, shared memory; see `oper.serve.server.Counts`.
-        closed: connections that this worker has closed so far; shared with the supervisor.
-        most: connections that it should have at most, as the supervisor says. It lets the others
-            go with their next answer.
+        numbers: counters of all workers, in shared memory; see `oper.serve.metrics`.
+        place: index of this worker's counters in `numbers`.
+        counts: `oper.serve.server.Counts` of the supervisor, in shared memory.
+        closed: number of connections that this worker has closed, shared with the supervisor.
+        most: connections that the worker should have at most, set by the supervisor. The worker
+            closes excess connections after their next answer.
     """
 
     opener: Callable[[], Predictor]
@@ -69,12 +71,13 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
     import torch
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # every connection is a file
+    with contextlib.suppress(OSError, ValueError):  # every connection needs a file descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(job.options.threads)
     predictor = job.opener()
     worker = _Worker(control, job, predictor)
-    # What lives by now lives for ever: looking at it again and again costs milliseconds.
+    # Objects that exist now live as long as the process: exempt them from garbage collection, which
+    # would take milliseconds each time.
     gc.collect()
     gc.freeze()
     asyncio.run(worker.serve())
@@ -85,12 +88,9 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
 
 
 class _Worker:
-    """Everything on one event loop.
-
-    All sockets that are ready are read, then one batch of what they brought is scored, then the
-    sockets are read again: batches come of what arrives while the model works, and between socket
-    and score no thread waits for another.
-    """
+    """Serves all connections of a worker on one event loop. The loop alternates between reading all
+    ready sockets and scoring one batch. Requests that arrive during scoring form the next batch,
+    and no hand-over between threads is needed."""
 
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
@@ -101,10 +101,10 @@ class _Worker:
                         lambda: metrics.page(job.numbers, job.counts))
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
         self._taken = 0  # connections so far
-        self._leaving = 0  # connections whose last answer is on its way
+        self._leaving = 0  # connections that close after the answer being written
         self._arriving: set[asyncio.Task[None]] = set()
         self._drains = False
-        self._next: asyncio.Handle | None = None  # turn
+        self._next: asyncio.Handle | None = None  # scheduled call of `_turn` or `_plan`
         self._spins_until = 0.0
 
     async def serve(self) -> None:
@@ -126,14 +126,14 @@ class _Worker:
                     connection.expire(time.monotonic())
             if self._drains and not self._arriving:
                 until = min(until, time.monotonic() + self.options.drain_s)
-                # Sockets have been read in this turn of the loop, before its timers: whoever has
-                # sent a request until now gets his answer.
+                # The loop reads sockets before it runs timers, so connections with a request that
+                # has arrived are not idle here.
                 for connection in list(self.connections):
                     if connection.is_idle:
                         connection.close()
 
     def report(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the gauges and the count of rows read."""
         self._counted.set_gauges(self._batcher.queued, self._app.in_flight, self._predictor.epoch)
         self._counted.observe_rows(self._predictor.rows_read())
 
@@ -144,7 +144,7 @@ class _Worker:
         self._plan()
 
     def _plan(self) -> None:
-        """Have the next batch scored when it is due, after the sockets that are ready now."""
+        """Schedule scoring of the next batch for when it is due, after reading ready sockets."""
         due_s = self._batcher.due_s()
         if self._next is not None:
             self._next.cancel()
@@ -157,7 +157,7 @@ class _Worker:
         self._next = None
         self._batcher.turn()
         if self._batcher.queued:
-            # The loop looks at its sockets before it calls, and calls what was planned first.
+            # Ready sockets are read before the loop runs `_plan`.
             self._next = self._loop.call_soon(self._plan)
         elif self.options.spin_us:
             is_spinning = self._spins_until > 0
@@ -166,7 +166,7 @@ class _Worker:
                 self._loop.call_soon(self._spin)
 
     def _spin(self) -> None:
-        """Keep the loop from sleeping for a while."""
+        """Keep the event loop polling until `_spins_until`."""
         if time.monotonic() < self._spins_until:
             self._loop.call_soon(self._spin)
         else:
@@ -175,15 +175,15 @@ class _Worker:
     # ---- connections -----------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Take what the supervisor has sent."""
+        """Receive connections from the supervisor, or begin draining at the end of the stream."""
         try:
             data, files = _receive(self._control)
         except BlockingIOError:
             return
         except ConnectionError:
             data, files = b"", []
-        # Where this process has no room for descriptors they are lost, and the client sees its
-        # connection closed.
+        # If this process has reached its limit of descriptors, the kernel drops further ones, and
+        # their clients see closed connections.
         self._taken += data.count(CONNECTION)
         for number in files:
             task = self._loop.create_task(self._adopt(socket.socket(fileno=number)))
@@ -192,13 +192,12 @@ class _Worker:
         if not data:
             self._loop.remove_reader(self._control.fileno())
             self._drains = True
-            # A model that never returns must not keep the process for ever.
+            # Exit even if the model never returns.
             timer = threading.Timer(self.options.drain_s + _GRACE_S, os._exit, (1,))
             timer.daemon = True
             timer.start()
 
     async def _adopt(self, connection: socket.socket) -> None:
-        """Serve a connection."""
         self._evict_idle()
         connection.setblocking(False)
         try:
@@ -207,8 +206,8 @@ class _Worker:
             connection.close()  # the client has gone already
 
     def _evict_idle(self) -> None:
-        """Beyond the connections that there may be, those without a request go whose last one is
-        longest ago, as in nginx: idle clients, however many, keep no new client out."""
+        """Close the least recently used idle connections in excess of `max_connections`. As in
+        nginx, idle clients cannot keep out new ones."""
         too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
         if too_many <= 0:
             return
@@ -219,7 +218,7 @@ class _Worker:
             connection.close()
 
     def should_close(self) -> bool:
-        """Whether the connection is to be closed after the answer that is being written."""
+        """Whether to close the connection after the answer that is being written."""
         if self._drains:
             return True
         if len(self.connections) - self._leaving <= self._job.most.value:
@@ -229,7 +228,7 @@ class _Worker:
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    """Bytes and descriptors that wait; no bytes when the stream has ended."""
+    """Receive bytes and file descriptors; no bytes at the end of the stream."""
     files = array.array("i")
     data, extra, _, _ = control.recvmsg(_HANDOVERS, socket.CMSG_SPACE(
         _HANDOVERS * files.itemsize), socket.MSG_CMSG_CLOEXEC)

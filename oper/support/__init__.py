@@ -1,2 +1,2 @@
-"""Code that every package uses: checked files, folder locks, environment variables, values of
-command-line flags, lazily loaded names, and compiled counting."""
+"""Utilities for all packages: validated files, folder locks, environment variables, command-line
+flags, lazy imports, and compiled counting."""

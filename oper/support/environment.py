@@ -1,8 +1,8 @@
-"""Environment variables that OPER reads: their purpose, allowed values and checks.
+"""Environment variables that OPER reads, with their purpose and validation.
 
-Every variable is validated here and nowhere else. The command line, `oper.shard`, `oper.publish`,
-`oper.attach` and the loader of the native library check all run-time variables before they begin,
-``setup.py`` those of the build, and ``oper doctor`` all. An empty variable counts as unset.
+The command line, `oper.shard`, `oper.publish`, `oper.attach` and the loader of the native library
+validate all run-time variables before they begin; ``setup.py`` validates build variables, and
+``oper doctor`` all. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Variable:
     """One environment variable.
 
     Attributes:
-        about: what it is for.
-        expected: what a value must be, for an error message; "" = any value will do.
+        about: purpose of the variable.
+        expected: the constraint on values, for error messages; "" = any value is allowed.
         accepts: whether a value is allowed.
-        at: when it is read, ``"run"`` or ``"build"``.
+        at: time at which the variable is read, ``"run"`` or ``"build"``.
     """
 
     about: str
@@ -36,7 +36,7 @@ class Variable:
 
 
 def _number(least: float) -> Callable[[str], bool]:
-    """Accepts finite numbers that are at least `least`, and above 0."""
+    """Return a predicate for texts of finite numbers > 0 and >= `least`."""
     def accepts(text: str) -> bool:
         try:
             value = float(text)
@@ -57,8 +57,8 @@ def _count(about: str, at: str = RUN) -> Variable:
                     at)
 
 
-_ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # asynchronous copies came with 80
-# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
+_ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # >= 80, since kernels use asynchronous copies
+# All variables OPER_* that the package, its build or its tests read, and others of the build.
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
     "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),
@@ -88,7 +88,7 @@ VARIABLES: dict[str, Variable] = {
 
 
 def setting(name: str, what: str = "cannot start") -> str:
-    """The value of a variable; "" if it is unset.
+    """Return the value of a variable; "" if it is unset.
 
     Raises:
         InvalidInputError: the value is not allowed; the message begins with `what`.
@@ -97,16 +97,16 @@ def setting(name: str, what: str = "cannot start") -> str:
     variable = VARIABLES[name]
     if text and not variable.accepts(text):
         raise InvalidInputError(what, f"environment variable {name}", text, variable.expected,
-                                f"set it to that, or unset it; its purpose: {variable.about}")
+                                f"set it to such a value, or unset it ({variable.about})")
     return text
 
 
 def check_environment(what: str = "cannot start", at: str = RUN) -> None:
-    """Raise InvalidInputError for a variable whose value is not allowed.
+    """Raise InvalidInputError for the first variable whose value is not allowed.
 
     Args:
-        what: what cannot be done; the message begins with it.
-        at: which variables: those read at ``"run"`` or at ``"build"`` time.
+        what: beginning of the message.
+        at: checks variables that are read at ``"run"`` or at ``"build"`` time.
     """
     for name, variable in VARIABLES.items():
         if variable.at == at:
@@ -114,8 +114,9 @@ def check_environment(what: str = "cannot start", at: str = RUN) -> None:
 
 
 def problems() -> Iterator[str]:
-    """One line for every variable whose value is not allowed."""
+    """Yield an error message for every variable whose value is not allowed."""
     for name, variable in VARIABLES.items():
         text = os.environ.get(name, "")
         if text and not variable.accepts(text):
-            yield f"{name}={text!r}, expected {variable.expected}; set it to that, or unset it"
+            yield (f"{name}={text!r}, expected {variable.expected}; set it to such a value, or "
+                   "unset it")

@@ -1,8 +1,8 @@
-"""Versioned, checked files: array containers (`.npz`), JSON and TOML, atomic writes.
+"""Array files (`.npz`) with versions and checksums, JSON and TOML files, and atomic writes.
 
 An array file is an ordinary NumPy ``.npz`` (a ZIP with a CRC-32 per member) with one extra member,
 ``header.json``: ``{"kind", "version", "arrays": {name: [dtype, shape]}, "meta": {...}}``. Sizes are
-checked against the ZIP directory before anything is allocated, and nothing is ever unpickled.
+compared with the ZIP directory before memory is allocated, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import numpy as np
 from oper.errors import FileFormatError, InvalidInputError
 
 _HEADER = "header.json"
-_NPY = b"\x93NUMPY\x02\x00"  # begins a member, with the version of its form
+_NPY = b"\x93NUMPY\x02\x00"  # magic string and version of a ``.npy`` member
 _ALLOWED_KINDS = "biuf"  # NumPy dtype kinds that may be stored: bool, int, unsigned, float
 _DTYPE = re.compile(r"\|b1|\|[iu]1|[<>](i[248]|u[248]|f[248])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What zipfile and its helpers raise on truncated, damaged or foreign files.
+# Exceptions that zipfile raises for truncated, damaged or other files.
 _DAMAGE = (
     zipfile.BadZipFile, EOFError, NotImplementedError, OSError, OverflowError, RuntimeError,
     ValueError, struct.error, zlib.error,
@@ -43,7 +43,7 @@ _DAMAGE = (
 
 
 def datasets_root() -> Path:
-    """The folder of data set recipes and cards, from a wheel or a checkout.
+    """Return the folder of data set recipes and cards.
 
     An installed wheel has it inside the package, a checkout next to the package.
     """
@@ -53,16 +53,13 @@ def datasets_root() -> Path:
 
 
 class _Uncached:
-    """A file that is written past the page cache, front to back.
+    """A file written sequentially without the page cache. The page cache would take a copy, new
+    pages, and CPU time of the kernel to write them back. Instead, blocks of an aligned buffer are
+    written directly (``O_DIRECT`` of open(2)), except for the last, incomplete block, and on file
+    systems that do not support direct writes."""
 
-    The cache would cost a copy, new pages, and later the kernel's work of writing them, on cores
-    that other processes use. Instead, blocks of one aligned buffer are written directly
-    (``O_DIRECT`` of open(2)). The remainder at the end, and everything on a file system without
-    direct writes, is written the usual way.
-    """
-
-    _BLOCK = 1 << 22  # a multiple of what any file system aligns
-    _spare: ClassVar[list[np.ndarray]] = []  # kept: fresh pages cost more than writing them
+    _BLOCK = 1 << 22  # a multiple of the alignment that any file system requires
+    _spare: ClassVar[list[np.ndarray]] = []  # reused, since page faults of a new buffer take longer
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -86,7 +83,7 @@ class _Uncached:
         self._is_direct = direct
 
     def write(self, data: Any) -> int:
-        """Write all bytes of a buffer; their number, as a file's `write` returns it."""
+        """Write all bytes of a buffer and return their number."""
         raw = np.frombuffer(data, np.uint8)
         done = 0
         while done < raw.size:
@@ -99,13 +96,13 @@ class _Uncached:
         return raw.size
 
     def flush(self) -> None:
-        """Give the rest to the system. What comes after it is no longer direct."""
+        """Write the buffered bytes; later writes use the page cache."""
         if self._is_direct:
             self._go(False)
         self._drain()
 
     def close(self) -> None:
-        """Nothing more is written; the file itself stays open."""
+        """Release the buffer; the file descriptor stays open."""
         if not self._spare:
             self._spare.append(self._block)
         del self._block
@@ -118,21 +115,25 @@ class _Uncached:
             except OSError as error:
                 if not self._is_direct or error.errno != errno.EINVAL:
                     raise
-                self._go(False)  # another alignment than this one, or the rest of a short write
+                self._go(False)  # unaligned, for the file system or after a short write
         self._used = 0
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary sibling of `path` for writing and rename it over `path` on success.
+    """Open a temporary file next to `path` for writing and rename it to `path` on success.
 
-    A reader sees the old file or the whole new one. On an error the temporary file is removed. A
-    symbolic link stays and its target is replaced; a pipe or device is written directly.
+    Readers see either the old or the complete new file. On an error, the temporary file is removed.
+    If `path` is a symbolic link, its target is replaced; a pipe or device is written directly.
 
     Args:
         path: the file to write.
-        uncached: write past the page cache, for large files that are not read soon. The file object
+        uncached: bypass the page cache, for large files that are not read soon. The file object
             then has only `write` and `flush`.
+
+    Raises:
+        InvalidInputError: `path` is a URL.
+        OSError: the file cannot be written; names `path` if the disk is full.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         with open(path, "wb") as file:
@@ -149,7 +150,7 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
             yield cast(BinaryIO, file)
             file.flush()
             os.fsync(fd)
-        # mkstemp creates 0600; an ordinary file has the permissions that the umask leaves.
+        # mkstemp creates files with mode 0600; use the default permissions under the umask.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
@@ -165,10 +166,9 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
 
 
 def no_room(error: BaseException | None) -> OSError | None:
-    """The error of the system behind `error` that reports a full disk or quota; None if there is
-    none.
+    """Return the system error in the chain of `error` that reports a full disk or quota, or None.
 
-    A library that writes a file may raise an exception of its own that hides the cause.
+    Libraries may hide it behind exceptions of their own.
     """
     for _ in range(20):  # chains may be circular
         if error is None:
@@ -181,15 +181,15 @@ def no_room(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
-    """Make a folder that appears complete, at the end of the block, or not at all.
+    """Create a folder atomically: it appears at the end of the block, or not at all after an error.
 
     Args:
-        what: how an error message begins.
+        what: beginning of error messages.
         output: the folder, which must not exist.
 
     Yields:
-        The folder to fill, in a temporary folder next to `output`; other files in the temporary
-        folder are removed.
+        The folder to fill. It is inside a temporary folder next to `output`, which is removed with
+        all other files in it.
 
     Raises:
         InvalidInputError: `output` is a URL or exists, or its disk is full.
@@ -197,7 +197,8 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
     check_local(output)
     target = Path(output)
     if target.exists():
-        raise InvalidInputError(what, "output", str(target), "a new folder", "choose another one")
+        raise InvalidInputError(what, "output", str(target), "a folder that does not exist",
+                                "choose another one, or remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
@@ -217,8 +218,7 @@ def new_folder(what: str, output: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make system errors inside the block name the user's path instead of a temporary file or none.
-    """
+    """Make system errors inside the block name `path` instead of a temporary file or none."""
     try:
         yield
     except OSError as error:
@@ -228,27 +228,26 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_local(path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInputError for a URL, since as a path it would create folders such as ``s3:``.
-    """
+    """Raise InvalidInputError for a URL, which would otherwise create folders such as ``s3:``."""
     name = os.fspath(path)
     if isinstance(name, str) and _URL.match(name):
         raise InvalidInputError(
-            "cannot use a URL", "path", name, "a path of this machine's file systems",
+            "cannot use a URL", "path", name, "a path in a local or mounted file system",
             "leave 'file://' out" if name.startswith("file:") else
             "copy the data to or from a local folder, or mount the store")
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInputError unless a file can be written there; called before long work."""
+    """Raise InvalidInputError unless a file can be written to `path`; for use before long work."""
     check_local(path)
     target = Path(path).absolute()
     if target.exists() and not target.is_file() and not target.is_dir():
-        return  # a pipe or device, which is written itself
+        return  # a pipe or device, which is written directly
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInputError("cannot write the result", "file", os.fspath(path),
-                                "a file name in a folder that can be written",
-                                "choose another")
+                                "a file, not a folder, in a writable folder",
+                                "choose another path")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -258,13 +257,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def parse_json(text: str | bytes, what: str, pairs_hook: Callable[..., Any] | None = None) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        text: text, or bytes in UTF-8.
-        what: how an error begins.
-        pairs_hook: ``object_pairs_hook`` of `json.loads`; it may refuse its argument with
-            ValueError.
+        text: string, or bytes in UTF-8.
+        what: beginning of error messages.
+        pairs_hook: ``object_pairs_hook`` of `json.loads`; it may raise ValueError.
 
     Raises:
         FileFormatError: the text is not JSON, or nested too deeply.
@@ -273,12 +271,12 @@ def parse_json(text: str | bytes, what: str, pairs_hook: Callable[..., Any] | No
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:
-    """The value of a JSON file, as `parse_json`; raises OSError where it cannot be read."""
+    """Parse a JSON file; raises as `parse_json`, or OSError if the file cannot be read."""
     return parse_json(Path(path).read_bytes(), what)
 
 
 def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The tables of a TOML file; arguments and errors as `read_json`."""
+    """Parse a TOML file; arguments and errors are those of `read_json`."""
     found: dict[str, Any] = _parsed(Path(path).read_bytes(), what, "TOML", tomllib.loads)
     return found
 
@@ -300,15 +298,18 @@ def write_arrays(
     meta: Mapping[str, Any],
     uncached: bool = False,
 ) -> None:
-    """Write named arrays and `meta` as one array file, atomically.
+    """Write named arrays and `meta` to an array file, atomically.
 
     Args:
         path: the file to write.
-        kind: what the file is, e.g. ``"oper-stats"``; checked on reading.
+        kind: kind of the file, e.g. ``"oper-stats"``; checked on reading.
         version: format version, checked on reading.
         arrays: bool, integer or float arrays of any shape.
         meta: JSON-serializable values.
         uncached: as for `atomic_write`.
+
+    Raises:
+        TypeError: an array has another dtype.
     """
     for name, array in arrays.items():
         if array.dtype.kind not in _ALLOWED_KINDS:
@@ -330,15 +331,15 @@ def write_arrays(
 
 
 class ArrayFile:
-    """An open array file, as `write_arrays` makes it, whose arrays are read on request.
+    """An open array file of `write_arrays`, whose arrays are read one by one.
 
     Args:
         path: path of the file.
         kind, version: the expected kind and version.
 
     Attributes:
-        names: names of its arrays.
-        meta: the `meta` mapping.
+        names: names of the arrays.
+        meta: the values passed to `write_arrays`.
 
     Raises:
         FileFormatError: the file is truncated, damaged, or of another kind or version.
@@ -358,12 +359,12 @@ class ArrayFile:
         self.meta: dict[str, Any] = header["meta"]
 
     def read(self, name: str) -> np.ndarray:
-        """Read the array `name`; raises FileFormatError if it is damaged."""
+        """Read the array `name`, which must be in `names`; FileFormatError if it is damaged."""
         with damage_told(self._what):
             return _read_member(self._archive, self._what, name, *self._described[name])
 
     def close(self) -> None:
-        """Close the file; garbage collection of this object also does."""
+        """Close the file; garbage collection of this object closes it, too."""
         self._archive.close()
 
     def __enter__(self) -> ArrayFile:
@@ -376,22 +377,21 @@ class ArrayFile:
 def read_arrays(
     path: str | os.PathLike[str], kind: str, version: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """All arrays of an array file by name, and its `meta` mapping; raises as `ArrayFile`."""
+    """Read all arrays by name, and `meta`, from an array file; raises as `ArrayFile`."""
     with ArrayFile(path, kind, version) as file:
         return {name: file.read(name) for name in file.names}, file.meta
 
 
 @contextlib.contextmanager
 def damage_told(what: str) -> Iterator[None]:
-    """Turn what zipfile raises on a damaged archive into a FileFormatError that begins with `what`.
+    """Convert zipfile's exceptions for damaged archives to a FileFormatError beginning with `what`.
     """
     try:
         yield
     except FileFormatError:
         raise
     except _DAMAGE as error:
-        # Damaged offsets make the library seek to impossible places; anything else that the
-        # system reports is not the file's fault.
+        # EINVAL is due to damaged offsets; other system errors are not due to the file's contents.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise FileFormatError(
@@ -400,7 +400,7 @@ def damage_told(what: str) -> Iterator[None]:
 
 
 def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
-    """Raise FileFormatError where a ZIP directory lists more bytes than the file can hold."""
+    """Raise FileFormatError if a ZIP member is compressed or larger than the file."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise FileFormatError(what, info.filename, "compressed", "a stored member",
@@ -417,7 +417,7 @@ def _member(archive: zipfile.ZipFile, what: str, name: str) -> zipfile.ZipInfo:
     except KeyError:
         found = archive.namelist()[:5]
         raise FileFormatError(what, "members", found, f"a member {name!r}",
-                              "pass an OPER file") from None
+                              "pass a file that OPER has written") from None
 
 
 def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -> dict[str, Any]:
@@ -436,7 +436,7 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
     if found_kind != kind:
         raise FileFormatError(what, "kind", found_kind, f"{kind!r}",
                               "pass a file of the expected kind")
-    if type(found_version) is not int or found_version != version:  # true is no version 1
+    if type(found_version) is not int or found_version != version:  # True == 1
         raise FileFormatError(what, "version", found_version, f"{version}",
                               "write it again with this release")
     if not is_complete:
@@ -445,7 +445,7 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
 
 
 def _npy_start(dtype: str, shape: Sequence[int], size: int) -> bytes:
-    """The `size` bytes that precede the data of a ``.npy`` member, see `numpy.lib.format`."""
+    """Return the `size` bytes before the data of a ``.npy`` member, see `numpy.lib.format`."""
     text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {tuple(shape)}, }}".encode()
     rest = size - len(_NPY) - 4
     return _NPY + struct.pack("<I", max(rest, 0)) + text.ljust(rest - 1) + b"\n"
@@ -454,21 +454,21 @@ def _npy_start(dtype: str, shape: Sequence[int], size: int) -> bytes:
 def _read_member(
     archive: zipfile.ZipFile, what: str, name: str, dtype: str, shape: list[int]
 ) -> np.ndarray:
-    """Read an array in one pass, without what `zipfile` and NumPy copy and parse on the way."""
+    """Read and verify an array in one pass, which avoids copies by `zipfile` and NumPy."""
     if not _DTYPE.fullmatch(dtype):
         raise FileFormatError(what, f"dtype of {name}", dtype, "bool, integer or float",
                               "write it again")
     info, file = _member(archive, what, f"{name}.npy"), cast(io.BufferedReader, archive.fp)
     want = np.dtype(dtype)
     num_bytes = want.itemsize * math.prod(shape)
-    expected = _npy_start(dtype, shape, info.file_size - num_bytes)  # padded as it may be
+    expected = _npy_start(dtype, shape, info.file_size - num_bytes)  # with any padding
     file.seek(info.header_offset + 26)
-    file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)  # behind name and extra field
+    file.seek(sum(struct.unpack("<2H", file.read(4))), os.SEEK_CUR)  # skip name and extra field
     start = file.read(len(expected))
     if len(expected) != info.file_size - num_bytes or start != expected:
         raise FileFormatError(what, name, (info.file_size, start[:96]),
                               f"{(dtype, shape, num_bytes)}", "write it again")
-    array = np.empty(shape, want)  # no larger than the file
+    array = np.empty(shape, want)  # not larger than the file, see `check_sizes`
     data = array.reshape(-1).view(np.uint8)
     if file.readinto(data.data) != num_bytes or (
             zlib.crc32(data.data, zlib.crc32(start)) != info.CRC):

@@ -1,4 +1,4 @@
-"""Values of command-line flags, checked while they are parsed: a bad one is a usage error."""
+"""Types of command-line flags for argparse; an invalid value is a usage error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from oper.errors import OperError
 
-_MOST = 2**63 - 1  # what a signed integer of 64 bits holds
+_MOST = 2**63 - 1  # maximum int64
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """A type for ``add_argument``: whole numbers from `least` to `most`."""
+    """Return a type for ``add_argument``: integers in [least, most]."""
     limits = f">= {least}" if most == _MOST else f"from {least} to {most}"
 
     def parse(text: str) -> int:
@@ -30,8 +30,7 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 
 
 def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """A type for ``add_argument``: finite numbers, at least `least`, or greater if `above`; any if
-    -inf."""
+    """Return a type for ``add_argument``: finite numbers >= `least`, or > `least` if `above`."""
     limits = "finite number" if least == -math.inf else f"number {'>' if above else '>='} {least:g}"
 
     def parse(text: str) -> float:
@@ -47,7 +46,7 @@ def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
 
 
 def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
-    """A type for ``add_argument``: text for which `check` raises no OperError."""
+    """Return a type for ``add_argument``: strings for which `check` raises no OperError."""
     def parse(text: str) -> str:
         try:
             check(text)
@@ -59,5 +58,5 @@ def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
 
 
 def names(text: str) -> list[str]:
-    """A type for ``add_argument``: names separated by commas."""
+    """Split comma-separated names; a type for ``add_argument``."""
     return [name for name in text.split(",") if name]

@@ -1,4 +1,4 @@
-"""Facts about this machine from the kernel's files in /proc and /sys."""
+"""Properties of this machine, read from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read(path: str) -> str:
-    """A file's text without surrounding white space; "" if it cannot be read."""
+    """Return a file's text without surrounding white space; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -14,7 +14,7 @@ def read(path: str) -> str:
 
 
 def pairs(path: str) -> dict[str, str]:
-    """``key : value`` lines of a file; the first one where a key repeats."""
+    """Return the ``key : value`` lines of a file; of a repeated key, the first value."""
     found: dict[str, str] = {}
     for line in read(path).splitlines():
         key, _, value = line.partition(":")
@@ -23,14 +23,14 @@ def pairs(path: str) -> dict[str, str]:
 
 
 def memory_bytes(name: str) -> int:
-    """Bytes in a line of /proc/meminfo, such as ``MemTotal``; 0 if the line is missing."""
+    """Return an entry of /proc/meminfo, such as ``MemTotal``, in bytes; 0 if it is missing."""
     return int(pairs("/proc/meminfo").get(name, "0").split()[0]) * 1024
 
 
 def huge_pages(name: str) -> str:
-    """The huge-page setting in force, e.g. ``never`` of ``always madvise [never]``.
+    """Return the active setting of transparent huge pages, e.g. ``never`` of ``always [never]``.
 
-    Empty if the kernel has no such setting.
+    "" if the kernel does not have the setting `name`.
     """
     text = read(f"/sys/kernel/mm/transparent_hugepage/{name}")
     return text.partition("[")[2].partition("]")[0] or text

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded on first use, so that importing the package stays fast."""
+"""Lazy imports of a package's public names, so that importing the package is fast."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 def lazy_exports(package: str, modules: Mapping[str, Sequence[str]]
                  ) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Public names of a package with their modules, its ``__getattr__`` and ``__dir__`` (PEP 562).
+    """Create the ``__getattr__`` and ``__dir__`` of a package (PEP 562) for lazy imports.
 
     Args:
-        package: its ``__name__``.
-        modules: the public names that each module holds.
+        package: ``__name__`` of the package.
+        modules: maps module names to the public names to import from them.
+
+    Returns:
+        A mapping from public names to modules, ``__getattr__``, and ``__dir__``.
     """
     names = {name: module for module, held in modules.items() for name in held}
 

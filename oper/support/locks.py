@@ -1,4 +1,4 @@
-"""Folders and files that one process at a time writes into."""
+"""Locks of folders and files between processes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from oper.errors import InvalidInputError
 from oper.support.files import named
 
-LOCK = ".lock"  # in the folder; while it is held it names the holder
+LOCK = ".lock"  # name of a folder's lock file, which contains the holder's process id and host
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Lock a folder, which is created if missing, against other processes that lock it.
+    """Hold an exclusive lock of a folder inside the block; the folder is created if missing.
 
-    The system releases the lock when the process ends, however it ends. A folder created here that
-    is still empty afterwards is removed.
+    The system releases the lock when the process exits, even if it is killed. A folder created here
+    is removed afterwards if it is empty.
 
     Args:
-        folder: the folder to be written into.
-        what: how an error begins.
+        folder: the folder to lock.
+        what: beginning of error messages.
 
     Raises:
-        InvalidInputError: another process holds the lock; the message names it.
-        OSError: the folder cannot be created or written into.
+        InvalidInputError: another process, named in the message, holds the lock.
+        OSError: the folder cannot be created or written to.
     """
     is_new = not os.path.isdir(folder)
     with named(folder):
@@ -41,17 +41,17 @@ def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # While the lock is held: no other process can have locked the file.
+        # Unlink before unlocking, so that no other process has locked this file.
         with contextlib.suppress(OSError):
             os.unlink(Path(folder) / LOCK)
         os.close(number)
         if is_new:
-            with contextlib.suppress(OSError):  # there is something in it
+            with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(folder)
 
 
 def _acquire(path: Path, what: str) -> int:
-    """A descriptor of the lock file, locked."""
+    """Open and lock the lock file; return its descriptor."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -64,26 +64,25 @@ def _acquire(path: Path, what: str) -> int:
             holder = os.read(number, 300).decode(errors="replace") or "another process"
             os.close(number)
             raise InvalidInputError(
-                what, "folder", str(path.parent), "one that no other process is writing into",
-                f"{holder} is; wait until it ends, or name another folder") from None
+                what, "folder", str(path.parent), "a folder that no other process has locked",
+                f"{holder} has locked it: wait until it exits, or choose another folder") from None
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 warnings.warn(f"{str(path.parent)!r} is on a file system without locks: make sure "
-                              "that no other process writes into it", stacklevel=2)
+                              "that no other process writes to it", stacklevel=2)
                 return number
             os.close(number)
             raise
-        os.close(number)  # removed by its holder between the two calls
+        os.close(number)  # its holder has removed the file between `open` and `flock`: try again
 
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Hold a lock file inside the block, waiting for its present holder first; remove it at the
-    end."""
+    """Wait for a lock file and hold it inside the block; remove it at the end."""
     while True:
         with path.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if is_at(file.fileno(), path):  # else its last holder has removed it
+            if is_at(file.fileno(), path):  # otherwise its last holder has removed it: try again
                 try:
                     yield
                 finally:
@@ -93,10 +92,10 @@ def alone(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def used(folder: Path) -> Iterator[None]:
-    """Use a folder of temporary files inside the block; it is made if it does not exist.
+    """Hold a shared lock of a folder of temporary files inside the block.
 
-    Any number of processes may use it at once. The last one to leave removes the folder, unless an
-    error ends its block: then the contents are kept for another attempt.
+    Several processes may hold it at once. The last one removes the folder at the end of its block,
+    unless the block raises an error: then the contents remain for another attempt.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -108,14 +107,14 @@ def used(folder: Path) -> Iterator[None]:
             yield
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if is_at(file.fileno(), lock):  # another one may have been faster
+                if is_at(file.fileno(), lock):  # another process may have removed it already
                     shutil.rmtree(folder, ignore_errors=True)
                     lock.unlink()
             return
 
 
 def is_at(number: int, path: Path) -> bool:
-    """Whether an open file is the one of that name."""
+    """Whether the open file `number` is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(number), os.stat(path))
     except FileNotFoundError:

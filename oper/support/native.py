@@ -1,7 +1,7 @@
-"""Compiled counting and parsing of text.
+"""Interface to compiled functions that parse, encode, count and reorder values of logs.
 
-``liboper_data.so`` has a plain C interface and needs no torch, so that workers that read logs start
-quickly. Texts, for which it has no functions, are processed by NumPy.
+``liboper_data.so`` has a plain C interface and does not need torch, so that processes that read
+logs start quickly. NumPy processes types that it does not support, such as strings.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Counts = tuple[np.ndarray, np.ndarray]
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled library.
+    """Load the compiled library.
 
     Raises:
-        MissingDependencyError: it is not built or does not load.
+        MissingDependencyError: the library is not built or cannot be loaded.
     """
     path = Path(__file__).resolve().parents[1] / "_lib" / "liboper_data.so"
     try:
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
 
 
 def address(array: np.ndarray | None) -> ctypes.c_void_p:
-    """Address of the data of a contiguous array; a null pointer for None."""
+    """Return the address of a contiguous array's data; a null pointer for None."""
     if array is None:
         return ctypes.c_void_p(None)
     assert array.flags.c_contiguous
@@ -51,15 +51,15 @@ def _size(array: np.ndarray) -> ctypes.c_int64:
 
 
 def _kind(*arrays: np.ndarray) -> int | None:
-    """Number of the arrays' common type; None when they have none or it is not compiled."""
+    """Return the library's code of the arrays' dtype; None if dtypes differ or are unsupported."""
     dtypes = {a.dtype for a in arrays}
     return _KINDS.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def sampled(ids: np.ndarray, level: int) -> np.ndarray:
-    """Indices, ascending, of the ids (int64 [K]) whose 64-bit hash begins with `level` zeros.
+    """Return ascending indices of `ids`, int64 [K], whose 64-bit hash begins with `level` zeros.
 
-    The hash is the finalizer of splitmix64; a share of about 2^-level of all ids has it.
+    The hash is the finalizer of splitmix64, so about 2^-level of all ids are selected.
     """
     if level == 0:
         return np.arange(ids.size)
@@ -74,14 +74,14 @@ def merge_counts(parts: list[Counts] | tuple[Counts, ...]) -> Counts:
     values."""
     parts = list(parts)
     if _kind(*(v for v, _ in parts)) is not None:
-        while len(parts) > 1:  # neighbours in pairs: a logarithmic number of rounds
+        while len(parts) > 1:  # merge pairs of neighbours, in a logarithmic number of rounds
             parts = [_merge_two(*parts[k:k + 2]) if k + 1 < len(parts) else parts[k]
                      for k in range(0, len(parts), 2)]
     if len(parts) == 1:
         return parts[0]
     values = np.concatenate([v for v, _ in parts])
     counts = np.concatenate([c for _, c in parts])
-    order = np.argsort(values, kind="stable")  # merges the sorted parts
+    order = np.argsort(values, kind="stable")  # fast, since the parts are sorted
     values, counts = values[order], counts[order]
     if not values.size:
         return values, counts
@@ -99,25 +99,25 @@ def _merge_two(one: Counts, other: Counts) -> Counts:
     size = library().oper_data_merge(
         _KINDS[values.dtype], address(arrays[0]), address(arrays[1]), _size(arrays[0]),
         address(arrays[2]), address(arrays[3]), _size(arrays[2]), address(values), address(counts))
-    if 2 * size < total:  # what is kept for long should not hold memory for nothing
+    if 2 * size < total:  # copy, to free the unused part of the buffers
         return values[:size].copy(), counts[:size].copy()
     return values[:size], counts[:size]
 
 
 def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: int = 0
            ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of values in ascending order.
+    """Encode values by their ranks among the distinct values.
 
     Args:
         values: uint32, int64 or uint64 [L].
-        valid: bitmap uint8, bit `offset` + k of which is 0 where value k is missing; None = none
-            missing.
-        offset: see `valid`.
-        expected: approximate number of distinct values, 0 = unknown.
+        valid: bitmap, uint8; bit ``offset + k`` is 0 if value k is missing; None = all are valid.
+        offset: index of the bit of value 0 in `valid`.
+        expected: approximate number of distinct values; 0 = unknown.
 
     Returns:
-        Codes in the narrowest unsigned integers [L] (0 = missing, k + 1 = the k-th distinct value),
-        distinct values, ascending [K], and how often each code occurs, int64 [K + 1].
+        Codes [L] in the narrowest unsigned dtype (0 = missing, k + 1 = the k-th distinct value),
+        the distinct values [K] in ascending order, and the number of occurrences of each code,
+        int64 [K + 1].
     """
     compiled, kind = library(), _KINDS[values.dtype]
     values = np.ascontiguousarray(values)
@@ -131,12 +131,12 @@ def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: 
 
 
 def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Ids, int32 [K], of `values` [K] in a vocabulary; 0 for a value that is not in it.
+    """Return the ids, int32 [K], of values in a vocabulary; 0 for values that are not in it.
 
     Args:
-        known: the vocabulary's values, ascending [M].
-        ids: their ids, int32 [M].
-        values: ascending values [K].
+        known: the vocabulary's values [M], ascending.
+        ids: ids of `known`, int32 [M].
+        values: the values to look up [K], ascending.
     """
     found = np.zeros(values.size, np.int32)
     if not known.size or not values.size:
@@ -155,16 +155,19 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
 
 def deal(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
          given: np.ndarray) -> np.ndarray:
-    """Assign ids by count: values of equal count get ascending ids in the order in which they come.
+    """Assign ids to values by count; values of equal count get consecutive ids in order.
 
     Args:
-        counts: int64 [K], counts of the next values.
-        levels: three arrays int64 [M]: all counts that occur, ascending; how many values of each
-            get an id; the first id of each.
-        given: int64 [M], values of each count seen so far; updated in place.
+        counts: int64 [K], counts of the next K values.
+        levels: three arrays, int64 [M]: the M distinct counts, ascending; for each count, the
+            number of values that get an id; for each count, the first id.
+        given: int64 [M], number of values seen so far of each count; updated in place.
 
     Returns:
-        int32 [K], 0 = none.
+        Ids, int32 [K]; 0 = the value gets none.
+
+    Raises:
+        ValueError: a count is not among the levels.
     """
     found = np.zeros(counts.size, np.int32)
     arrays = [np.ascontiguousarray(a, np.int64) for a in (counts, *levels)]
@@ -182,8 +185,8 @@ class Outputs:
     """Arrays that `take` writes to, one per batch; created once for all columns.
 
     Attributes:
-        arrays: contiguous, of one type and dimension.
-        bases: their addresses, uint64.
+        arrays: contiguous one-dimensional arrays of the same dtype.
+        bases: addresses of the arrays, uint64.
     """
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
@@ -194,25 +197,26 @@ class Outputs:
 
 def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, size: int,
          to: Outputs, starts: np.ndarray, step: int = 1) -> None:
-    """Values of a column's rows in another order, cut into batches, bag after bag.
+    """Copy a column's values to batches, with rows in another order.
 
     Args:
-        pieces: the column's values, one after the other, at least one: int32, int64 or float32,
-            contiguous.
-        ends: where each of n bags ends, int64 [n + 1], the first 0; None = one value per row.
-        order: rows, int32 [m], contiguous, each in 0..n-1.
-        size: rows of a batch; the last one may have fewer.
-        to: output arrays, at least one per batch, int64, or float32 for float values.
-        starts: int64, where in each batch the column's values begin; overwritten with where they
-            end.
-        step: distance from one value to the next in the output, 1 for bags.
+        pieces: at least one contiguous array, int32, int64 or float32; concatenated, these are the
+            column's values.
+        ends: offsets of the bags of n rows in the values, int64 [n + 1], beginning with 0; None =
+            one value per row.
+        order: rows in the order of the output, contiguous int32 [m], in [0, n).
+        size: rows per batch; the last batch may have fewer.
+        to: output arrays, at least one per batch; int64, or float32 for float32 values.
+        starts: int64, position in each output array at which the column's values begin; overwritten
+            with the position at which they end.
+        step: distance between consecutive values in the output; 1 for bags.
     """
     assert ends is None or step == 1
     if not to.arrays:
         return
     if len({p.dtype for p in pieces}) > 1:
         pieces = [np.concatenate(pieces)]
-    # Named, so that they outlive the call: an address alone does not hold its array.
+    # Variables, since addresses do not keep the arrays alive during the call.
     sources = Outputs(pieces).bases
     sizes = np.array([p.size for p in pieces], np.int64)
     outs = to.bases + (starts * to.arrays[0].itemsize).astype(np.uint64)

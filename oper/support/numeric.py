@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 def falling_root(falling: Callable[[float], float], low: float, high: float, rounds: int = 60
                  ) -> float:
-    """Where a falling function changes its sign in [low, high], or the nearer end, by bisection.
+    """Find the root of a decreasing function in [low, high] by bisection.
+
+    If the root is outside the interval, return the nearer end.
 
     Args:
         falling: the function.
         low, high: the interval.
-        rounds: halvings of the interval.
+        rounds: number of bisections.
     """
     for _ in range(rounds):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Helpers for child processes: ending with their parent, and free ports."""
+"""Helpers for child processes: exiting with their parent, and free ports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when the one that started it has ended (Linux).
+    """Make the kernel kill this process when its parent exits (Linux only).
 
-    With `parent`, the id of that process, this one also ends if its parent has already ended.
+    If `parent`, the parent's process id, is given and that process has already exited, exit now.
     """
     import ctypes
 
@@ -24,7 +24,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine's loopback interface that is not in use."""
+    """Return a port of the loopback interface that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Bars on timelines as JSON in the trace-event format, which Perfetto and Chrome open."""
+"""Traces in the JSON trace-event format of Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from oper.support.files import write_text
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that took time.
+    """An activity on a timeline.
 
     Attributes:
-        process, thread: numbers of the timeline; bars of one thread nest or follow each other.
+        process, thread: ids of the timeline, on which bars may nest but not partly overlap.
         name, category: labels.
-        start_us, length_us: begin and duration in microseconds, written to the nanosecond.
-        args: shown with the bar; JSON-serializable.
+        start_us, length_us: begin and duration in microseconds, rounded to nanoseconds in the file.
+        args: further values to show, JSON-serializable.
     """
 
     process: int
@@ -34,13 +34,16 @@ class Bar:
 def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
              threads: Mapping[tuple[int, int], str],
              about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A trace: names of processes and threads, then bars in order of time.
+    """Build a trace: names of processes and threads, then bars in order of time.
 
     Args:
-        bars: in any order.
-        processes: names of processes, by number.
-        threads: names of threads, by process and number; shown in the order of their numbers.
+        bars: the bars, in any order.
+        processes: maps ids of processes to their names.
+        threads: maps (process, thread) ids to names of threads, which are shown in order of ids.
         about: metadata of the trace, JSON-serializable.
+
+    Returns:
+        A JSON-serializable trace for `write_trace`.
     """
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
@@ -50,7 +53,7 @@ def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
                       "args": {"name": name}})
         found.append({"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread,
                       "args": {"sort_index": thread}})
-    # Of two bars that begin together the longer one holds the other.
+    # Of bars that begin at the same time, the longer one must come first to contain the other.
     for b in sorted(bars, key=lambda b: (b.start_us, b.process, b.thread, -b.length_us)):
         found.append({"ph": "X", "name": b.name, "cat": b.category, "pid": b.process,
                       "tid": b.thread, "ts": round(b.start_us, 3), "dur": round(b.length_us, 3),

@@ -12,7 +12,7 @@ _RECORDED = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyar
 
 
 def version_of(*distributions: str) -> str | None:
-    """Version of the first of these distributions that is installed; None if none is."""
+    """Return the version of the first installed one of `distributions`; None if none is."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -20,7 +20,7 @@ def version_of(*distributions: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of OPER, Python and the installed libraries, for records and runs."""
+    """Return the versions of OPER, Python and installed libraries by name."""
     found = {name: version_of(name) for name in _RECORDED}
     return {"oper": __version__, "python": platform.python_version(),
             **{name: version for name, version in found.items() if version is not None}}

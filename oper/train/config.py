@@ -1,5 +1,7 @@
-"""The configuration of a training run: frozen dataclasses read from TOML. Defaults < file < command
-line."""
+"""The configuration of a training run, as frozen dataclasses.
+
+Command-line flags override the TOML file, which overrides the defaults.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from oper.rows.directory import MAX_ROWS
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
 
-# By the name in a configuration: the class of `oper`, and which of the options below it has.
+# By name in a configuration: the class in `oper`, and its options.
 TABLE_OPTIMIZERS = {
     "rowwise_adagrad": ("RowWiseAdagrad", ("eps", "weight_decay", "initial_accumulator_value")),
     "sgd": ("SGD", ("momentum", "weight_decay")),
@@ -35,7 +37,7 @@ TABLE_OPTIMIZERS = {
 }
 _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 _STEPS = re.compile(r"[1-9]\d*-[1-9]\d*")
-_TRACED = "11-20"  # after the first steps, which allocate memory
+_TRACED = "11-20"  # default of trace_steps; not the first steps, which allocate memory
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 Sizes = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=1) >= 1, "sizes >= 1")]
 PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
@@ -46,11 +48,11 @@ class DLRMConfig:
     """A DLRM, or with cross layers a DLRM-DCNv2.
 
     Attributes:
-        dim: columns of every table; also the last layer of the bottom MLP.
-        dense_layers: layer sizes of the bottom MLP before that last layer.
-        over_layers: layer sizes of the top MLP before its single output.
-        cross_layers: layers of the low-rank cross network between the MLPs; 0 = the dot products
-            of all pairs of embeddings instead.
+        dim: columns of every table, and size of the bottom MLP's last layer.
+        dense_layers: sizes of the bottom MLP's other layers.
+        over_layers: sizes of the top MLP's layers before its single output.
+        cross_layers: number of layers of the low-rank cross network between the MLPs; 0 = dot
+            products of all pairs of embeddings instead.
         cross_rank: rank of the matrices of a cross layer.
     """
 
@@ -66,18 +68,20 @@ class DLRMConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """How weights are updated.
+    """Optimizers of the tables and of the dense layers.
 
     Attributes:
-        tables: a key of `TABLE_OPTIMIZERS`, applied in the backward pass; unsharded, and sharded by
-            TorchRec, ``"rowwise_adagrad"`` or ``"sgd"`` without the options below.
-        tables_lr: its learning rate.
+        tables: optimizer of the tables, a key of `TABLE_OPTIMIZERS`. With ``sharding="none"`` or
+            ``"torchrec"``, only ``"rowwise_adagrad"`` and ``"sgd"`` are supported, without
+            momentum, weight decay and initial accumulator value.
+        tables_lr: learning rate of the tables.
         tables_eps: epsilon of the optimizers that have one.
         tables_momentum: momentum of ``"sgd"`` and ``"lars_sgd"``.
-        tables_weight_decay: weight decay of all but ``"adagrad"``.
-        tables_initial_accumulator_value: initial value of the sums of the Adagrads.
-        dense: ``"adagrad"``, ``"sgd"`` or ``"adam"`` for the dense part.
-        dense_lr: its learning rate.
+        tables_weight_decay: weight decay of all optimizers but ``"adagrad"``.
+        tables_initial_accumulator_value: initial value of the accumulators of ``"adagrad"`` and
+            ``"rowwise_adagrad"``.
+        dense: optimizer of the dense layers, ``"adagrad"``, ``"sgd"`` or ``"adam"``.
+        dense_lr: learning rate of the dense layers.
     """
 
     tables: Annotated[str, one_of(*TABLE_OPTIMIZERS)] = "rowwise_adagrad"
@@ -98,7 +102,7 @@ class OptimizerConfig:
 
     @property
     def table_options(self) -> dict[str, float]:
-        """Options of the tables' optimizer that are not 0, without eps."""
+        """Nonzero options of the tables' optimizer other than eps, by name without ``tables_``."""
         return {n: x for n in _TABLE_OPTIONS if (x := getattr(self, f"tables_{n}"))}
 
 
@@ -107,10 +111,12 @@ class DynamicConfig:
     """Dynamic tables, for data of raw ids; see `oper.DynamicTable`.
 
     Attributes:
-        rows: rows of every table, the default row included; 0 = tables are static.
-        tables: rows of individual tables by column, instead of `rows`.
-        admit_after, admit_probability, eviction: which keys get and lose rows.
-        half_life, time_to_live: in updates; 0 = counts are never halved, keys never expire.
+        rows: rows of every table, including the default row; 0 = tables are static.
+        tables: maps columns to their tables' rows, in place of `rows`.
+        admit_after, admit_probability, eviction: which keys get and lose rows; see
+            `oper.DynamicTable`.
+        half_life: updates after which counts are halved; 0 = never.
+        time_to_live: updates after which an unused key expires; 0 = never.
     """
 
     rows: int = 0
@@ -125,26 +131,30 @@ class DynamicConfig:
         for name, rows in (("rows", self.rows), *((f"tables.{n}", r)
                                                   for n, r in self.tables.items())):
             if not 2 <= rows <= MAX_ROWS and (name, rows) != ("rows", 0):
-                raise _bad(f"dynamic.{name}", rows, f"from 2, for the default row and a key, to "
-                           f"{MAX_ROWS}")
+                raise _bad(f"dynamic.{name}", rows, f"in [2, {MAX_ROWS}], since the default row "
+                           "and a key need 2")
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
         if not self.rows and rest != ({}, 1, 1.0, "lru", 0, 0):
-            raise _bad("dynamic.rows", 0, ">= 2 with other keys of dynamic")
+            raise _bad("dynamic.rows", 0, ">= 2 if other keys of [dynamic] are set")
         self.rule(0)
 
     def rule(self, seed: int) -> DynamicTable:
-        """The rule by which keys get rows; raises InvalidInputError for invalid settings."""
+        """Return the tables' `oper.DynamicTable`; InvalidInputError for invalid settings."""
         return DynamicTable(
             admit_after=self.admit_after, admit_probability=self.admit_probability,
             eviction=self.eviction, half_life=self.half_life or None,
             time_to_live=self.time_to_live or None, seed=seed)
 
     def rows_of(self, columns: Sequence[str]) -> tuple[int, ...]:
-        """Rows of the columns' tables; raises InvalidInputError for names that are not columns."""
+        """Return the rows of the tables of `columns`, in order.
+
+        Raises:
+            InvalidInputError: a key of `tables` is not among the columns.
+        """
         unknown = sorted(set(self.tables) - set(columns))
         if unknown:
-            raise _bad("dynamic.tables", unknown, f"columns of the data, {list(columns)[:8]}")
+            raise _bad("dynamic.tables", unknown, f"some of the data's columns {list(columns)[:8]}")
         return tuple(self.tables.get(name, self.rows) for name in columns)
 
 
@@ -153,48 +163,52 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        data: folder written by ``oper preprocess``; with a synthetic catalogue, nothing.
+        data: folder written by ``oper preprocess``; empty with a synthetic catalogue.
         out: folder for metrics, configuration and the trained state.
         sharding: ``"oper"``, ``"none"`` (one process, unsharded) or ``"torchrec"``.
-        stats: access statistics file for ``"oper"``; without it the plan follows table sizes.
-        plan: plan file for ``"oper"``; made from `stats` when empty.
-        topology: topology file for the planner; this host when empty.
+        stats: access statistics file for ``"oper"``; empty = plan from table sizes.
+        plan: plan file for ``"oper"``; empty = make a plan from `stats`.
+        topology: topology file for the planner; empty = this host.
         seed: seed of the initial weights and of the order of the rows.
         batch_size: samples per rank and step.
-        shuffle: training rows in random order; otherwise in the order of the log.
+        shuffle: whether training rows are in random order instead of the order of the log.
         epochs: passes over the training split.
-        max_steps: stop after this many steps (0 = no limit).
+        max_steps: maximum number of steps; 0 = no limit.
         log_every: steps between lines of the metrics file, and between checks for an interrupt.
-        eval_every: steps between validations (0 = only at the end).
-        eval_users: validate a recommender on that many users, evenly chosen (0 = all).
-        checkpoint_every: steps between checkpoints in `out` (0 = none); from the last one a run
-            continues when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
-        start: folder of an earlier run (its `out`) whose last checkpoint the model starts from,
-            optimizer states included, for example for the next day. Tables may have grown (``oper
-            vocabulary extend``). Needs ``sharding="oper"``.
-        remap: the vocabulary that ``oper vocabulary extend --reorder`` wrote between the run of
-            `start` and this one; it determines how rows are renumbered.
-        delta_every: steps between deltas (0 = none): the rows that have changed since, written
-            while training continues; needs `checkpoint_every`.
-        guard: reaction to a gradient that is not finite, if tables are sharded by ``"oper"``:
-            ``"off"`` (none), ``"stop"`` (end the run), ``"skip"`` (the tables ignore the samples,
-            the dense part the step); both report the table or parameter and the step. Costs a pass
-            over the gradient of the embeddings.
+        eval_every: steps between validations; 0 = only at the end.
+        eval_users: number of evenly spaced users for validation of a recommender; 0 = all.
+        checkpoint_every: steps between checkpoints in `out`; 0 = none. A run that torchrun
+            restarts, or that is started with ``--resume``, continues from the last one. Requires
+            ``sharding="oper"``.
+        start: folder of an earlier run (its `out`), whose last checkpoint is loaded, including
+            optimizer states; for example the previous day's run. Tables may have grown (``oper
+            vocabulary extend``). Requires ``sharding="oper"``.
+        remap: re-map that ``oper vocabulary extend --reorder`` wrote between the run of `start`
+            and this one, by which rows are renumbered.
+        delta_every: steps between deltas, the changed rows, which are written while training
+            continues; 0 = none. Requires `checkpoint_every`.
+        guard: reaction to non-finite gradients with ``sharding="oper"``. ``"off"``: none;
+            ``"stop"``: stop the run; ``"skip"``: tables ignore the affected samples, and the dense
+            layers the step. The last two report the table or parameter and the step, and take a
+            pass over the gradient of the embeddings.
         trace: file for a trace of some steps on all ranks, for ui.perfetto.dev; see `oper.trace`.
-            Needs ``sharding="oper"``.
-        trace_steps: the first and the last step of `trace`, ``"A-B"``; ``"11-20"`` by default.
-        tables_on: ``"cpu"``: every rank initialises whole tables from the seed, so that all kinds
-            of sharding start from the same numbers; ``"meta"``: a rank initialises its shard only,
-            for tables that do not fit one process (other numbers than ``"cpu"``, the same for every
-            plan).
-        model_name: ``"dlrm"`` or a recommender of `oper.rl_rec.registry`; ``name`` in the section
-            ``[model]`` of a file.
-        model: its configuration, a `DLRMConfig` or that recommender's.
-        optimizer: how weights are updated.
-        dynamic: rows and rules of dynamic tables, for data of raw ids (``oper preprocess
-            --raw-ids``); a DLRM with ``sharding="oper"``.
-        interactions: how the log becomes interactions (recommenders).
-        catalogue: synthetic interactions to use instead of `data` (recommenders).
+            Requires ``sharding="oper"``.
+        trace_steps: first and last step of `trace`, ``"A-B"``; empty = ``"11-20"``.
+        tables_on: ``"cpu"``: every rank initialises entire tables from the seed, so that runs with
+            any `sharding` start from the same weights. ``"meta"``: a rank initialises only its
+            shards, for tables that do not fit one process; the weights differ from those of
+            ``"cpu"`` but do not depend on the plan.
+        model_name: ``"dlrm"`` or a recommender of `oper.rl_rec.registry`; the key ``name`` in the
+            section ``[model]`` of a file.
+        model: configuration of the model, a `DLRMConfig` or that of the recommender.
+        optimizer: optimizers of the tables and of the dense layers.
+        dynamic: dynamic tables, for data of raw ids (``oper preprocess --raw-ids``); requires a
+            DLRM and ``sharding="oper"``.
+        interactions: conversion of the log to interactions (recommenders).
+        catalogue: synthetic interactions, in place of `data` (recommenders).
+
+    Raises:
+        InvalidInputError: a value is out of range or contradicts another one.
     """
 
     data: str = ""
@@ -228,7 +242,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         is_ours, elsewhere = self.sharding == "oper", f"with sharding={self.sharding!r}"
-        plain, ours_only = ("rowwise_adagrad", "sgd"), "0 but with sharding='oper'"
+        plain, ours_only = ("rowwise_adagrad", "sgd"), "0 unless sharding='oper'"
         of_dynamic = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
         num_items = self.catalogue.num_items
         _check("catalogue.", self.catalogue,
@@ -236,14 +250,14 @@ class TrainConfig:
         _check(
             "", self,
             ("data", bool(self.data) != bool(num_items),
-             "a folder written by oper preprocess, or nothing where catalogue.num_items is given"),
+             "a folder written by oper preprocess, or '' if catalogue.num_items is set"),
             ("out", bool(self.out), "a folder to write to"),
-            ("seed", self.seed < 2**63, "< 2^63, which torch takes"),
-            ("remap", bool(self.start) or not self.remap, "nothing without start"),
-            *((name, is_ours or not getattr(self, name), f"nothing {elsewhere}")
+            ("seed", self.seed < 2**63, "< 2^63, the limit of torch"),
+            ("remap", bool(self.start) or not self.remap, "'' without start"),
+            *((name, is_ours or not getattr(self, name), f"'' {elsewhere}")
               for name in ("stats", "plan", "topology", "start", "trace")),
             ("start", not self.start or os.path.realpath(self.start) != os.path.realpath(self.out),
-             "another folder than out (to go on with a run pass --resume)"),
+             "a folder other than out (to continue a run, pass --resume)"),
             ("checkpoint_every", is_ours or not self.checkpoint_every, ours_only),
             ("delta_every", bool(self.checkpoint_every) or not self.delta_every,
              "0 without checkpoint_every"),
@@ -252,7 +266,7 @@ class TrainConfig:
             ("guard", is_ours or self.guard == "off", f"'off' {elsewhere}"),
             ("tables_on", (self.sharding, self.tables_on) != ("none", "meta"),
              "'cpu' with sharding='none'"),
-            ("trace_steps", bool(self.trace) or not self.trace_steps, "nothing without trace"),
+            ("trace_steps", bool(self.trace) or not self.trace_steps, "'' without trace"),
             ("trace_steps", bool(_STEPS.fullmatch(self.trace_steps or _TRACED)),
              'A-B, two step numbers, such as "11-20"'))
         _check("", self, ("trace_steps", self.traced[0] <= self.traced[1], "A <= B"))
@@ -262,19 +276,19 @@ class TrainConfig:
 
     @property
     def traced(self) -> tuple[int, int]:
-        """The first and the last step of `trace`."""
+        """First and last step of `trace`."""
         first, _, last = (self.trace_steps or _TRACED).partition("-")
         return int(first), int(last)
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON-serializable values."""
+        """Return the configuration as JSON-serializable values."""
         values = dataclasses.asdict(self)
         values["model"]["name"] = values.pop("model_name")
         return values
 
 
 class _KeyError(InvalidInputError):
-    """An error in some keys, which may come from a file or from flags."""
+    """An error in the values of `keys`, which may be from a file or from flags."""
 
     def __init__(self, text: str, keys: set[str]) -> None:
         super().__init__(text)
@@ -286,15 +300,15 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
     """Read a configuration.
 
     Args:
-        path: TOML file or None; paths in it are relative to its folder.
-        flags: dotted key -> value from the command line, e.g. ``{"model.dim": 64}``; paths in them
-            are relative to the current folder. Text is converted to the key's type.
+        path: TOML file; None = defaults. Paths in the file are relative to its folder.
+        flags: maps dotted keys to values from the command line, e.g. ``{"model.dim": 64}``. Paths
+            are relative to the current folder. Strings are converted to the key's type.
 
     Raises:
-        FileFormatError: not a TOML file.
+        FileFormatError: the file is not TOML.
         InvalidInputError: a key is unknown, or a value has the wrong type or is out of range; a
-            UsageError if it comes from a flag.
-        FileNotFoundError: no such file.
+            UsageError if it is from a flag.
+        FileNotFoundError: the file does not exist.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -319,7 +333,7 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the section ``[model]`` built as the model's own configuration."""
+    """Return `values` with ``[model]`` replaced by an object of the model's configuration class."""
     section = values.get("model", {})
     if not isinstance(section, Mapping):
         raise _bad("model", section, "a section of keys")
@@ -336,7 +350,11 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, str]:
-    """``["model.dim=64"]`` as ``{"model.dim": "64"}``; raises InvalidInputError."""
+    """Convert ``["model.dim=64"]`` to ``{"model.dim": "64"}``.
+
+    Raises:
+        UsageError: a setting is not KEY=VALUE.
+    """
     pairs = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -347,7 +365,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
 
 
 def _build(kind: type, values: Any, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from plain values, each checked against its type."""
+    """Create an instance of the dataclass `kind` from plain values, checking their types."""
     if not isinstance(values, Mapping):
         raise _bad(prefix.rstrip("."), values, "a section of keys")
     hints = typing.get_type_hints(kind)
@@ -396,8 +414,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
-    """Raise InvalidInputError for the first field that its type does not allow, or the first
-    (field, is right, expected) that is not right."""
+    """Raise InvalidInputError for the first invalid field of `of`. A field is invalid if it breaks
+    the rule of its type, or if a check (field, is right, expected) is not right."""
     for name, is_right, expected in (*rules_of(of), *checks):
         if not is_right:
             raise _bad(section + name, getattr(of, name), expected)

@@ -1,4 +1,4 @@
-"""The three ways to run a model: sharded by OPER, unsharded, sharded by TorchRec."""
+"""Models ready for training: sharded by OPER, unsharded, or sharded by TorchRec."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from oper.train.reference import SparseTableOptimizer
 class Engine:
     """A model that can be trained and evaluated.
 
-    The model's ``forward(batch)`` returns a loss [] and a second value: ``(loss, logits, labels)``
-    of a ``DLRMTrain``, the named parts of the loss of a recommender.
+    The model's ``forward(batch)`` returns a scalar loss and a second value: ``(loss, logits,
+    labels)`` for a ``DLRMTrain``, the named terms of the loss for a recommender.
 
     Attributes:
-        module: the module that a training step calls, wrapped for data parallelism if there are
-            several ranks.
+        module: the module for training steps, wrapped for data parallelism if there are several
+            ranks.
         bare: the same model for evaluation, without DistributedDataParallel.
-        optimizers: the optimizers that step after the backward pass; sharded tables are updated
-            within it.
-        collective: whether evaluation needs all ranks.
+        optimizers: optimizers whose ``step`` is called after the backward pass, which updates
+            sharded tables itself.
+        collective: whether evaluation is collective.
         guard: `TrainConfig.guard`.
-        num_steps: number of steps made so far.
+        num_steps: number of training steps so far.
     """
 
     module: nn.Module
@@ -46,7 +46,11 @@ class Engine:
     num_steps: int = 0
 
     def step(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """One training step; returns the result of the model's forward. Collective."""
+        """Make one training step and return the detached loss and the second output of ``forward``.
+
+        Collective. With `guard` ``"stop"``, raises InvalidInputError for a non-finite dense
+        gradient.
+        """
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, rest = self.module(batch)
@@ -58,38 +62,38 @@ class Engine:
         return loss.detach(), rest
 
     def _is_finite(self) -> bool:
-        """Whether the dense gradients are finite, which are the same on all ranks; raises
-        InvalidInputError otherwise where the run is to stop, and warns where it is to continue."""
+        """Whether the dense gradients, which are the same on all ranks, are finite. If not, raise
+        InvalidInputError with `guard` ``"stop"``, or warn with ``"skip"``."""
         grads = {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
         norms: Any = torch._foreach_norm(list(grads.values())) if grads else []
-        # A norm may be infinite where no number is.
+        # The norm of finite numbers may overflow.
         bad = next((name for (name, grad), norm in zip(grads.items(), norms, strict=True)
                     if not bool(norm.isfinite()) and not bool(grad.isfinite().all())), "")
         if not bad:
             return True
         text = fail(f"the gradient of {bad!r} in step {self.num_steps} is not finite", "gradient",
-                    "inf or nan", "finite numbers", "lower the learning rate, or look at the data")
+                    "inf or nan", "finite numbers", "lower the learning rate, or check the data")
         if self.guard == "stop":
             raise InvalidInputError(text)
-        warnings.warn(f"{text}; the dense part leaves the step out", stacklevel=2)
+        warnings.warn(f"{text}; dense parameters are not updated in this step", stacklevel=2)
         return False
 
     @torch.no_grad()
     def logits(self, batch: Any) -> torch.Tensor:
-        """Logits float32 [B] of a ``DLRMTrain`` without an update."""
+        """Return the logits of a ``DLRMTrain``, float32 [B], without autograd."""
         logits: torch.Tensor = self.bare(batch)[1][1]
         return logits
 
 
 def make_engine(model: nn.Module, config: TrainConfig,
                 stats: Callable[[], AccessStats] | None = None) -> Engine:
-    """The engine that `config.sharding` names, from an unsharded model. Collective.
+    """Shard a model as `config.sharding` specifies. Collective.
 
     Args:
-        model: the model, with its tables in collections.
+        model: the unsharded model, with its tables in collections.
         config: the run's configuration.
-        stats: function that returns access statistics, called if the configuration names none (only
-            for ``"oper"``).
+        stats: returns access statistics; called with ``sharding="oper"`` if the configuration has
+            neither statistics nor a plan.
     """
     if config.sharding == "oper":
         given = {} if config.stats or config.plan or stats is None else {"stats": stats()}
@@ -100,7 +104,11 @@ def make_engine(model: nn.Module, config: TrainConfig,
 
 
 def unsharded(model: nn.Module, config: OptimizerConfig) -> Engine:
-    """One process, plain PyTorch."""
+    """Create the engine of an unsharded model, in plain PyTorch.
+
+    Raises:
+        InvalidInputError: there are several ranks.
+    """
     if ranks()[1] > 1:
         raise InvalidInputError("cannot train unsharded", "world size", ranks()[1],
                                 "1 with sharding='none'", "start one process")
@@ -109,12 +117,12 @@ def unsharded(model: nn.Module, config: OptimizerConfig) -> Engine:
 
 
 def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> Engine:
-    """Tables sharded by `oper.shard`, dense part under DistributedDataParallel. Collective.
+    """Shard the tables by `oper.shard` and wrap the model in DistributedDataParallel. Collective.
 
     Args:
-        model: unsharded.
-        config: optimizers, batch size and, unless given otherwise, statistics, plan and topology.
-        shard_arguments: arguments for `oper.shard` that replace the configuration's.
+        model: the unsharded model.
+        config: the run's configuration.
+        shard_arguments: arguments of `oper.shard` that override the configuration's.
     """
     import oper
 
@@ -133,14 +141,14 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
 
         from oper.integration.dense.gradients import average_in_shared_memory
 
-        # The settings of TorchRec's own wrapper, except for buffers: a DLRM has none to broadcast.
+        # The settings of TorchRec's wrapper, except that DLRMs have no buffers to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
         average_in_shared_memory(module)
     return Engine(module, sharded, [dense_optimizer(o, sharded)], guard=config.guard)
 
 
 def table_optimizer(config: OptimizerConfig) -> Optimizer:
-    """The optimizer of sharded tables."""
+    """Return the optimizer of tables sharded by OPER."""
     name, options = TABLE_OPTIMIZERS[config.tables]
     make: Callable[..., Optimizer] = getattr(optimizers, name)
     return make(lr=config.tables_lr, **{n: getattr(config, f"tables_{n}") for n in options})
@@ -148,12 +156,12 @@ def table_optimizer(config: OptimizerConfig) -> Optimizer:
 
 def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequence[str] = ()
                   ) -> Engine:
-    """Tables sharded by TorchRec's planner under ``DistributedModelParallel``. Collective.
+    """Shard a model by TorchRec's planner and ``DistributedModelParallel``. Collective.
 
     Args:
-        model: unsharded.
-        config: optimizers and batch size.
-        sharding_types: sharding types that TorchRec's planner may choose; all by default.
+        model: the unsharded model.
+        config: the run's configuration.
+        sharding_types: sharding types that TorchRec's planner may choose; empty = all.
     """
     from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.planner import ParameterConstraints
@@ -167,7 +175,7 @@ def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequenc
         model, rule, arguments, config.batch_size,
         (lambda table: ParameterConstraints(sharding_types=list(sharding_types)))
         if sharding_types else None)
-    if initial is not None:  # TorchRec draws new tables; all kinds of sharding start alike here
+    if initial is not None:  # TorchRec initialises tables anew; use the same weights as other runs
         sharded.load_state_dict(initial)
     left = unfused_tables(sharded)
     optimizers: list[Any] = [rule(left, **arguments)] if left else []
@@ -178,16 +186,24 @@ def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequenc
 def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], batch_size: int,
                       constrain: Callable[[Any], Any] | None = None,
                       machine: Mapping[str, Any] | None = None) -> tuple[nn.Module, Any]:
-    """TorchRec's ``DistributedModelParallel`` on CPU, and its ``ShardingPlan``. Collective.
+    """Shard a model by TorchRec on CPUs. Collective.
 
     Args:
-        model: a model with its tables in TorchRec's collections; TorchRec initialises their rows.
-        rule, arguments: optimizer of the tables and its arguments; it runs in the backward pass if
-            TorchRec fuses it.
-        batch_size: samples per rank, for its planner.
-        constrain: ``ParameterConstraints`` of a table's configuration; none by default.
-        machine: machine description for its planner (fields of its ``Topology``, bandwidths in
-            bytes per millisecond); by default all ranks share a host.
+        model: a model with its tables in TorchRec's collections; TorchRec initialises the rows.
+        rule: optimizer class of the tables; it updates them in the backward pass unless they are
+            data-parallel, see `unfused_tables`.
+        arguments: arguments of `rule`.
+        batch_size: samples per rank, for TorchRec's planner.
+        constrain: returns the ``ParameterConstraints`` of a table's configuration; None = no
+            constraints.
+        machine: fields of the ``Topology`` for TorchRec's planner (bandwidths in bytes per
+            millisecond); None = TorchRec's defaults, with all ranks on one host.
+
+    Returns:
+        The ``DistributedModelParallel``, and its ``ShardingPlan``.
+
+    Raises:
+        PlannerError: no plan fits; raised on all ranks.
     """
     import torch.distributed as dist
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
@@ -203,7 +219,7 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
     for module in model.modules():
         if not isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             continue
-        # A copy: sharding takes entries out of the mapping that it is given.
+        # A copy, since sharding removes entries from the mapping.
         _apply_optimizer_in_backward(rule, module.parameters(), dict(arguments))
         configs: Any = (module.embedding_bag_configs() if isinstance(module, EmbeddingBagCollection)
                         else module.embedding_configs())
@@ -215,7 +231,7 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
         topology=Topology(**{"world_size": size, "compute_device": "cpu", "local_world_size": size,
                              **(machine or {})}),
         batch_size=batch_size, debug=False, constraints=constraints or None)
-    # Its own `collective_plan` raises on rank 0 alone where nothing fits; the others would wait.
+    # If no plan fits, `collective_plan` raises only on rank 0, and the other ranks would hang.
     made: list[Any] = [None]
     if group.rank() == 0:
         try:
@@ -232,13 +248,13 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
 
 
 def unfused_tables(sharded: nn.Module) -> list[nn.Parameter]:
-    """Tables that TorchRec does not update in the backward pass, that is, data-parallel ones."""
+    """Return the data-parallel tables, which TorchRec does not update in the backward pass."""
     return [p for n, p in sharded.named_parameters()
             if is_table(n) and not hasattr(p, "_in_backward_optimizers")]
 
 
 def need_group() -> Any:
-    """The default process group, created for a single process if there is none."""
+    """Return the default process group; create one for a single process if there is none."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -250,12 +266,12 @@ def need_group() -> Any:
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter of this name is a table."""
+    """Whether the parameter `name` is a table of a TorchRec collection."""
     return any(kind in f".{name}" for kind in (".embedding_bags.", ".embeddings."))
 
 
 def dense_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all parameters that are not tables."""
+    """Create the optimizer of all parameters that are not tables."""
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     dense: Iterable[nn.Parameter] = [p for n, p in model.named_parameters() if not is_table(n)]

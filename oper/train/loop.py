@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, metrics file, handling of Ctrl-C, saved state."""
+"""The training loop, with validation, the metrics file, interrupts and the final state."""
 
 from __future__ import annotations
 
@@ -33,27 +33,30 @@ if TYPE_CHECKING:
     from oper.tracing import Trace
 
 CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
-_SECOND_CTRL_C_S = 1.0  # a launcher may forward a signal that the terminal has sent already
+_SECOND_CTRL_C_S = 1.0  # signals within this time are one: launchers forward the terminal's Ctrl-C
 
 
 def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
           ) -> dict[str, Any]:
-    """Run one training. Collective over the default process group.
+    """Train and validate a model. Collective over the default process group.
 
-    With `resume` it continues from the checkpoint in ``config.out``, if there is one; with the same
-    number of ranks the results equal those of an uninterrupted run, bit for bit.
+    Rank 0 writes to ``config.out``: ``config.json`` (configuration, tables and versions),
+    ``metrics.jsonl`` (one object per line) and ``state.pt`` (the ``state_dict`` of the unsharded
+    model).
 
-    Writes into ``config.out``, on rank 0: ``config.json`` (configuration, tables and versions),
-    ``metrics.jsonl`` (one object per line) and ``state.pt`` (tensors by name, which the unsharded
-    model loads).
+    Args:
+        config: the run's configuration.
+        show_progress: whether to show progress bars.
+        resume: continue from the checkpoint in ``config.out``, if there is one. With the same
+            number of ranks, results are bit-identical to those of an uninterrupted run.
 
     Returns:
-        The metrics over the whole validation split, missing after an interrupt: ``{"auc",
-        "log_loss", "samples"}`` of a DLRM, ``{"ndcg@10", ..., "users"}`` of a recommender; and
-        ``{"steps", "interrupted", "state"}``, and ``"trace"``, if one was written.
+        ``steps``, ``interrupted`` and ``state`` (path of ``state.pt``); ``trace`` (its path) if one
+        was written; and unless interrupted, metrics over the validation split: ``auc``,
+        ``log_loss`` and ``samples`` for a DLRM, ``ndcg@10``, ... and ``users`` for a recommender.
 
     Raises:
-        OperError: the data cannot be read, the configuration does not fit, a peer has ended.
+        OperError: the data cannot be read, the configuration is invalid, or a peer has exited.
     """
     rank, world_size = ranks()
     task = make_task(config)
@@ -99,8 +102,11 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
 
 def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
          begin: _Start) -> tuple[int, bool]:
-    """Run all epochs, without the steps that were made before; returns the number of steps and
-    whether an interrupt ended the run."""
+    """Run the remaining steps of all epochs.
+
+    Returns:
+        The number of steps so far, and whether an interrupt stopped the run.
+    """
     done, total, checkpoints = begin.done, begin.total, begin.checkpoints
     engine.num_steps = done
     meter = _Meter(engine)
@@ -132,18 +138,18 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
 
 
 def _total(config: TrainConfig, task: Task) -> int:
-    """Steps of a whole run; raises InvalidInputError if the trace would begin after the last."""
+    """Return the number of steps of the run; InvalidInputError if the trace begins after it."""
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     if config.trace and config.traced[0] > total:
         raise InvalidInputError("cannot trace training steps", "trace_steps",
                                 "-".join(map(str, config.traced)), f"steps of the run, 1-{total}",
-                                "choose earlier ones, or train longer")
+                                "choose earlier steps, or train longer")
     return total
 
 
 def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
-    """The trace of some of the steps to come; None if nothing is to be traced."""
+    """Return the trace of the configured steps; None if none of the remaining steps is traced."""
     if not config.trace:
         return None
     import oper
@@ -151,18 +157,17 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
     first, last = config.traced
     if last <= done:
         warnings.warn(fail("no step is traced", "trace_steps", f"{first}-{last}",
-                           f"steps of this run, which goes on after step {done}",
-                           "choose later ones"), stacklevel=2)
+                           f"steps after {done}, at which this run resumes",
+                           "choose later steps"), stacklevel=2)
         return None
     return oper.trace(engine.bare, config.trace, (max(first, done + 1), last), done=done)
 
 
 def _write(tracing: Trace) -> None:
-    """Write a trace, unless it has been written already. Collective; a full disk does not end the
-    run."""
+    """Write a trace unless it has been written; a system error is a warning. Collective."""
     try:
         tracing.write()
-    except OperError:  # a DeadlineError is an OSError, too
+    except OperError:  # DeadlineError is a subclass of OSError
         raise
     except OSError as error:
         warnings.warn(f"the trace is not written: {error}", stacklevel=2)
@@ -170,7 +175,7 @@ def _write(tracing: Trace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Steps done before, steps of the whole run, its checkpoints and its trace."""
+    """Steps done before, total steps, checkpoints and trace of a run."""
 
     done: int
     total: int
@@ -179,7 +184,7 @@ class _Start:
 
 
 class _Meter:
-    """Mean loss, speed and time of the tables' phases since the last reading, over all ranks."""
+    """Measures loss, speed and phase times over all ranks since the last `read`."""
 
     def __init__(self, engine: Engine) -> None:
         self._tables = [t for t in tables_of(engine.bare)
@@ -188,7 +193,7 @@ class _Meter:
 
     def restart(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
-        take_phases(self._tables)  # drop the time that is not training
+        take_phases(self._tables)  # discard phase times of evaluation
         self._began = time.perf_counter()
 
     def add(self, loss: torch.Tensor, num_samples: int) -> None:
@@ -196,7 +201,7 @@ class _Meter:
         self._sums[1] += num_samples
 
     def read(self, interrupted: bool) -> tuple[dict[str, Any], bool]:
-        """A line of the metrics file, and whether any rank was interrupted. Collective."""
+        """Return the values of a metrics line, and whether any rank was interrupted. Collective."""
         self._sums[2] = float(interrupted)
         sums = torch.cat([self._sums, take_phases(self._tables)])
         if ranks()[1] > 1:
@@ -210,7 +215,7 @@ class _Meter:
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM into a request that the loop reads; a second Ctrl-C raises."""
+    """Records Ctrl-C and SIGTERM in `requested`; a second signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -238,7 +243,7 @@ class Interrupt:
 
 
 class _MetricsFile:
-    """``metrics.jsonl`` and ``config.json`` in a folder; does nothing on other ranks."""
+    """Writes ``metrics.jsonl`` and ``config.json`` to `folder`; does nothing if it is None."""
 
     def __init__(self, folder: Path | None, echo: Mapping[str, Any], more: bool = False) -> None:
         self._folder, self._echo, self._more = folder, echo, more
@@ -258,9 +263,9 @@ class _MetricsFile:
                 self._file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Add one line."""
+        """Append one line."""
         if self._file is not None:
-            # JSON has no NaN: a metric that does not exist is null.
+            # JSON has no NaN, so undefined metrics become null.
             clean = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
             with named(self._file.name):
                 self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
@@ -283,7 +288,7 @@ def _peer_errors(engine: Engine) -> Iterator[None]:
 
         for module in engine.bare.modules():
             if isinstance(module, ShardedEmbeddingBags):
-                module.tables.barrier()  # watches the processes: raises an error with the rank
+                module.tables.barrier()  # detects exited peers: raises an error with the rank
         raise PeerLostError(
             f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in an exchange over gloo", "cause",
-            text, "all ranks alive", "look at the other ranks' logs") from error
+            text, "all ranks alive", "check the other ranks' logs") from error

@@ -9,21 +9,21 @@ import torch
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve: probability that a positive outranks a negative, ties count half.
+    """Return the area under the ROC curve: P(positive outranks negative), ties counting half.
 
     Args:
-        scores: float [N], any monotone score, finite.
+        scores: finite floats [N]; only their order matters.
         labels: [N], nonzero = positive.
 
     Returns:
-        The exact value (Mann and Whitney's U over its maximum); NaN when a class is missing.
+        The exact value, Mann-Whitney's U divided by its maximum; NaN if a class is missing.
     """
     positive = np.asarray(labels) != 0
     num_positive = int(positive.sum())
     num_negative = positive.size - num_positive
     if num_positive == 0 or num_negative == 0:
         return float("nan")
-    # Twice the mid-rank of each distinct score: an integer, so that nothing is rounded.
+    # Twice the mid-rank of each distinct score is an integer, which avoids rounding.
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     twice_rank = 2 * ends - counts + 1
@@ -32,7 +32,7 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def log_loss(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Mean binary cross-entropy in nats, float64; NaN without samples.
+    """Return the mean binary cross-entropy in nats, computed in float64; NaN without samples.
 
     Args:
         logits: float [N].
@@ -43,9 +43,9 @@ def log_loss(logits: np.ndarray, labels: np.ndarray) -> float:
 
 
 class BinaryMetrics:
-    """Collects logits and labels of a split; `compute` gives the metrics of all ranks together.
+    """Collects logits and labels of a split to compute exact metrics over all ranks.
 
-    Keeps 5 bytes per sample, which makes both metrics exact.
+    Stores 5 bytes per sample.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class BinaryMetrics:
         self._labels.append(labels.detach().reshape(-1).to(torch.uint8).cpu())
 
     def compute(self) -> dict[str, Any]:
-        """``{"auc", "log_loss", "samples"}`` over all ranks, on all ranks. Collective."""
+        """Return ``{"auc", "log_loss", "samples"}`` over all ranks, on all ranks. Collective."""
         logits = gather_rows(_cat(self._logits, torch.float32)).numpy()
         labels = gather_rows(_cat(self._labels, torch.uint8)).numpy()
         return {"auc": auc(logits, labels), "log_loss": log_loss(logits, labels),
@@ -66,7 +66,7 @@ class BinaryMetrics:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """All ranks' 1-d tensors one after another, in rank order. Collective (default group)."""
+    """Concatenate all ranks' 1-d tensors in rank order. Collective in the default group."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

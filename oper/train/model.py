@@ -1,4 +1,4 @@
-"""DLRMs from a preprocessed folder's tables, and their trained state as plain tensors."""
+"""Construction of DLRMs for given tables, and their trained state as plain tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from oper.train.names import table_name
 
 def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, seed: int,
                tables_on: str = "cpu") -> nn.Module:
-    """An unsharded ``DLRMTrain``; equal arguments give equal weights.
+    """Build an unsharded ``DLRMTrain``; equal arguments give equal weights.
 
     Args:
-        tables: the tables; their `dim` must be `config.dim`. In the model their names are those of
-            `table_name`.
-        num_dense: dense features.
+        tables: the tables; their `dim` must be `config.dim`. `table_name` gives their names in the
+            model.
+        num_dense: number of dense features.
         config: layer sizes.
-        seed: seed of the weights; sets torch's generator.
-        tables_on: ``"cpu"`` or ``"meta"``.
+        seed: seed of the weights; sets torch's global generator.
+        tables_on: device of the tables, ``"cpu"`` or ``"meta"``.
 
-    ``forward(batch) -> (loss, (loss, logits, labels))`` with batches of `oper.data.Loader`.
+    Returns:
+        A module with ``forward(batch) -> (loss, (loss, logits, labels))``, for batches of
+        `oper.data.Loader`.
 
     Raises:
         MissingDependencyError: TorchRec is not installed.
-        InvalidInputError: memory does not suffice for the tables.
+        InvalidInputError: there is not enough memory for the tables.
     """
     try:
         from torchrec.models.dlrm import DLRMTrain
@@ -43,7 +45,7 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         raise MissingDependencyError("cannot build DLRM", "import", str(error), "torchrec",
                                      "install oper[torchrec], or run make setup") from error
     torch.manual_seed(seed)
-    # The dense part first: its numbers do not depend on where the tables are made.
+    # Create dense layers first, so that their weights do not depend on `tables_on`.
     configs = [EmbeddingBagConfig(
         name=table_name(t.name), embedding_dim=t.dim, num_embeddings=t.num_rows,
         feature_names=list(t.features)) for t in tables]
@@ -58,19 +60,19 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
                 raise
             raise InvalidInputError(
                 "cannot make the tables", "bytes", sum(4 * t.num_rows * t.dim for t in tables),
-                "no more than the memory of this process", 'lower their rows, or set tables_on = '
-                '"meta", so that every rank makes its shard only') from None
+                "<= the free memory of this process", 'use fewer rows, or set tables_on = "meta", '
+                "so that every rank creates only its shards") from None
     return DLRMTrain(dlrm)
 
 
 def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig, as_shipped: bool = False) -> Any:
-    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, with dense layers drawn by torch's generator.
+    """Build TorchRec's ``DLRM``, or ``DLRM_DCN``, with weights from torch's global generator.
 
     Args:
-        collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
-        num_dense: dense features.
+        collection: an ``EmbeddingBagCollection`` on any device with `config.dim` columns.
+        num_dense: number of dense features.
         config: layer sizes.
-        as_shipped: whether to use TorchRec's own parts; otherwise those of `copy_less`.
+        as_shipped: whether to leave TorchRec's modules as they are instead of applying `copy_less`.
     """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
@@ -86,17 +88,15 @@ def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig, as_shipped: b
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:
-    """Facts that a server needs in addition to the configuration: tables and number of dense
-    features."""
+    """Return the model's description for ``config.json``, which a server needs to rebuild it."""
     return {"num_dense": num_dense, "tables": [
         {"name": t.name, "num_rows": t.num_rows, "features": list(t.features)} for t in tables]}
 
 
 def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's ``state_dict`` as plain CPU tensors, names as unsharded. Collective.
+    """Return a module's ``state_dict`` as plain CPU tensors, named as unsharded. Collective.
 
-    Returns:
-        Everything on rank 0, an empty mapping on the others.
+    On ranks other than 0, the result is empty.
     """
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
@@ -116,7 +116,7 @@ def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ranks() -> tuple[int, int]:
-    """This rank and the world size, of the default group or of a single process."""
+    """Return rank and world size in the default process group; (0, 1) if there is none."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -125,9 +125,9 @@ def ranks() -> tuple[int, int]:
 
 
 def save_state(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors by name, atomically."""
+    """Write a ``state_dict`` atomically by ``torch.save``."""
     with atomic_write(path) as file:
-        # Own storages: a view must not drag a larger tensor into the file.
+        # Copies, since torch.save writes the entire storage of a view.
         torch.save({name: value.clone() for name, value in state.items()}, file)
 
 
@@ -135,7 +135,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Read a file of `save_state`; only tensors are unpickled.
 
     Raises:
-        FileFormatError: the file is not such a file, or is damaged.
+        FileFormatError: the file is damaged or was not written by `save_state`.
     """
     what = f"cannot read {os.fspath(path)!r} as a trained state"
     state = load_archive(path, what)

@@ -1,4 +1,4 @@
-"""Names of tables inside a model, which are more restricted than names of columns."""
+"""Conversion of column names to table names, which torch restricts more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PROBE = nn.ModuleDict()
 
 
 def table_name(column: str) -> str:
-    """Name of a column's table inside a model: the column's name, if that is allowed there.
+    """Return the name of a column's table in a model: the column's name, if torch allows it.
 
-    torch allows no dots, and no name that its containers use themselves, such as ``type`` or
-    ``items``. Dots become ``%2E``, and a reserved name gets a trailing ``_``; different columns get
-    different names.
+    torch allows neither dots nor names of its containers' attributes, such as ``type`` or
+    ``items``. Dots are replaced by ``%2E`` and percent signs by ``%25``; ``_`` is appended to a
+    reserved name. Different columns get different names.
     """
     name = column
     if "." in name or "%" in name:
@@ -30,13 +30,13 @@ def table_name(column: str) -> str:
 
 
 def model_stats(path: str | os.PathLike[str]) -> AccessStats:
-    """A statistics file with tables named as in the model; errors as for `AccessStats.load`."""
+    """Load access statistics and name tables as in a model; raises as `AccessStats.load`."""
     stats = AccessStats.load(path)
     return replace(stats, tables={table_name(n): t for n, t in stats.tables.items()})
 
 
 def model_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan file with tables named as in the model; errors as for `Plan.load`."""
+    """Load a plan and name its tables as in a model; raises as `Plan.load`."""
     plan = Plan.load(path)
     return replace(plan, tables=tuple(
         replace(t, table=replace(t.table, name=table_name(t.table.name))) for t in plan.tables))

@@ -1,4 +1,4 @@
-"""Times of the tables' phases, for the lines of a metrics file."""
+"""Time spent in the phases of lookups and updates, for the metrics file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BOUNDS = (*map(str, BUCKETS_US), "inf")
 
 
 def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
-    """Sum of the phase times counted by this rank's tables since the last call.
+    """Return and reset the phase times of this rank's tables, summed over collections.
 
     Returns:
-        float64 [6 * (1 + 24)], by phase the nanoseconds of all batches and the batches by bucket
-        (see `Histogram`); [0] without tables.
+        float64 [phases * (1 + buckets)]: for each of `PHASES`, nanoseconds of all batches, then the
+        number of batches in each bucket of `Histogram`; [0] without tables.
     """
     if not tables:
         return torch.zeros(0, dtype=torch.float64)
@@ -28,11 +28,13 @@ def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
 
 
 def by_phase(phases: torch.Tensor) -> dict[str, Any]:
-    """The result of `take_phases`, or its sum over ranks, by phase, JSON-serializable.
+    """Convert the result of `take_phases`, or its sum over ranks, to JSON-serializable values.
 
-    ``count`` batches took ``sum_s`` seconds; ``below_us`` maps an upper bound in microseconds to
-    the number of batches from half of it to just below it (``"inf"``: the longest ones). Phases
-    without a batch are left out.
+    Returns:
+        By phase, except phases without a batch: ``count``, the number of batches; ``sum_s``, their
+        total time in seconds; and ``below_us``, which maps the upper bound b of a bucket, in
+        microseconds, to the number of batches in [b / 2, b), or [0, 1) for b = 1. The bound
+        ``"inf"`` is for all longer ones.
     """
     found: dict[str, Any] = {}
     for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):

@@ -1,4 +1,4 @@
-"""Serving of training runs on raw ids: static tables, each with a map from keys to rows."""
+"""Models for serving runs on raw ids: static tables, each with a map from keys to rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OF_KEYS = ("weight", "keys", "clock")  # entries of a dynamic table's state
 
 
 class OnRawIds(nn.Module):
-    """A DLRM whose ids are keys, any int64: those that have no row read the default row.
+    """A DLRM whose ids are keys, any int64; keys without a row read the default row.
 
     Args:
-        model: the DLRM, with ``forward(dense, kjt, ...)``.
-        tables: its tables, the default row of each included.
+        model: the DLRM, with ``forward(dense, kjt, ...)`` on row numbers.
+        tables: its tables; the number of rows includes the default row.
         device: device of the keys.
     """
 
@@ -35,7 +35,7 @@ class OnRawIds(nn.Module):
         self._table_of = {f: k for k, t in enumerate(tables) for f in t.features}
 
     def forward(self, dense: torch.Tensor, keys: Any, *rest: Any) -> Any:
-        """The DLRM's logits."""
+        """Return the DLRM's result for the rows of `keys`, a ``KeyedJaggedTensor``."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         bounds = itertools.pairwise(keys.offset_per_key())
@@ -47,16 +47,17 @@ class OnRawIds(nn.Module):
 
 def static_state(source: Source, model: OnRawIds, tables: Sequence[TableSpec],
                  time_to_live: int | None) -> dict[str, torch.Tensor]:
-    """The weights of a training run on raw ids, as the state of `OnRawIds`.
+    """Convert the weights of a training run on raw ids to a ``state_dict`` of `OnRawIds`.
 
     Args:
         source: source of the run's weights, with the state of its dynamic tables.
-        model: the model whose names the state gets.
+        model: the model to load the state into.
         tables: tables of `model`.
-        time_to_live: that of the dynamic tables; expired keys get no row.
+        time_to_live: `time_to_live` of the dynamic tables; expired keys get no row. None = keys do
+            not expire.
 
     Raises:
-        InvalidInputError: weights of another model.
+        InvalidInputError: the weights are of another model.
         FileFormatError: the source is damaged.
     """
     prefixes = [f"{_TABLES}.{table_name(t.name)}." for t in tables]

@@ -14,19 +14,23 @@ from oper.errors import InvalidInputError
 class SparseTableOptimizer:
     """Row-wise Adagrad or SGD on the touched rows of unsharded tables.
 
-    Row-wise Adagrad keeps one sum per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``, with
-    the gradient `g` of a row summed over its occurrences in the batch first.
+    Row-wise Adagrad has one accumulator s per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) +
+    eps)``, where g is the row's gradient, summed over its occurrences in the batch.
 
     Args:
-        model: switches every ``nn.EmbeddingBag`` and ``nn.Embedding`` in it to sparse gradients.
+        model: its ``nn.EmbeddingBag`` and ``nn.Embedding`` modules are the tables; they are
+            switched to sparse gradients.
         kind: ``"rowwise_adagrad"`` or ``"sgd"``.
         lr: learning rate.
-        eps: row-wise Adagrad's epsilon.
+        eps: epsilon of row-wise Adagrad.
+
+    Raises:
+        InvalidInputError: `kind` is unknown.
     """
 
     def __init__(self, model: nn.Module, kind: str, lr: float, eps: float) -> None:
         if kind not in ("rowwise_adagrad", "sgd"):
-            raise InvalidInputError("no such table optimizer", "kind", kind,
+            raise InvalidInputError("unknown table optimizer", "kind", kind,
                                     "rowwise_adagrad or sgd", "choose one of them")
         self.lr, self.eps = lr, eps
         self.weights: list[torch.Tensor] = []

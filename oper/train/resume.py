@@ -29,19 +29,18 @@ CHECKPOINT = "checkpoint"
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started this process in place of one that failed."""
+    """Whether torchrun has restarted this process after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
 
 
 def has_checkpoint(out: str | os.PathLike[str]) -> bool:
-    """Whether a run has left a checkpoint in its folder."""
+    """Whether the folder `out` of a run has a complete checkpoint."""
     return any((Path(out) / name / METADATA).exists()
                for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))
 
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
-    """Remove an earlier run's checkpoint, so that this run cannot continue from it after a crash.
-    """
+    """Remove an earlier run's checkpoint, from which this run could otherwise resume."""
     for suffix in ("", ".previous", ".saving", ".deltas"):
         folder = Path(out) / f"{CHECKPOINT}{suffix}"
         if folder.is_dir():
@@ -49,15 +48,14 @@ def forget_checkpoint(out: str | os.PathLike[str]) -> None:
 
 
 class Checkpoints:
-    """Saves and restores everything that the next step depends on.
+    """Saves and restores the complete state of a run.
 
-    Tables and their optimizer states are saved in logical order, so any number of ranks can
-    continue. The dense optimizer, which is the same on all ranks, is saved whole. Random numbers of
-    a step depend only on seed, rank and step (`oper.train.tasks`), so there is no generator to
-    save.
+    Tables and their optimizer states are saved in logical order, so that runs can resume on any
+    number of ranks. The dense optimizer's state is the same on all ranks. Generators are not saved,
+    since the random numbers of a step depend only on seed, rank and step (`oper.train.tasks`).
 
     Raises:
-        InvalidInputError: the model has no tables that OPER has sharded.
+        InvalidInputError: the model has no collections sharded by OPER.
     """
 
     def __init__(self, engine: Engine, config: TrainConfig) -> None:
@@ -80,7 +78,7 @@ class Checkpoints:
         try:
             self._survivors = Survivors(engine.module, self._tables) if (
                 config.checkpoint_every) else None
-        except InvalidInputError:  # ranks share no memory, or tables are dynamic
+        except InvalidInputError:  # ranks do not share memory, or tables are dynamic
             self._survivors = None
         self._step = 0
 
@@ -89,21 +87,21 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._survivors and self._step and kind and issubclass(
-                kind, (DeadlineError, RuntimeError)):  # PeerLostError is one, too
+                kind, (DeadlineError, RuntimeError)):  # PeerLostError is a RuntimeError
             try:
                 if self._survivors.save(self._folder, self._extra(self._step)):
-                    _log.warning("step %d is saved from what the survivors hold", self._step)
+                    _log.warning("step %d has been saved without the missing ranks", self._step)
             except OperError as error:
                 _log.info("%s", error)
         if self._deltas is not None:
             try:
                 self._deltas.close()
-            except OperError as error:  # does not end the run
+            except OperError as error:  # a delta that could not be written does not fail the run
                 if kind is None or not issubclass(kind, OperError):  # otherwise already reported
                     _log.warning("%s", error)
 
     def after(self, step: int) -> None:
-        """Save whatever is due after this step. Collective."""
+        """Save the checkpoint or delta that is due after `step`, if any. Collective."""
         config, self._step = self._config, step
         if self._survivors:
             self._survivors.mark()
@@ -124,17 +122,17 @@ class Checkpoints:
                 "dense": torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)}
 
     def _numbering(self) -> str:
-        """The numbering of the data's rows, from its manifest; empty if it has none."""
+        """Return the identifier of the data's mapping from values to rows; "" if there is none."""
         if not self._config.data:
             return ""
         return str(Folder.open(self._config.data, allow_raw=True).manifest.get("numbering", ""))
 
     def load(self) -> int:
-        """Load the last checkpoint; returns the steps that led to it. Collective.
+        """Load the last checkpoint and return its step. Collective.
 
         Raises:
-            InvalidInputError: the run differs from the saved one in its order of samples, its
-                numbering of rows, or its dynamic tables.
+            InvalidInputError: this run and the saved one differ in the order of samples, the
+                numbering of rows, or dynamic tables.
         """
         what = f"cannot continue from {str(self._folder)!r}"
         self._check_dynamic(self._config.out, what)
@@ -143,26 +141,28 @@ class Checkpoints:
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and old != new:
             raise InvalidInputError(
-                what, "numbering of the rows", old,
-                f"{new} of {self._config.data!r}: values had other rows when the run "
-                "began",
-                "use the data that the run began with, or start over with --force")
+                what, "numbering of the rows in the checkpoint", old,
+                f"{new}, the numbering of {self._config.data!r}",
+                "use the data with which the run was started, or start over with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
         if mine != saved:
             raise InvalidInputError(
                 what, "global batch size, seed, shuffle", tuple(mine.values()),
-                f"{tuple(saved.values())}, those of the saved run: the same samples in every step",
+                f"{tuple(saved.values())} as in the saved run, for the same samples in every step",
                 "with another number of ranks, set batch_size so that batch_size * ranks stays the "
                 "same")
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:
-        """Load another run's last checkpoint, whose tables may have had fewer rows. Collective.
+        """Load another run's last checkpoint, whose tables may have fewer rows. Collective.
 
-        Weights and optimizer states are loaded; learning rates and other options stay those of this
-        run.
+        Weights and optimizer states are loaded, but not learning rates and other options.
+
+        Raises:
+            InvalidInputError: the runs differ in dynamic tables, or in the numbering of rows
+                without a re-map between them.
         """
         folder = Path(out) / CHECKPOINT
         self._check_dynamic(out, f"cannot start from {str(folder)!r}")
@@ -170,17 +170,17 @@ class Checkpoints:
                                 remap=self._config.remap or None)
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and (old == new) == bool(self._config.remap):
-            todo = "leave remap out: rows are the same"
+            todo = "leave remap out"
             if old != new:
-                todo = ("set remap to what 'oper vocabulary extend --reorder' wrote in between, or "
-                        "take data of one vocabulary")
+                todo = ("set remap to the file that 'oper vocabulary extend --reorder' wrote, or "
+                        "use data with the same vocabulary")
             if old != new and all(x.startswith("raw ids") for x in (old, new)):
                 todo = ("preprocess both the same way: the key of a string is its hash, which "
                         "differs from the key of the same number")
             raise InvalidInputError(
-                f"cannot start from {str(folder)!r}", "numbering of the rows", old,
-                f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
-                todo)
+                f"cannot start from {str(folder)!r}", "numbering of the rows in the checkpoint",
+                old, f"{new}, the numbering of {self._config.data!r}" if old != new else
+                "a numbering that differs from the data's, since remap is set", todo)
         own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
                for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
@@ -190,23 +190,26 @@ class Checkpoints:
         _log.info("starting from step %d of %s", step, folder)
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
-        """Raise InvalidInputError if a run's dynamic tables cannot be continued by this run's.
-
-        Loading would fail as well, but could only report sizes and names.
-        """
+        """Raise InvalidInputError if dynamic tables of the run in `out` differ from this run's.
+        Loading would fail as well, but with an error that names only sizes."""
         try:
             saved = read_json(Path(out) / "config.json", what)["config"]
             theirs = _places(saved["dynamic"], saved["seed"])
         except (OSError, FileFormatError, KeyError, TypeError):
-            return  # the run's configuration is missing
+            return  # the other run's configuration is missing
         mine = _places(asdict(self._config.dynamic), self._config.seed)
         if mine != theirs:
             raise InvalidInputError(
-                what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}", "set these "
-                "to the same values: they decide where keys lie (oper.KeyedRows moves rows)")
+                what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}",
+                "set the same values, which determine the rows of keys, or convert the tables by "
+                "oper.KeyedRows")
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
-        """Load the dense optimizers' states; returns the step and what the samples depend on."""
+        """Load the dense optimizers' states.
+
+        Returns:
+            The step, and the settings that determine the samples of a step.
+        """
         try:
             step, dense = int(extra["step"]), extra["dense"]
             states = torch.load(io.BytesIO(dense.numpy().tobytes()), weights_only=True)
@@ -220,7 +223,7 @@ class Checkpoints:
 
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The settings that determine the rows of the keys of dynamic tables."""
+    """Return the settings that determine the rows of keys in dynamic tables."""
     if not dynamic["rows"]:
         return {"dynamic.rows": 0}
     return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],
@@ -228,14 +231,14 @@ def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop the lines of a metrics file after a step, which will be written again."""
+    """Remove the lines after `step` from a metrics file; the resumed run writes them again."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry: dict[str, Any] = json.loads(line)
-        except ValueError:  # cut by the crash
+        except ValueError:  # an incomplete line
             continue
         if entry.get("event") != "end" and entry.get("step", 0) <= step:
             kept.append(line)

@@ -27,37 +27,37 @@ from oper.train.engines import Engine, make_engine
 from oper.train.metrics import BinaryMetrics, gather_rows
 from oper.train.model import build_dlrm, describe, ranks
 
-_WINDOW = 1 << 18  # rows that are shuffled together
-_STATS_BATCHES = 64  # training batches that a recommender's access statistics are counted from
+_WINDOW = 1 << 18  # size of the shuffling window, rows
+_STATS_BATCHES = 64  # training batches for a recommender's access statistics
 
 
 class Task(Protocol):
     """The interface between the training loop and a task.
 
     Attributes:
-        steps_per_epoch: global batches of an epoch.
+        steps_per_epoch: number of global batches per epoch.
     """
 
     steps_per_epoch: int
 
     def about(self) -> dict[str, Any]:
-        """Facts to store with the configuration, JSON-serializable."""
+        """Return a JSON-serializable description of the model, for ``config.json``."""
 
     def engine(self) -> Engine:
-        """The model, built and sharded. Collective."""
+        """Build and shard the model. Collective."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        """This rank's training batches from `start` on, each with its number of samples."""
+        """Yield this rank's (training batch, number of samples) of an epoch, from step `start`."""
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
-        """Called before step `step` (from 0)."""
+        """Prepare for step `step` of `num_steps`, counted from 0."""
 
     def evaluate(self, engine: Engine, show_progress: bool = False) -> dict[str, Any]:
-        """Metrics over the validation split, on all ranks. Collective."""
+        """Return metrics over the validation split, on all ranks. Collective."""
 
 
 def make_task(config: TrainConfig) -> Task:
-    """The task that a configuration describes; raises OperError when its data cannot be read."""
+    """Create the task of a configuration; raises OperError if its data cannot be read."""
     return ClickTask(config) if config.model_name == "dlrm" else RecommenderTask(config)
 
 
@@ -100,15 +100,17 @@ class ClickTask:
             yield batch, batch.labels.numel()
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def evaluate(self, engine: Engine, show_progress: bool = False) -> dict[str, Any]:
         return evaluate_clicks(engine, self.splits["valid"], show_progress)
 
 
 def click_batches(config: TrainConfig, split: str) -> Loader:
-    """This rank's batches of a split of a click log, of global batches that do not depend on the
-    number of ranks."""
+    """Return this rank's batches of a split of a click log.
+
+    Global batches of the same size contain the same samples for any number of ranks.
+    """
     rank, world_size = ranks()
     training = split == "train"
     return Loader(config.data, split, LoaderOptions(
@@ -117,7 +119,7 @@ def click_batches(config: TrainConfig, split: str) -> Loader:
 
 
 def evaluate_clicks(engine: Engine, data: Loader, show_progress: bool = False) -> dict[str, Any]:
-    """``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
+    """Return ``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
     metrics = BinaryMetrics()
     with progress_bar(len(data), "validation", show_progress) as bar:
         for batch in data:
@@ -154,12 +156,12 @@ class RecommenderTask:
         return make_engine(model, self.config, lambda: self.stats(model))
 
     def build(self) -> Recommender:
-        """The unsharded model; equal seeds give equal weights."""
+        """Build the unsharded model; equal seeds give equal weights."""
         torch.manual_seed(self.config.seed)
         return self.workload.build(self.config.model, self.data, self.config.tables_on)
 
     def stats(self, model: Recommender) -> AccessStats:
-        """Access statistics of the model's tables, from rank 0's first training batches."""
+        """Collect access statistics of the model's tables from rank 0's first training batches."""
         share = Share(self.share.batch_size, 0, self.share.world_size, self.share.seed)
         some = itertools.islice(self.batches.epoch(0, share), _STATS_BATCHES)
         return oper.collect((tuple(model.lookups(batch)) for batch in some), model,
@@ -170,8 +172,7 @@ class RecommenderTask:
             yield batch, batch.num_users
 
     def before_step(self, engine: Engine, step: int, num_steps: int) -> None:
-        # Dropout and candidates depend on the rank and the step only, so that a checkpoint needs
-        # no generator state.
+        # Random numbers depend only on seed, rank and step, so checkpoints need no generator state.
         drawn = np.random.SeedSequence((self.config.seed, self.share.rank, step))
         torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         if isinstance(engine.bare, Recommender):
@@ -182,7 +183,7 @@ class RecommenderTask:
         users = np.arange(self.data.valid.users.size)
         if 0 < self.config.eval_users < users.size:
             users = np.linspace(0, users.size - 1, self.config.eval_users).astype(np.int64)
-        if not engine.collective:  # otherwise all ranks must ask for the same users
+        if not engine.collective:  # otherwise all ranks must evaluate the same users
             users = users[rank::world_size]
         model: Any = engine.bare
         found = evaluate_ranking(model, self.data, "valid", users=users).per_user
@@ -194,8 +195,10 @@ class RecommenderTask:
 
 
 def progress_bar(total: int, what: str, show: bool, done: int = 0) -> Any:
-    """A progress bar on stderr, of rank 0; `done` steps were made by an earlier process and do not
-    count in the speed."""
+    """Return a progress bar on stderr, visible on rank 0 only.
+
+    The speed does not count the first `done` steps, which an earlier process has made.
+    """
     terminal = sys.stderr.isatty()
     return tqdm(total=total, initial=done, desc=what, unit=" steps",
                 leave=terminal or what == "training", mininterval=0.2 if terminal else 10.0,

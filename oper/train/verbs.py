@@ -45,11 +45,11 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Run ``oper train``; returns 130 if it was interrupted; raises OperError."""
+    """Run ``oper train``; return the exit code, 130 after an interrupt, or raise OperError."""
     from oper.train.config import load_config, parse_settings
 
     flags: dict[str, Any] = {k: getattr(args, k) for k in _FLAGS if getattr(args, k) is not None}
-    # Importing TorchRec logs a warning that means nothing to the user.
+    # Importing TorchRec logs a warning that does not concern the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     config = load_config(args.config, flags | parse_settings(args.settings))
     from oper.train.resume import is_restart
@@ -67,9 +67,13 @@ def run_train(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
-    """Hold the folder of a run, so that no other run writes into it at the same time.
+    """Lock the folder `out` inside the block, so that no other run writes to it.
 
-    Rank 0 does this for all ranks; the others do not check, because rank 0 may have begun to write.
+    Only rank 0 locks and checks it, since rank 0 may write to it before other ranks get here.
+
+    Raises:
+        InvalidInputError: it is no folder, another run uses it, or it contains a run and not
+            `may_have_run`.
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
@@ -77,15 +81,15 @@ def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
 
     what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):
-        raise InvalidInputError(what, "out", out, "a folder", "name another one")
+        raise InvalidInputError(what, "out", out, "a folder", "choose another path")
     if int(os.environ.get("RANK", "0")) > 0:
         yield
         return
     with locked(out, what):
         if not may_have_run and os.path.exists(f"{out}/{METRICS}"):
             raise InvalidInputError(what, "out", out, "a folder without a run",
-                                    "continue the run with --resume, "
-                                    "replace it with --force, or name another folder")
+                                    "resume the run with --resume, replace it with --force, or "
+                                    "choose another folder")
         yield
 
 
@@ -104,27 +108,27 @@ def _text(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """A block with the process group that torchrun's environment variables describe, if they are
-    set."""
+    """Create the default process group for the block if torchrun's environment variables are set.
+    """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     from oper.shmem.settings import deadline_s
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo would wait too long for a stalled rank.
+        # gloo's default timeout is too long for stalled ranks.
         timeout = timedelta(seconds=max(60.0, deadline_s()))
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        # torchrun's static rendezvous keeps one store over restarts: under the same keys a rank
-        # could find the address of a peer that has ended.
+        # torchrun's static rendezvous reuses its store after restarts, where a rank could find the
+        # address of an exited peer. Hence a prefix per attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
                                 timeout=timeout)
     yield
     if dist.is_initialized():
-        # gloo's threads may still hold the last collective and want Python's lock for releasing it,
-        # which the destructor keeps while it waits for them. This call lets them finish before.
+        # Avoids a deadlock: gloo's threads need the interpreter lock to release the last
+        # collective, but the destructor holds the lock while it waits for these threads.
         dist.monitored_barrier()
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -175,5 +175,5 @@ def test_the_verb(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(Folder.open(none).manifest["problems"]) == 2
     with pytest.raises(InvalidInputError, match="use a URL"):
         run("sequences", "s3://bucket/events", "--by", "user", "-o", none)
-    with pytest.raises(InvalidInputError, match="a new folder"):
+    with pytest.raises(InvalidInputError, match="a folder that does not exist"):
         run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)

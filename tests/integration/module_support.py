@@ -1,4 +1,4 @@
-"""Small modules with tables, unsharded and sharded, for tests of what programs do to them."""
+"""Small modules with tables, unsharded and sharded, for tests of module operations."""
 
 from __future__ import annotations
 

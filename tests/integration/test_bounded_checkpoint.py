@@ -40,7 +40,7 @@ from tests.world_support import report, run_world, world
 
 
 class _Counting(oper.LoadPlanner):
-    """Counts the rows that come to memory, by table."""
+    """Counts the rows read into memory, by table."""
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         name = read_item.dest_index.fqn
@@ -52,7 +52,7 @@ COMMITTED: dict[str, int] = {}
 
 
 def _halves(rank: int, world_size: int, folder: str) -> tuple[dict[str, int], torch.Tensor]:
-    """One table in two halves, one striped over the ranks."""
+    """Load tables, one in two halves and one striped; return the rows read, and the first table."""
     COMMITTED.clear()
     torch.manual_seed(9)
     module = torch.nn.ModuleDict({n: torch.nn.Embedding(500, 8) for n in ("halves", "stripes")})
@@ -100,7 +100,7 @@ ROWS, DIM = 300_000, 64  # 77 MB of rows and 77 MB of state
 
 
 def _peak(action: Any) -> int:
-    """Bytes by which resident memory has risen at most while `action` ran."""
+    """Return the maximum increase of resident memory during `action`, in bytes."""
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
@@ -196,7 +196,7 @@ def _saves_again(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_an_error_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """And is told on all ranks. Of a rank that is killed: tests/faults/test_faults.py."""
+    """The error is raised on all ranks. tests/faults/test_faults.py covers a killed rank."""
     folder = str(tmp_path / "c")
     with world(2, _saves_again, folder) as running:
         held = running.receive(0)
@@ -212,7 +212,7 @@ def test_an_error_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) ->
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_crash_while_renaming(renamed: bool, tmp_path: Path) -> None:
-    """Between the renames there is only the previous one; after them both are there."""
+    """Between the two renames, only the previous checkpoint exists; after them, both do."""
     model = sharded(1, 1)
     folder, before = tmp_path / "c", tmp_path / "c.previous"
     oper.save_checkpoint(folder, model, fused(model), {"which": 1})

@@ -33,14 +33,14 @@ from tests.world_support import RankFailedError, run_world
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Two ranks, three steps: the checkpoint and what it holds."""
+    """Return a checkpoint of two ranks after three steps, and its contents."""
     folder = tmp_path_factory.mktemp("saved") / "two"
     return folder, run_ranks(go_on, 2, 1, range(3), None, str(folder), None)
 
 
 @pytest.fixture(scope="module")
 def unbroken() -> dict[str, torch.Tensor]:
-    """What the two ranks hold after six steps."""
+    """Return the state of the two ranks after six steps."""
     return run_ranks(go_on, 2, 1, range(6))
 
 
@@ -128,7 +128,7 @@ def test_a_chunked_checkpoint_reads_without_oper(in_chunks: Any) -> None:
 
 
 def _plain_weights(rank: int, world_size: int, load: str, save: str) -> dict[str, torch.Tensor]:
-    """``dcp.save(model.state_dict())``, nothing more."""
+    """``dcp.save(model.state_dict())`` without OPER's planners."""
     model = sharded(world_size, 4, seed=7)
     state = model.state_dict()
     dcp.load(state, checkpoint_id=load)
@@ -138,7 +138,7 @@ def _plain_weights(rank: int, world_size: int, load: str, save: str) -> dict[str
 
 
 def _with_planners(rank: int, world_size: int, load: str, save: str) -> dict[str, torch.Tensor]:
-    """dcp's own calls, from and to programs that know nothing of OPER."""
+    """Checkpoints of torch.distributed.checkpoint from and to programs without OPER."""
     model = sharded(world_size, 102, seed=7)
     with oper.rows_on_demand(512):  # bytes: most tables are several chunks
         state = model.state_dict()
@@ -165,7 +165,7 @@ def test_weights_from_and_to_the_unsharded_model(world_size: int, body: Callable
 
 
 def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
-    """torch's Adagrad and TorchRec's row-wise one go on from OPER's state, and back."""
+    """torch's Adagrad and TorchRec's row-wise one continue from OPER's state, and vice versa."""
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     folder, _ = saved

@@ -1,4 +1,4 @@
-"""Checkpoints between TorchRec's shardings and OPER, weights and row-wise Adagrad's state."""
+"""Checkpoints between TorchRec's shardings and OPER: weights and row-wise Adagrad's state."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _train(model: nn.Module, rank: int, steps: range) -> None:
 @pytest.mark.parametrize("kind, parts", [
     ("table_wise", "both"), ("row_wise", "both"), ("column_wise", "model")])
 def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
-    """TorchRec trains, OPER goes on with the same numbers; OPER's checkpoint goes back."""
+    """OPER continues TorchRec's training with equal results; TorchRec loads OPER's checkpoint."""
     first, second, third = (str(tmp_path / n) for n in ("torchrec", "oper", "back"))
     theirs = run_world(2, run, kind, None, first, parts)
     ours = run_world(2, run, "oper", first, second, parts)
@@ -137,7 +137,7 @@ def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
 
 
 def _step(model: nn.Module, rank: int) -> None:
-    """Given output gradients, which do not depend on the rows and differ from column to column."""
+    """Return output gradients that do not depend on the rows and differ between columns."""
     out = model(batch_of(0, rank))
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(rank)))
 
@@ -160,7 +160,7 @@ def _planned(rank: int, world_size: int, kind: str, load: str | None, save: str)
 
 
 def test_column_wise_state_both_ways(tmp_path: Path) -> None:
-    """TorchRec's momentum of each column piece becomes that of the row, and the other way."""
+    """TorchRec's state of column shards becomes the state of the row, and vice versa."""
     first, second, third, fourth = (str(tmp_path / n) for n in ("cw", "oper", "back", "again"))
     theirs = run_world(2, _planned, "column_wise", None, first)
     ours = run_world(2, _planned, "oper", first, second)
@@ -195,7 +195,7 @@ def test_the_state_of_a_row_is_the_unsharded_one(tmp_path: Path) -> None:
 
 
 def test_other_shapes_of_states_are_refused(tmp_path: Path) -> None:
-    """Pieces that the stored rows do not have; and torch's planner refuses them as before."""
+    """States whose sizes do not match are refused, also by torch's planner."""
     first, second = str(tmp_path / "torchrec"), str(tmp_path / "oper")
     run_world(2, run, "column_wise", None, first, "both")
     with pytest.raises(RankFailedError, match="Size mismatch"):

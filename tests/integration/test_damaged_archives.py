@@ -1,4 +1,4 @@
-"""Files of torch.save whose bytes have changed: torch loads them, here they are refused."""
+"""Damaged files of torch.save, which torch loads, are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import damage_record
 
 
 def test_every_flipped_bit_inside_a_record_is_found() -> None:
-    """Of whichever record, numbers or not; torch itself loads most of such files."""
+    """In any record; torch itself loads most of these files."""
     data = io.BytesIO()
     torch.save({"weight": torch.arange(40.0), "steps": 3}, data)
     whole = data.getvalue()
@@ -62,7 +62,7 @@ def test_an_archive_without_checksums_is_refused() -> None:
 @pytest.mark.parametrize("chunk_bytes", [256, 64 << 20])
 def test_a_checkpoint_without_its_checksums_is_verified_all_the_same(
         chunk_bytes: int, tmp_path: Path) -> None:
-    """As torch.distributed.checkpoint alone writes them: every stored value is an archive."""
+    """Checkpoints that torch wrote without OPER, in which every value is an archive."""
     model = torch.nn.Sequential(torch.nn.EmbeddingBag(64, 8), torch.nn.Linear(8, 1))
     rows = model[0].weight.detach().clone()
     oper.shard(model, plan=None, optimizer=oper.SGD())

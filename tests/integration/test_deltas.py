@@ -1,4 +1,4 @@
-"""Delta checkpoints: what is in them, going on from them, crashes, damage, cost."""
+"""Delta checkpoints: contents, resuming, crashes, damage, cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saved_run(rank: int, world_size: int, plan: int, folder: str, steps: int,
 
 def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
            ) -> dict[str, torch.Tensor]:
-    """The state after loading and going on, with deltas, from `steps.start`."""
+    """Return the state after loading and continuing, with deltas, from `steps.start`."""
     model = sharded(world_size, plan, seed=9)
     with DeltaCheckpoints(folder, model, fused(model)) as saver:
         found = saver.load()
@@ -57,7 +57,7 @@ def loaded(rank: int, world_size: int, plan: int, folder: str, steps: range
 @pytest.mark.parametrize("world_size, plan", [(1, 3), (2, 101), (2, 5)])
 def test_a_checkpoint_and_its_deltas_are_the_run(world_size: int, plan: int, tmp_path: Path
                                                  ) -> None:
-    """Every part of the state, bit for bit; by other plans and worlds; and going on from there."""
+    """The state is bit-identical, under other plans and world sizes, and after further steps."""
     folder = str(tmp_path / "c")
     held = run_ranks(saved_run, world_size, plan, folder, 5)
     chain = find(tmp_path / "c", tmp_path / "c")
@@ -139,7 +139,7 @@ def test_a_damaged_delta_is_told(chain: Path, tmp_path: Path, harm: str) -> None
 
 
 def test_deltas_of_another_checkpoint_are_not_taken(chain: Path, tmp_path: Path) -> None:
-    """As after a crash right after a new whole checkpoint."""
+    """As after a crash immediately after a new full checkpoint."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
     model = sharded(1, 3, seed=4)
@@ -150,7 +150,7 @@ def test_deltas_of_another_checkpoint_are_not_taken(chain: Path, tmp_path: Path)
 
 
 def test_the_checkpoint_before_keeps_its_deltas(chain: Path, tmp_path: Path) -> None:
-    """As after a crash between the renames of a whole checkpoint."""
+    """As after a crash between the two renames of a full checkpoint."""
     shutil.copytree(chain.parent, tmp_path / "x")
     folder = tmp_path / "x" / "c"
     folder.rename(folder.with_name("c.previous"))
@@ -243,7 +243,7 @@ def test_a_delta_that_cannot_be_written_is_told_and_a_whole_one_helps(
 @pytest.mark.filterwarnings("ignore")
 def test_the_loop_goes_on_while_a_delta_is_written(tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """A delta holds the rows as they were when it was asked for, however slow the disk."""
+    """A delta has the rows at the time of the call of `save`, even if the disk is slow."""
     model, go = bag(1000, 4), threading.Event()
     write = module.write_part
     monkeypatch.setattr(module, "write_part", lambda *part: go.wait(120) and write(*part))

@@ -109,7 +109,7 @@ def test_features_in_another_order_are_put_in_order() -> None:
     pooled = model.sparse_arch.embedding_bag_collection
 
     class Turned(torch.nn.Module):
-        """As TorchRec's sharded collections: features by rank, not by configuration."""
+        """Orders features by rank, as TorchRec's sharded collections do."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -138,7 +138,7 @@ def test_features_in_another_order_are_put_in_order() -> None:
 
 
 def _gradients(model: Any, batch: Any, steps: int = 3) -> list[torch.Tensor]:
-    """Dense gradients of some steps, and the dense parameters behind them."""
+    """Return the dense gradients of some steps, and the dense parameters after these steps."""
     found = []
     dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Dynamic tables: what would be silently wrong is refused, and on all ranks alike."""
+"""Dynamic tables: operations with silently wrong results raise the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _train(model: Any, *keys: int) -> None:
 
 
 def _late_on_rank_0(rank: int, world_size: int) -> tuple[list[str], int, torch.Tensor]:
-    """Rank 0's gradient is for a row that has gone to another key."""
+    """Rank 0's gradient is for a row that has been given to another key."""
     model = shard(bag(2), ONE_ROW)
     _train(model, 1)
     late = model(torch.tensor([[1]]))
@@ -49,7 +49,7 @@ def test_a_batch_that_one_rank_refuses_is_left_out_by_all() -> None:
 
 
 def test_a_key_keeps_the_row_that_its_lookup_has_read() -> None:
-    """Seen again after exactly its time to live: the gradient counts, nothing is drawn anew."""
+    """A key seen again after exactly its time to live keeps its row and gets its gradient."""
     model = shard(bag(3), oper.DynamicTable(time_to_live=1, init_bound=0.5),
                   optimizer=oper.SGD(lr=1.0))
     for key in (7, 8):
@@ -130,7 +130,7 @@ def test_statistics_of_keys_do_not_say_which_rows_are_hot() -> None:
 
 
 def _no_memory(rank: int, world_size: int) -> tuple[str, int]:
-    """A directory that is larger than what the system gives, while the rows fit."""
+    """The rows fit in memory, but the directory does not."""
     module, keys = nn.EmbeddingBag(1_000_001, 4, mode="sum"), torch.tensor([[5, 6], [5, -7]])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (36 << 20, before[1]))
@@ -147,14 +147,14 @@ def _no_memory(rank: int, world_size: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_memory_for_the_directory(world_size: int) -> None:
-    """All ranks say so and the module stays as it was."""
+    """All ranks raise the error, and the module is unchanged."""
     found = run_world(world_size, _no_memory, env={"OPER_OUTBOX_BYTES": "65536"})
     assert all("RLIMIT_FSIZE" in said for said, _ in found), found
     assert [occupied for _, occupied in found] == [3] * world_size
 
 
 def _one_row(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """A table of one row: each rank brings a key, then both the same one, then many new ones."""
+    """A table with one row: a key per rank, then the same key on both, then many new keys."""
     model = shard(bag(2), ONE_ROW)
     _train(model, 10 + rank)
     _train(model, *[99] * 500)
@@ -180,7 +180,7 @@ def test_bounds_are_numbers_of_rows() -> None:
 
 
 def test_a_row_that_came_back_is_another_one() -> None:
-    """A key that lost its row and got the same one again: the gradient is of the row it lost."""
+    """A key lost its row and got the same row again: the gradient is for the earlier assignment."""
     model = shard(bag(2), ONE_ROW)
     _train(model, 1)
     late = model(torch.tensor([[1]]))
@@ -194,7 +194,7 @@ def test_a_row_that_came_back_is_another_one() -> None:
 
 
 def test_a_row_that_nobody_got_is_lost_as_well() -> None:
-    """Seen again after its time to live a key has no row, until it is admitted anew."""
+    """A key seen again after its time to live has no row until it is admitted again."""
     model = shard(bag(3), oper.DynamicTable(time_to_live=1, admit_after=2))
     _train(model, 7, 7)
     keys = torch.tensor([[8, 7]])
@@ -218,7 +218,7 @@ def test_gradients_of_keys_that_were_loaded_over_are_refused() -> None:
 
 
 def test_many_lookups_wait_for_one_update() -> None:
-    """Old lookups may be trained as long as their rows are what they were."""
+    """Backward passes of earlier lookups are allowed while their rows belong to the same keys."""
     model = shard(bag(4), oper.DynamicTable())
     _train(model, 1, 2)
     waiting = [model(torch.tensor([[1]])) for _ in range(5)]
@@ -247,7 +247,7 @@ def test_tables_of_one_rule_admit_unlike() -> None:
 
 
 def _begin(rank: int, world_size: int, dtype: str) -> Any:
-    """New rows, in the places of others, under a plan of pieces, owners and replicas."""
+    """New keys replace others under a plan with column shards, owners and replicas."""
     make = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=getattr(torch, dtype))
     (spec,) = (t.table for t in shard(make).tables.plan.tables)
     ranks = tuple(range(world_size))

@@ -1,4 +1,4 @@
-"""Tables of raw keys in `oper.shard`: rows and states as plain torch has them, for any ranks."""
+"""Dynamic tables in `oper.shard`: rows and states equal plain torch's on any number of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bag(rows: int = ROWS) -> nn.EmbeddingBag:
 
 
 def keys_of(step: int) -> torch.Tensor:
-    """[BATCH, 3]: some keys come often, some once, among them the smallest and the largest."""
+    """Keys [BATCH, 3], some frequent, some unique, including the smallest and largest int64."""
     g = torch.Generator().manual_seed(step)
     keys = (torch.rand(BATCH, 3, generator=g) ** 2 * 90).long() * (LARGEST // 91) - (1 << 62)
     keys[0] = torch.tensor([SMALLEST, LARGEST, 0])
@@ -55,7 +55,7 @@ def factors(step: int) -> torch.Tensor:
 
 
 def step_of(model: Any, step: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-    """A training step on a rank's share of the batch; returns the output."""
+    """Make a training step on this rank's part of the batch; return the output."""
     mine = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     out = model(keys_of(step)[mine])
     (out * factors(step)[mine]).sum().mul(world_size).backward()
@@ -132,7 +132,7 @@ def _train(rank: int, world_size: int, placement: str = "", migrates: bool = Fal
 
 
 def test_ranks_agree_on_keys_and_rows() -> None:
-    """Keys, counts and clocks are the same for 1, 2 and 4 ranks; rows up to re-association."""
+    """Keys, counts and clocks are equal on 1, 2 and 4 ranks; rows up to the order of additions."""
     (one,) = run_world(1, _train)
     assert one[4][2] > 0
     for world_size in (2, 4):
@@ -147,7 +147,7 @@ def test_ranks_agree_on_keys_and_rows() -> None:
 
 
 def test_plans_change_no_bit() -> None:
-    """Replicated and striped rows, a second run, and a move on the way: the same bits."""
+    """Replicated and striped rows, a repeated run and a migration give bit-identical results."""
     want = run_world(2, _train, "striped")
     for placement, migrates in (("striped", False), ("replicated", False), ("replicated", True)):
         for found, wanted in zip(run_world(2, _train, placement, migrates), want, strict=True):
@@ -171,7 +171,7 @@ def _save_and_resume(rank: int, world_size: int, folder: str, resumed: bool) -> 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_goes_on_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
-    """Bitwise on as many ranks; on others with the same keys."""
+    """On the same number of ranks, states are bit-identical; on others, keys are equal."""
     folder = str(tmp_path / "checkpoint")
     want = run_world(world_size, _save_and_resume, folder, False)
     for found, wanted in zip(run_world(world_size, _save_and_resume, folder, True), want,
@@ -210,7 +210,7 @@ def test_a_state_dict_of_another_table_is_refused() -> None:
 
 
 def test_collection_of_dynamic_and_static_tables() -> None:
-    """A KJT with keys and ids trains as two collections do, one of each kind."""
+    """One KJT with keys and ids trains like two collections, one dynamic and one static."""
     def collection(names: str) -> Any:
         torch.manual_seed(0)
         return torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(
@@ -247,7 +247,7 @@ def test_collection_of_dynamic_and_static_tables() -> None:
 
 
 def test_accumulated_passes_are_one_update() -> None:
-    """`no_sync` counts the keys of all its passes, in one tick of the clock."""
+    """`no_sync` counts the keys of all its passes and advances the clock by one."""
     joint, parts = shard(bag()), shard(bag())
     for step in range(3):
         keys, g = keys_of(step), factors(step)
@@ -260,7 +260,7 @@ def test_accumulated_passes_are_one_update() -> None:
 
 
 def test_only_backward_passes_count() -> None:
-    """Lookups without a backward pass, or in a frozen table, leave the directory as it is."""
+    """Lookups without a backward pass, or in a frozen table, do not change the directory."""
     model = shard(bag(), oper.DynamicTable())
     before = records(model)
     model(keys_of(0))
@@ -275,7 +275,7 @@ def test_only_backward_passes_count() -> None:
 
 
 def test_keys_may_change_between_the_passes() -> None:
-    """The keys that are counted are those that were looked up."""
+    """The counted keys are the keys that were looked up."""
     model, want = shard(bag(), oper.DynamicTable()), shard(bag(), oper.DynamicTable())
     keys = keys_of(0)
     out = model(keys)
@@ -286,7 +286,7 @@ def test_keys_may_change_between_the_passes() -> None:
 
 
 def test_an_update_that_is_overtaken() -> None:
-    """A gradient whose row has gone to another key meanwhile is refused; others are applied."""
+    """A gradient is refused if its row has been given to another key; others are applied."""
     model = shard(bag(3), oper.DynamicTable())
     model(torch.tensor([[1, 2]])).sum().backward()
     first, second = model(torch.tensor([[1]])), model(torch.tensor([[2, 2]]))
@@ -343,7 +343,7 @@ def test_refused_tables(message: str) -> None:
 
 
 def test_refused_uses(tmp_path: Path) -> None:
-    """What knows nothing of keys says so instead of leaving them out."""
+    """Functions that do not support dynamic tables raise an error instead of ignoring keys."""
     from oper.integration.checkpoint.survivors import Survivors
     from oper.shmem.renumbering import renumber
 
@@ -370,7 +370,7 @@ def test_a_batch_with_too_many_keys() -> None:
 
 
 def test_compiled_models_break_the_graph() -> None:
-    """A compiled model trains its dynamic tables outside of its graphs; an exported one cannot."""
+    """Compiled models train dynamic tables outside of graphs; export is refused."""
     model, want = shard(bag()), shard(bag())
     compiled: Any = torch.compile(model, backend="eager")
     for step in range(4):

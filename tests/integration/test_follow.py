@@ -1,4 +1,4 @@
-"""Serving what training changes: bit-equal to whole publications; broken chains are refused."""
+"""Serving of deltas: bit-identical to full publications; broken chains are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(runs: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy to damage."""
     for name in ("run", "run.deltas"):
         shutil.copytree(runs / name, tmp_path / name)
     return tmp_path / "run"
@@ -78,7 +78,7 @@ def publish() -> Iterator[Callable[..., oper.Publication]]:
 
 
 def bits(publication: oper.Publication) -> dict[str, int]:
-    """Checksums of all that readers see."""
+    """Return checksums of all published weights."""
     reader = Reader(publication.name)
     found = reader.sums()
     reader.close()
@@ -131,7 +131,7 @@ def follow(follower: Follower) -> list[int]:
 
 
 def take(follower: Follower, steps: list[int]) -> None:
-    """Read what there is, and note the steps."""
+    """Apply all available deltas and record their steps."""
     for change in follower.changes():
         assert dict(change.rows)
         follower.applied(change)
@@ -186,7 +186,7 @@ def test_deltas_are_taken_as_they_come(run: Path) -> None:
 
 
 def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
-    """It has the right number, but continues what is not in service."""
+    """Its number is right, but it continues another step than the one in service."""
     follower = Follower(lambda: run)
     changes = follower.changes()
     follower.applied(replace(next(changes), step=1))
@@ -197,7 +197,7 @@ def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
 @pytest.mark.parametrize("count", [200, 1000])
 def test_many_changes_are_each_a_whole_publication(
         count: int, publish: Callable[..., oper.Publication]) -> None:
-    """Some rows of some tables, or none, and the dense weights; all bits of every epoch."""
+    """Deltas with rows of some tables, or none, and dense weights; epochs are bit-identical."""
     state = {key: value.clone() for key, value in Model().state_dict().items()}
     served, whole = publish(state, "int8"), publish(state, "int8")
     readers = [Reader(served.name), Reader(whole.name)]
@@ -223,7 +223,7 @@ def test_many_changes_are_each_a_whole_publication(
 
 def test_rows_that_are_damaged_change_nothing(run: Path, publish: Callable[..., oper.Publication]
                                              ) -> None:
-    """They are read when they are published, table by table."""
+    """Rows are read at publication, one table at a time."""
     served = publish(run)
     before = bits(served)
     part = max(number(run, 0).glob("*.npz"))

@@ -1,4 +1,4 @@
-"""`fused_optimizer`: tags, learning-rate schedules and state, as TorchRec's users know them."""
+"""`fused_optimizer`: tags, learning-rate schedules and state, as in TorchRec."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def step(model: Any, *ids: int) -> None:
 
 
 class _OwnSGD(torch.optim.SGD):
-    """Somebody's own optimizer, which only has a known name."""
+    """An unknown optimizer class with the name of a known one."""
 
 
 _OwnSGD.__name__ = "SGD"

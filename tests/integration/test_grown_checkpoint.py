@@ -1,4 +1,4 @@
-"""Tables that grow between two days: the numbers of a run that had all rows from the start."""
+"""Tables that grow between runs give the results of a run with all rows from the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZERS = {"adam": oper.Adam(lr=0.05), "adagrad": oper.RowWiseAdagrad(lr=0.1)
 
 
 def model_of(rows: dict[str, int], world_size: int, kind: str) -> Any:
-    """Tables whose first rows are the same whatever their number, sharded."""
+    """Return a sharded model whose tables' first rows do not depend on the number of rows."""
     bags = EmbeddingBagCollection([EmbeddingBagConfig(
         name=f"t{n}", num_embeddings=r, embedding_dim=8, feature_names=[n])
         for n, r in rows.items()])
@@ -73,7 +73,7 @@ def test_a_model_goes_on_with_more_rows(world_size: int, kind: str, tmp_path: Pa
 
 
 def renumbered(rank: int, world_size: int, folder: str, kind: str) -> dict[str, torch.Tensor]:
-    """A checkpoint loaded through a re-map, and a model moved by one, beside permuted tables."""
+    """Loading with a re-map and renumbering a model both equal permuted tables."""
     small, plain, large = (model_of(r, world_size, kind) for r in (OLD, NEW, NEW))
     train(small, OLD, rank, world_size, range(4))
     oper.save_checkpoint(folder, small, small.fused_optimizer, chunk_bytes=256)

@@ -1,4 +1,4 @@
-"""16-bit rows in checkpoints and across hosts: rows and state bit for bit, whatever the plan."""
+"""16-bit rows in checkpoints and across hosts: rows and state are bit-identical under any plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None,
 
 @pytest.mark.parametrize("labels, plan", [("a", 3), ("aa", 102), ("ab", 104)])
 def test_half_rows_go_anywhere(labels: str, plan: int, tmp_path: Path) -> None:
-    """From two ranks to one, to two under another plan, and to two that share no memory."""
+    """From two ranks to one, to two under another plan, and to two that do not share memory."""
     first = str(tmp_path / "first")
     held = run_ranks(go_on, 2, 101, range(3), None, first)
     dtypes = {v.dtype for v in held.values()}

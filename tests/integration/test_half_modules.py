@@ -1,4 +1,4 @@
-"""Half-precision modules: the same call, dtypes and names; one step within one rounding step."""
+"""Half-precision modules: same calls, dtypes and names; one step is exact up to one rounding."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def jagged(seed: int, size: int = 5) -> Any:
 
 @pytest.mark.parametrize("data_type", ["FP16", "BF16"])
 def test_torchrec_collection(data_type: str) -> None:
-    """fp32 outputs, as the unsharded collection gives; rows of the config's type."""
+    """Outputs are float32, as of the unsharded collection; rows have the configuration's dtype."""
     plain = collection(data_type)
     sharded = oper.shard(copy.deepcopy(plain), optimizer=oper.RowWiseAdagrad(lr=0.1))
     dtype = {"FP16": torch.float16, "BF16": torch.bfloat16}[data_type]

@@ -1,4 +1,4 @@
-"""`oper.publish` and `oper.attach`: the outputs of the model, wherever weights come from."""
+"""`oper.publish` and `oper.attach`: outputs equal the model's, from any source of weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_outputs_are_the_models(served, batch) -> None:
 
 
 def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
-    """One operator for lookup and interaction: the model's numbers but for their rounding."""
+    """Fused lookup and interaction: outputs equal the model's up to rounding."""
     publication, _ = served
     fused = oper.attach(model(seed=9), name, fuse=True)
     kinds = {type(m).__name__ for m in fused._parts[0].modules()}
@@ -104,7 +104,7 @@ def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
 
 def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:
     class Own(DLRM):
-        """May do anything in its forward pass."""
+        """A subclass with a forward pass of its own, which must not be fused."""
 
     own = model()
     own.__class__ = Own
@@ -267,7 +267,7 @@ def test_a_quantised_model_is_sharded(batch) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_damaged_rows_are_not_published(kind: str, served, batch, tmp_path: Path) -> None:
-    """Neither from a file of torch.save nor from a folder that torch alone has written."""
+    """Both from a file of torch.save and from a checkpoint that torch wrote without OPER."""
     publication, attached = served
     before = attached(*batch)
     state = model(seed=4).state_dict()
@@ -286,7 +286,7 @@ def test_damaged_rows_are_not_published(kind: str, served, batch, tmp_path: Path
 
 
 def test_rows_have_types_by_hotness(batch, name) -> None:
-    """Of a float model and of a quantised one; deltas keep the types."""
+    """For a float and a quantised model; deltas keep the dtypes."""
     counts = {f"t{i}": np.maximum(1, 3000 // np.arange(1, 101 + i) ** 2) for i in range(3)}
     stats = oper.AccessStats(3000, {t: oper.TableStats.from_counts(
         c.size, np.arange(c.size)[::-1].copy(), c, (np.array([1]), np.array([int(c.sum())])))

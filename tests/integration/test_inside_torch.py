@@ -1,4 +1,4 @@
-"""Inside what people have: torch.compile, export, activation checkpoints, autocast, GradScaler."""
+"""Sharded modules with torch.compile, export, activation checkpoints, autocast and GradScaler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def jagged(seed: int, weighted: bool = False) -> Any:
 
 
 def pair(weighted: bool = False, **fields: Any) -> tuple[Any, Any]:
-    """The same sharded model twice."""
+    """Return two equal sharded models."""
     fields = {"optimizer": oper.SGD(lr=0.5)} | fields
     return oper.shard(Model(weighted), **fields), oper.shard(Model(weighted), **fields)
 
@@ -63,7 +63,7 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
-    """One graph without breaks; lookups and updates happen when it runs, not when it is made."""
+    """One graph without breaks; lookups and updates happen when it runs, not during compilation."""
     eager, other = pair(weighted)
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for step in range(4):
@@ -93,7 +93,7 @@ class Twice(nn.Module):
 
 
 def test_lookups_alike_both_count_in_a_graph() -> None:
-    """Torch merges calls alike unless they have an effect."""
+    """torch merges equal calls unless they have side effects."""
     eager, other = (oper.shard(Twice(), optimizer=oper.SGD(lr=0.5)) for _ in range(2))
     compiled = torch.compile(other, backend="aot_eager_decomp_partition", fullgraph=True)
     ids = torch.arange(12).view(4, 3)

@@ -1,4 +1,4 @@
-"""Rows by raw key: out of dynamic tables, into others, from TorchRec's maps, to servers."""
+"""Rows by raw key: from dynamic tables and TorchRec's maps, to dynamic and static tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dynamic(rule: oper.DynamicTable = RULE, rows: int = ROWS) -> Any:
 
 
 def train(model: Any, steps: int = 4) -> torch.Tensor:
-    """Keys that come more and less often; returns all of them, [n, 1]."""
+    """Return keys of different frequencies, [n, 1]."""
     keys = torch.cat([torch.tensor([SMALLEST, LARGEST, 0]), torch.arange(1, 60) * 10**15])
     for step in range(steps):
         g = torch.Generator().manual_seed(step)
@@ -100,7 +100,7 @@ def test_all_ranks_take_them() -> None:
 
 
 def test_a_table_that_is_too_small() -> None:
-    """Keys that come least often are left out, bucket by bucket, and only where that is said."""
+    """With drop=True, the keys with the lowest counts of each bucket are left out."""
     n, rule = 500, oper.DynamicTable(seed=4)
     rng = np.random.default_rng(0)
     keys = torch.from_numpy(np.unique(rng.integers(SMALLEST, LARGEST, n)))
@@ -108,7 +108,7 @@ def test_a_table_that_is_too_small() -> None:
     every = oper.KeyedRows(keys, torch.randn(n, DIM), torch.zeros(DIM), counts,
                            torch.zeros_like(keys), 0)
     rows = 3 * BUCKET + 1
-    with pytest.raises(InvalidInputError, match=r"keys without a place=\d+"):
+    with pytest.raises(InvalidInputError, match=r"keys that exceed their buckets=\d+"):
         every.entries(rows, rule)
     kept = oper.KeyedRows.of_entries(every.entries(rows, rule, "t.", drop=True), "t.")
     oracle = Oracle(rows - 1, rule)
@@ -137,7 +137,7 @@ def test_old_keys_are_left_out() -> None:
 
 
 class Served(nn.Module):
-    """A static table behind the keys that it knows."""
+    """A static table with a `KeyMap` in front of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Served(nn.Module):
 
 
 def test_published_tables_answer_as_the_dynamic_one() -> None:
-    """Before and after a further publication; keys that are not known get the default row."""
+    """Before and after another publication; unknown keys get the default row."""
     model = dynamic()
     plain = Served()
     publication = oper.publish(plain, "test-keyed-rows", weights=Served.state_of(model))
@@ -189,14 +189,14 @@ def test_what_a_map_refuses() -> None:
     with pytest.raises(InvalidInputError, match="num_keys=0"):
         oper.KeyMap(0)
     to_rows = oper.KeyMap(3)
-    with pytest.raises(InvalidInputError, match="not ascending"):
+    with pytest.raises(InvalidInputError, match="unsorted keys"):
         to_rows.load_state_dict({"keys": torch.tensor([5, 1, 9])})
     with pytest.raises(InvalidInputError, match="float32"):
         to_rows(torch.tensor([1.7]))
 
 
 def test_torchrec_maps_become_dynamic_tables() -> None:
-    """Ids that the map has learnt keep their rows; the others read the row of its misses."""
+    """Ids in TorchRec's map keep their rows; other ids read the map's row for unknown ids."""
     there = torchrec_maps.make()
     optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
     for step in range(6):
@@ -222,7 +222,7 @@ def test_torchrec_maps_become_dynamic_tables() -> None:
     with pytest.raises(InvalidInputError, match="one that ends with"):
         oper.KeyedRows.of_managed_collision(state, "no")
     spoiled = {k: v[:-1] if k.endswith("weight") else v for k, v in state.items()}
-    with pytest.raises(InvalidInputError, match="one map of all rows of it"):
+    with pytest.raises(InvalidInputError, match="a map that contains every row once"):
         oper.KeyedRows.of_managed_collision(spoiled, "t")
 
 
@@ -231,7 +231,7 @@ GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DI
 
 
 @pytest.mark.parametrize("message, fields", [
-    ("keys='not ascending'", {"keys": torch.tensor([5, 5])}),
+    ("keys='unsorted or repeated keys'", {"keys": torch.tensor([5, 5])}),
     ("keys=", {"keys": torch.tensor([1.0, 2.0])}),
     ("rows=", {"rows": torch.zeros(3, DIM)}),
     ("counts=\\[-1, 2\\]", {"counts": torch.tensor([-1, 2])}),

@@ -1,4 +1,4 @@
-"""`oper.migrate`: a model of several collections changes its plan while two processes train it."""
+"""`oper.migrate` changes the plan of several collections during training on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Managed collisions: those of TorchRec in one process, and one map of ids on several ranks."""
+"""TorchRec's managed-collision modules in one process, and with one map on several ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(pooled: bool = True) -> Any:
 
 
 def batch_of(step: int, rank: int, world_size: int) -> KJT:
-    """A rank's samples of a batch, two ids in every bag."""
+    """Return a rank's samples of a batch, with two ids in every bag."""
     g = torch.Generator().manual_seed(step)
     raw = (torch.rand(2, BATCH, 2, generator=g) ** 3 * 40).long() * 10**9 + step % 3
     mine = raw[:, rank * BATCH // world_size:(rank + 1) * BATCH // world_size]
@@ -70,7 +70,7 @@ def _train(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_learn_one_map() -> None:
-    """Two ranks map ids, and train rows, as one process does that has the whole batches."""
+    """Two ranks map ids and train rows like a single process with the entire batches."""
     (one,) = run_world(1, _train)
     ranks = run_world(2, _train)
     for step in range(STEPS):
@@ -135,7 +135,7 @@ def _map_frozen(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
 
 
 def test_maps_that_learn_while_they_map_are_refused_by_name() -> None:
-    """In training; frozen ones map on two ranks as on one."""
+    """They are refused in training mode; in eval mode, two ranks map ids like one."""
     ranks = run_world(2, _map_frozen)
     for message, _ in ranks:
         assert "HashZchManagedCollisionModule" in message and ".eval()" in message, message

@@ -31,7 +31,7 @@ LR, STEPS = 0.2, 4
 
 
 def _train(rank: int, world_size: int, num_parts: int | None) -> tuple[Any, list[Any], Any]:
-    """State, what the steps returned, and the number of parts that was found."""
+    """Return the state, the results of the steps, and the number of parts."""
     model = make_dlrm(seed=3)
     plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
     model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))

@@ -1,4 +1,4 @@
-"""What programs do to a module: the sharded one follows, or refuses by name."""
+"""Operations on modules: sharded modules behave like unsharded ones, or raise an error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tables_end_with_their_module() -> None:
 # ---- which modules are sharded -------------------------------------------------------------------
 
 class Named(torchrec.EmbeddingBagCollection):  # type: ignore[misc]
-    """A collection under another name."""
+    """A subclass that overrides nothing."""
 
 
 class Doubling(torchrec.EmbeddingBagCollection):  # type: ignore[misc]
@@ -154,7 +154,7 @@ def test_tables_of_a_collection_look_like_modules_of_their_own() -> None:
     lambda m: setattr(m, "embedding_bags", nn.ModuleDict())])
 def test_tables_of_a_collection_stay_in_it(change: Callable[[Any], Any]) -> None:
     model = shard(collection())
-    with pytest.raises(InvalidInputError, match="cannot replace a part of a sharded module"):
+    with pytest.raises(InvalidInputError, match="cannot replace a parameter or child"):
         change(model)
     assert sorted(model.embedding_bags) == ["a", "b"]
 

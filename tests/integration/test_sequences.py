@@ -1,4 +1,4 @@
-"""Unpooled lookups under every plan and in pipelines; their numbers: tests/programs."""
+"""Unpooled lookups under every plan and in pipelines; tests/programs checks their values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_plans_are_bitwise_equal(world_size: int) -> None:
 
 
 def _trained(apart: bool, gradients: str) -> dict[str, torch.Tensor]:
-    """Tables after three steps whose gradients come apart, by feature, or as one."""
+    """Return the tables after three steps with one gradient tensor per feature, or a single one."""
     torch.manual_seed(1)
     model = oper.shard(collection(), optimizer=oper.Adam(lr=0.1))
     names = list(model(random_kjt(ROWS, 3, 0)))
@@ -91,7 +91,7 @@ def test_gradients_by_feature_have_the_bits_of_one_gradient(gradients: str) -> N
 
 
 def test_lengths_ids_and_errors_by_feature() -> None:
-    """In the order of the collection, of keys in another order and of one that nobody asks for."""
+    """Keys in the collection's order, in another order, and with one that is not looked up."""
     model = oper.shard(EmbeddingCollection(collection().embedding_configs(), need_indices=True),
                        optimizer=oper.SGD(lr=0.1))
     features = random_kjt(ROWS, 6, 4)
@@ -141,7 +141,7 @@ def make_batch(seed: int, batch_size: int) -> Any:
 
 
 def batches_of(rank: int, steps: int) -> list[Any]:
-    """Unequal batches; rank 1 has an empty one."""
+    """Batch sizes differ between ranks, and rank 1 has an empty batch."""
     return [make_batch(100 * rank + s, (7, 4, 11, 2)[(rank + s) % 4] if (rank, s) != (1, 2) else 0)
             for s in range(steps)]
 

@@ -1,4 +1,4 @@
-"""How many functions of ours a batch passes through, from the module to the kernels and back."""
+"""Number of OPER's Python calls per batch, in forward and backward pass."""
 
 from __future__ import annotations
 

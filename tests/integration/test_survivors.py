@@ -1,4 +1,4 @@
-"""What survivors save when a rank has ended: one step, or nothing."""
+"""After a rank has exited, the surviving ranks save a consistent step, or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host
 
 def _dies(rank: int, world_size: int, plan: int, folder: str, point: str, occasion: int
           ) -> dict[str, Any]:
-    """Rank 1 is killed at a point of step 2; what the others say."""
+    """Kill rank 1 at a point of step 2; return the outputs of the other ranks."""
     model = sharded(world_size, plan)
     survivors = Survivors(model, fused(model))
     for step in range(2):
@@ -84,7 +84,7 @@ def test_survivors_save_one_step_or_nothing(world_size: int, point: str, occasio
 
 
 def _stalls(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Rank 1 sleeps past the deadline of step 2; what both say, the sleeper once it is awake."""
+    """Rank 1 sleeps past the deadline in step 2; return the outputs of both ranks."""
     model = sharded(world_size, 101)
     survivors = Survivors(model, fused(model))
     train(model, rank, world_size, range(2))

@@ -1,4 +1,4 @@
-"""A table as a tensor: reads and writes reach the rows, or are refused by name."""
+"""A table as a tensor: reads and writes apply to the rows, or raise an error naming the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.programs.weights import WRITES
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_reach_the_rows(name: str) -> None:
-    """All that the random programs choose from, of which a few of them hold each."""
+    """All in-place operations from which random programs (tests/programs) draw."""
     want, sharded = bag(), shard(bag())
     values = torch.arange(40.0).view(10, 4)
     for module in (want, sharded):
@@ -132,7 +132,7 @@ def test_strides_of_a_row_slice_count_from_the_table() -> None:
 
 
 def test_values_that_need_a_gradient_are_not_written() -> None:
-    """They would make the rows a part of a graph."""
+    """Autograd would have to record such writes."""
     sharded = shard(bag()).requires_grad_(False)
     before = rows(sharded)
     with pytest.raises(InvalidInputError, match="cannot write to table"):

@@ -1,4 +1,4 @@
-"""Calls of ``nn.EmbeddingBag`` and ``nn.Embedding``. Their numbers: tests/programs."""
+"""Calls of sharded ``nn.EmbeddingBag`` and ``nn.Embedding``; tests/programs checks their values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_calls_that_torch_would_refuse() -> None:
 
 
 class CountsWaits(TorchDispatchMode):
-    """Counts torch operators that make a program wait for a device."""
+    """Counts torch operators that synchronize with a device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "bincount", "repeat_interleave", "is_nonzero")
 
@@ -87,7 +87,7 @@ class CountsWaits(TorchDispatchMode):
 
 
 def test_padding_waits_for_a_device_once() -> None:
-    """For the number of ids that are left, with weights as well."""
+    """Once for the number of remaining ids, with and without weights."""
     bag = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
     rows = shard(nn.Embedding(40, 12, padding_idx=0))
     calls = [lambda: bag(ids(30), torch.tensor([0, 4, 4, 29])),
@@ -103,7 +103,7 @@ def test_padding_waits_for_a_device_once() -> None:
     oper.RowWiseAdagrad(lr=0.1, eps=1e-8), oper.RowWiseAdagrad(lr=0.1, weight_decay=0.5),
     oper.Adam(lr=0.1, weight_decay=0.5)], ids=str)
 def test_padding_rows_keep_weight_and_state(optimizer: Any) -> None:
-    """Also under weight decay, which other looked-up rows feel."""
+    """Also with weight decay, which changes other looked-up rows."""
     for module in (nn.Embedding(40, 8, padding_idx=3), nn.EmbeddingBag(40, 8, padding_idx=3)):
         sharded = shard(module, optimizer=optimizer)
         sharded(torch.tensor([[3, 1, 3], [3, 3, 2]])).sum().backward()

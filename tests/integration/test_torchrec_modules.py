@@ -1,4 +1,4 @@
-"""A sharded ``EmbeddingBagCollection`` in one process: the unsharded one's face and numbers."""
+"""A sharded ``EmbeddingBagCollection`` has the interface and results of the unsharded one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard(collection: Any, kind: str = "striped", **fields: Any) -> Any:
 
 def on_ranks(world_size: int, make: Any, body: Any, kind: str = "striped", **fields: Any
              ) -> list[Any]:
-    """`body(sharded, group)` on virtual ranks, each with its own copy of `make()`."""
+    """Run `body(sharded, group)` on virtual ranks, each with its own copy of `make()`."""
     base = make()
     models = copies(base, world_size)
     fields = {"optimizer": OPTIMIZER, "plan": plan_for(base, world_size, kind)} | fields
@@ -183,7 +183,7 @@ def test_a_variable_batch_needs_its_inverse() -> None:
 
 
 def test_a_sample_cannot_have_a_bag_that_its_feature_has_not() -> None:
-    """Although another feature has as many; in a compiled graph, too."""
+    """Even if another feature has that many bags, and in a compiled graph."""
     sharded = oper.shard(EmbeddingBagCollection(tables=[EmbeddingBagConfig(
         num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])]),
         optimizer=oper.SGD())

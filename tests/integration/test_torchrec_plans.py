@@ -1,4 +1,4 @@
-"""TorchRec plans: export, import, OPER as its planner in real processes, its planner as a peer."""
+"""TorchRec plans: export, import, OPER as TorchRec's planner, and plans of TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def specs() -> list[TableSpec]:
 
 
 def plan_of(tiers: dict[int, Any], world_size: int = 4, **fields: Any) -> Plan:
-    """All tables whole on rank 0, except those given by tiers or by pieces."""
+    """Return a plan with all tables on rank 0, except those given by tiers or pieces."""
     entries = []
     for k, spec in enumerate(specs()):
         mine = tiers.get(k, (Tier(0, spec.num_rows, "owned", (0,)),))

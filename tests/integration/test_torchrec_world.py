@@ -105,7 +105,7 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
 
 
 def _watch(tables: Any) -> tuple[list[int], list[bool]]:
-    """Steps made when each batch's ids were given to the thread; whether its lookup used that."""
+    """Per batch: steps made when its ids were prefetched, and whether its lookup used them."""
     from oper.integration.ahead import Ahead
 
     begun: list[int] = []
@@ -138,7 +138,7 @@ def test_distributed_model_parallel_and_its_pipelines() -> None:
 
 
 def _announced(rank: int, world_size: int) -> None:
-    """Plain DDP with `prefetch`, moving to another plan on the way, against the same without."""
+    """DDP with `prefetch` and a migration gives the same results as without `prefetch`."""
     batches = [make_batch(100 * rank + s, 40) for s in range(STEPS)]
     found = []
     for ahead in (False, True):
@@ -197,7 +197,7 @@ def test_announced_batches_that_never_come_are_forgotten() -> None:
 
 
 def _states(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
-    """Tables on meta; the state of a trained model, straight into another plan."""
+    """Tables on the meta device load the state of a trained model under another plan."""
     from torch.distributed.tensor import DTensor
 
     model = _shard(make_dlrm(seed=3), world_size, "mixed0")

@@ -124,7 +124,7 @@ def test_second_derivatives_through_a_lookup_are_refused() -> None:
 
 
 def test_weights_other_than_those_announced() -> None:
-    """The ids of a batch do not tell what the batch is."""
+    """Batches with the same ids may have different weights."""
     model = shard(collection(("a",), is_weighted=True))
     ids, lengths = torch.tensor([1, 2]), torch.tensor([2])
     old = KJT(["f_a"], ids, torch.tensor([1.0, 1.0]), lengths)

@@ -1,4 +1,4 @@
-"""The batcher: exact, in order of arrival, bounded; failures stay where they belong."""
+"""The batcher: exact scores, order of arrival, bounded queue, isolated failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve_support import SIGNATURE, Sums, expected, random_request
 
 
 class Noting(Sums):
-    """Notes the sizes of its batches."""
+    """Records the sizes of its batches."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__(seconds)
@@ -105,7 +105,7 @@ def test_expired_requests_are_not_scored(parts: tuple[Noting, Batcher]) -> None:
 
 
 def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
-    """What a sample takes is measured; two requests together would be too late for the first."""
+    """The time per sample is measured; a batch of both requests would miss the first deadline."""
     model = Noting(0.05)
     batcher = Batcher(model, BatchOptions(max_samples=64))
     submit(batcher, many(1))

@@ -64,7 +64,7 @@ def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
 
 
 def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -> None:
-    """Heads without an end, trailers without an end, a byte now and then: none may go on."""
+    """Endless heads, endless trailers and slow bytes are all cut off."""
     start = b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
 
     def is_cut(connection: socket.socket, first: bytes, again: bytes, times: int) -> bool:
@@ -103,7 +103,7 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
 
 
 def talk(server: Server, data: bytes) -> bytes:
-    """All that the server answers until it closes the connection."""
+    """Return everything that the server sends until it closes the connection."""
     with connect(server) as connection:
         connection.sendall(data)
         parts = []
@@ -119,7 +119,7 @@ def message(sample: int, more: str = "") -> bytes:
 
 
 def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -> None:
-    """Also those that are answered at once, behind others that have to be scored."""
+    """Even if a request that is answered immediately follows requests that are scored."""
     live = b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
     whole = b"".join(message(k) + live for k in range(40))
     found = talk(server, whole + b"HEAD /nowhere?x=1 HTTP/1.1\r\nconnection: close\r\n\r\n")
@@ -160,7 +160,7 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
 
 
 def test_a_client_that_reads_no_answers_is_let_go(server: Server, client: Client) -> None:
-    """Neither are its answers kept for ever, nor its requests read on."""
+    """Its answers are not buffered forever, and its further requests are not read."""
     host, port = server.address.split(":")
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Requests: what is refused, joining, and the bytes on the wire."""
+"""Requests: validation, joining, and encoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_scores_come_back() -> None:
 
 
 def with_user(request: Request, shared: tuple[int, ...]) -> Request:
-    """The request, the first sample's bags of these features being those of all."""
+    """Return the request with the first sample's bags of these features shared by all samples."""
     lengths = request.lengths.copy()
     lengths[list(shared), 1:] = 0
     parts = np.split(request.ids, np.cumsum(request.lengths.sum(axis=1))[:-1])
@@ -108,7 +108,7 @@ def test_features_may_come_in_any_order_and_be_left_out() -> None:
 
 
 def as_json(**changes: object) -> bytes:
-    """A request of one sample with its numbers in the header."""
+    """Return a request of one sample with its tensors in the JSON header."""
     tensors = {"dense": ("FP32", [1, 2], [[0.5, 1]]), "lengths": ("INT32", [3, 1], [1, 0, 2]),
                "ids": ("INT64", [3], [99, 0, 6])}
     return json.dumps({"inputs": [

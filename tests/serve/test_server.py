@@ -1,4 +1,4 @@
-"""The server as a whole: life cycle, bad requests, drain, a worker's death, metrics."""
+"""The entire server: life cycle, invalid requests, draining, failing workers, metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def test_metrics_count_every_worker(server: Server) -> None:
-    """First of all: rows are counted twice a second, so that those of a test before might count."""
+    """Runs first: rows are counted twice a second, so rows of an earlier test might be included."""
     with Client(server.address) as client:
         before = client.metrics()
         for _ in range(6):  # one connection per request: both workers have their share
@@ -140,7 +140,7 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
 
 
 def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
-    """Good ones flow all the time, in the batches that bad ones would have met."""
+    """Valid requests are sent all the time and could be in the same batches as invalid ones."""
     stop, wrong = threading.Event(), []
 
     def good(seed: int) -> None:
@@ -205,7 +205,7 @@ def test_health_and_metadata(server: Server, client: Client) -> None:
         "/metrics", "/v2", "/v2/models/sums", "/v2/models/sums/ready", "/v2/health/live",
         "/v2/health/ready"))])
 def test_other_methods_are_refused(server: Server, path: str, allowed: str) -> None:
-    """As RFC 9110 has it: 405, and which methods there are."""
+    """As RFC 9110 requires: status 405 and the allowed methods."""
     host, port = server.address.split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "POST", "GET", "HEAD"):
@@ -368,7 +368,7 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
-    """As from a terminal or a service manager: workers that are being made get it, too."""
+    """As from a terminal or a service manager: starting workers receive the signal, too."""
     with serving("tests.serve_support:Sums", folder=tmp_path, env={"TMPDIR": str(tmp_path)},
                  start_new_session=True) as process:
         threads = Path(f"/proc/{process.pid}/task")
@@ -383,7 +383,7 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
 
 
 def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
-    """An exception from the handler could leave the supervising thread and the command running."""
+    """An exception from the handler could leave the supervisor's thread running."""
     signals, server = Signals(), Server(Sums(), ServeOptions(port=0, workers=1))
     signals.stop, before = True, threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -393,7 +393,7 @@ def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
 
 
 def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python waits for it at its end."""
+    """Python waits for the supervisor's thread at exit."""
     start, before = threading.Thread.start, threading.active_count()
 
     def interrupted(thread: threading.Thread) -> None:
@@ -417,7 +417,7 @@ def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.Mon
 def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a traceback of each worker, and none is started."""
+    """One error instead of a traceback of every worker, and no worker is started."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve", model, "--port", "0", "--workers", "1"]) == 1
     out, err = capsys.readouterr()
@@ -436,7 +436,7 @@ def test_what_only_folders_take_is_refused_for_functions(
 
 
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
-    """Nobody reads where it serves: it does not serve on for ever, without anyone to stop it."""
+    """If its address cannot be printed, the server stops instead of running unnoticed."""
     with serving("tests.serve_support:Sums", "--workers", "1", folder=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -477,7 +477,7 @@ def test_what_cannot_be_followed_is_one_error(tmp_path: Path, capsys: pytest.Cap
 
 
 class Unloadable(Sums):
-    """Fails in the worker."""
+    """Raises an error when a worker unpickles it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         raise OperError("cannot be loaded")
@@ -497,7 +497,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 def test_of_two_servers_that_start_at_once_one_says_why_not() -> None:
-    """Both bind the port while their workers start; one of them gets it."""
+    """Both bind the port while their workers start; only one can listen on it."""
     port = free_port()
 
     def start(_: int) -> Server | OperError:

@@ -1,4 +1,4 @@
-"""Configuration: defaults < file < flags; one clear error for what is wrong."""
+"""Configuration: flags override the file, which overrides defaults; one error per mistake."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
     ({"optimizer.dense_lr": float("nan")}, "finite"),
     ({"optimizer.tables_lr": -1.0}, ">= 0"),
     ({"sharding": "both"}, "'oper', 'none', 'torchrec'"),
-    ({"sharding": "none", "stats": "s"}, "nothing with sharding"),
+    ({"sharding": "none", "stats": "s"}, "'' with sharding"),
     ({"sharding": "none", "tables_on": "meta"}, "cpu"),
     ({"guard": "on"}, "'off', 'stop', 'skip'"),
     ({"guard": "stop", "sharding": "torchrec"}, "'off' with sharding"),
-    ({"trace": "t.json", "sharding": "none"}, "nothing with sharding"),
-    ({"trace_steps": "3-5"}, "nothing without trace"),
+    ({"trace": "t.json", "sharding": "none"}, "'' with sharding"),
+    ({"trace_steps": "3-5"}, "'' without trace"),
     ({"trace": "t.json", "trace_steps": "5"}, "A-B"),
     ({"trace": "t.json", "trace_steps": "0-5"}, "A-B"),
     ({"trace": "t.json", "trace_steps": "5-3"}, "A <= B"),

@@ -36,7 +36,7 @@ PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """A preprocessed log of raw ids, with its statistics beside it."""
+    """A preprocessed log of raw ids, and its statistics."""
     root: Path = tmp_path_factory.mktemp("raw")
     log = write_synthetic_log(root / "log.txt", SyntheticLog(
         6_000, 3, tuple(5 + 20 * k for k in range(26)), effect=2.5))
@@ -74,7 +74,7 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
 
 def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tmp_path: Path
                                                                ) -> None:
-    """From its state and from its checkpoint alone, and over HTTP as in one's own program."""
+    """From its state or only its checkpoint, over HTTP and in the same process."""
     run = tmp_path / "run"
     flags = {"dynamic.admit_after": 2, "dynamic.time_to_live": 9, "max_steps": 12}
     trained = config(raw, run, checkpoint_every=12, **flags)
@@ -146,7 +146,7 @@ def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: 
 
 
 def test_tables_have_rows_of_their_own(raw: Prepared, tmp_path: Path) -> None:
-    """Fewer rows than keys: evictions; the table does about what its statistics foresee."""
+    """With fewer rows than keys, the table fills up and evicts, as its statistics predict."""
     run = config(raw, tmp_path, **{"dynamic.tables.C26": 101, "max_steps": 20})
     train(run, show_progress=False)
     state = load_state(tmp_path / "state.pt")
@@ -194,7 +194,7 @@ def test_refused_data(raw: Prepared, tmp_path: Path) -> None:
 
 
 def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
-    """As where a column's ids are texts on one day and numbers on the other."""
+    """As if a column has strings on one day and numbers on the other."""
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
     shutil.copytree(raw.folder, tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Runs that go on: after kills, under torchrun, on another number of ranks."""
+"""Resuming runs: after kills, under torchrun, on another number of ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_same_state(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run on two ranks; its last checkpoint is of step 28."""
+    """An uninterrupted run on two ranks; its last checkpoint is of step 28."""
     out: Path = tmp_path_factory.mktemp("runs") / "calm"
     run_ranks(words(prepared, out, stats=prepared.stats, **FLAGS))
     return out
@@ -72,7 +72,7 @@ def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
 def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dropout, candidates, schedules and multipliers after a crash are those without one."""
+    """Dropout, candidates, schedules and multipliers after a crash equal those without a crash."""
     flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
     runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
             for name in ("calm", "crashed")}
@@ -104,7 +104,7 @@ def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:
 
 def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm: Path,
                                                         tmp_path: Path) -> None:
-    """One of two ranks is killed; the restarted run ends with the weights of a calm one."""
+    """One of two ranks is killed; the restarted run ends with an uninterrupted run's weights."""
     out, program = tmp_path / "killed", tmp_path / "program.py"
     program.write_text(KILLED)
     run = subprocess.run(
@@ -120,7 +120,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm
 
 
 def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_path: Path) -> None:
-    """Two ranks' checkpoint on one: the same samples in every step, numbers up to rounding."""
+    """One rank resumes two ranks' run: same samples per step, results equal up to rounding."""
     out = tmp_path / "one"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats}
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_pat
 
 def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, calm: Path,
                                                          tmp_path: Path) -> None:
-    """Else a crash before its first checkpoint would make it go on from another run."""
+    """Otherwise, after a crash before its first checkpoint, a run would resume from another run."""
     out = tmp_path / "new"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
@@ -146,7 +146,7 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
 
 def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp_path: Path
                                                          ) -> None:
-    """While the first one runs, --force and --resume included; not when it has been killed."""
+    """A second run is refused while the first is running, even with --force or --resume."""
     out = tmp_path / "run"
     again = words(prepared, out, stats=prepared.stats, **FLAGS | {"max_steps": 2})
     first, = start_ranks(words(prepared, out, stats=prepared.stats, epochs=10_000), 1)
@@ -176,7 +176,7 @@ def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp
 
 def test_a_resumed_run_shows_the_speed_of_its_own_steps(
         prepared: Prepared, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps before the crash are where the bar begins, and no steps of this run."""
+    """The bar starts at the steps before the crash, which do not count in the speed."""
     out = tmp_path / "again"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats, "batch_size": 128}
@@ -218,5 +218,5 @@ def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> No
                      "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
     train(config(prepared, tmp_path / "second", **still), show_progress=False)
     assert_same_state(tmp_path / "second", tmp_path / "first")
-    with pytest.raises(InvalidInputError, match="another folder than out"):
+    with pytest.raises(InvalidInputError, match="a folder other than out"):
         config(prepared, tmp_path / "first", **still)

@@ -26,7 +26,7 @@ SERVER = ("--json", "--workers", "1")
 
 
 def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray]:
-    """A batch that training has not seen, and the trained model's own scores of it."""
+    """Return a validation batch and the trained model's scores of it."""
     trained = config(prepared, run)
     folder = Folder.open(trained.data)
     model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=9)

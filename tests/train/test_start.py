@@ -1,4 +1,4 @@
-"""Runs that start from others whose data number their rows differently."""
+"""Runs that start from another run whose data have another numbering of rows."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def on(days: Path, name: str) -> Prepared:
 
 @pytest.fixture(scope="module")
 def first(days: Path) -> Path:
-    """A run on day 0."""
+    """Return a run on day 0."""
     train(config(on(days, "day0"), days / "first", **FLAGS), show_progress=False)
     return days / "first"
 
 
 def test_one_command_goes_on_with_renumbered_rows(days: Path, first: Path, tmp_path: Path) -> None:
-    """Numbers are those of a run on rows that were never renumbered."""
+    """Results equal those of a run whose rows were never renumbered."""
     flags: dict[str, Any] = FLAGS | {"start": str(first)}
     train(config(on(days, "old1"), tmp_path / "plain", **flags), show_progress=False)
     done = run_oper(*words(on(days, "new1"), tmp_path / "moved", stats=days / "new1.stats",

@@ -60,7 +60,7 @@ def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[t
 
 
 def run_ranks(arguments: list[str], world_size: int = 2) -> list[tuple[str, str]]:
-    """What the ranks of a run that must succeed print, by rank."""
+    """Return the outputs by rank of a run that must succeed."""
     ranks = start_ranks(arguments, world_size)
     texts = finish(ranks)
     assert [p.returncode for p in ranks] == [0] * world_size, texts
@@ -68,7 +68,7 @@ def run_ranks(arguments: list[str], world_size: int = 2) -> list[tuple[str, str]
 
 
 def validate_unsharded(trained: TrainConfig) -> dict[str, Any]:
-    """Load a saved state into the unsharded model and validate that."""
+    """Load a saved state into the unsharded model and validate the model."""
     folder = Folder.open(trained.data)
     model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=99)
     model.load_state_dict(load_state(Path(trained.out) / "state.pt"), strict=True)
@@ -107,7 +107,7 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
 @pytest.mark.parametrize(("sharding", "cross_layers"), [("oper", 0), ("oper", 2), ("torchrec", 0)])
 def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str, cross_layers: int
                        ) -> None:
-    """The same samples per step as one process, the state loads into the unsharded model."""
+    """Same samples per step as in one process; the unsharded model can load the state."""
     extra = {"stats": prepared.stats} if sharding == "oper" else {}
     layers = {"model.cross_layers": cross_layers, "model.cross_rank": 4}
     two = {"batch_size": 128, "sharding": sharding} | layers | extra

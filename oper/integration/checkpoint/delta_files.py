@@ -1,10 +1,10 @@
 """The files of delta checkpoints: the rows that each rank has changed since the previous delta.
 
-The deltas of a checkpoint ``F`` are ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE`` identifies F
-by the checksum of its file of checksums, so that deltas of another checkpoint are not taken for
-F's; numbers count from 0. A rank's last part is marked as such, and a delta is complete when all
-ranks have written theirs, so that no rank waits for another. Every array of a file has a CRC-32,
-see `oper.support.files`.
+The deltas of a checkpoint ``F`` are in ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE``
+identifies F by the checksum of its file of checksums, so that deltas of different checkpoints are
+not mixed up. Deltas and parts are numbered from 0. The metadata of a rank's last part mark it as
+the last, and a delta is complete when the last parts of all ranks exist, so that ranks need not
+wait for each other. Every array of a file has a CRC-32, see `oper.support.files`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """One delta, of which some ranks may not have written all parts.
+    """One delta, possibly incomplete.
 
     Attributes:
-        number: its position in the chain, from 0.
-        step: the step that it holds, as numbered by the user.
-        since: the step that it continues.
-        world_size: number of ranks that write it; 0 = not known yet.
-        files: by rank, the parts in order; only ranks that have written all of them.
+        number: position in the chain, from 0.
+        step: number of the training step that it contains, as passed to `DeltaCheckpoints.save`;
+            -1 = unknown.
+        since: number of the step that it continues; -1 = unknown.
+        world_size: number of ranks that write it; 0 = unknown.
+        files: maps ranks that have written all parts to these parts in order.
     """
 
     number: int
@@ -53,7 +54,7 @@ class Delta:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks have written all of it."""
+        """Whether all ranks have written all of their parts."""
         return self.world_size > 0 and len(self.files) == self.world_size
 
     @property
@@ -63,40 +64,40 @@ class Delta:
 
 
 def base_of(checkpoint: Path) -> str:
-    """An identifier of a checkpoint: CRC-32 and size of its checksums, or else its description."""
+    """Identify a checkpoint by CRC-32 and size of its file of checksums, or else of metadata."""
     name = CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA
     size, crc = sum_of(checkpoint / name)
     return f"{crc:08x}-{size}"
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """The folder of a checkpoint's deltas."""
+    """Return the folder of a checkpoint's deltas."""
     return checkpoint.with_name(checkpoint.name + ".deltas")
 
 
 def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
                meta: dict[str, Any]) -> int:
-    """Write one part, whole or not at all; returns its size in bytes."""
+    """Write one part atomically and return its size in bytes."""
     path = folder / f"rank-{where['rank']:05d}-{where['part']:05d}.npz"
     write_arrays(path, KIND, VERSION, arrays, {**meta, **where}, uncached=True)
     return path.stat().st_size
 
 
 def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and description of a part; raises FileFormatError if it is damaged or another file."""
+    """Return a part's arrays and metadata; FileFormatError if it is damaged or no such part."""
     arrays, meta = read_arrays(path, KIND, VERSION)
     return arrays, _checked(path, meta)
 
 
 def open_part(path: Path) -> ArrayFile:
-    """A part, whose arrays are read one by one; raises as `read_part`."""
+    """Open a part to read its arrays one by one; raises the errors of `read_part`."""
     file = ArrayFile(path, KIND, VERSION)
     _checked(path, file.meta)
     return file
 
 
 def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """`meta` if it describes the part at `path`; raises FileFormatError otherwise."""
+    """Return `meta` if it describes the part at `path`, else raise FileFormatError."""
     numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
@@ -107,11 +108,11 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def find(checkpoint: Path, place: Path) -> list[Delta]:
-    """The deltas of a checkpoint in order: complete ones, then at most one incomplete one.
+    """Return the deltas of a checkpoint in order: complete ones, then at most one incomplete one.
 
     Args:
-        checkpoint: the folder that is loaded: `place`, or after a crash the one kept beside it.
-        place: the folder that checkpoints are saved to; the deltas are beside it.
+        checkpoint: the folder to load: `place`, or after a crash the previous checkpoint's.
+        place: the folder to which checkpoints are saved; the folder of deltas is next to it.
     """
     found: list[Delta] = []
     folder = folder_of(place) / base_of(checkpoint)
@@ -123,10 +124,10 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
 
 
 def look(folder: Path, number: int) -> Delta:
-    """Delta `number` as far as it is in its folder, by the descriptions of its parts.
+    """Return delta `number` with the parts that exist in `folder`, from the parts' metadata.
 
     Raises:
-        FileFormatError: a description is damaged, or two of them contradict each other.
+        FileFormatError: the metadata of a part are damaged or contradict another part's.
     """
     parts: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
@@ -156,17 +157,17 @@ def look(folder: Path, number: int) -> Delta:
 
 
 def check(deltas: list[Delta], turn: int, turns: int) -> None:
-    """Read every `turns`-th file, from number `turn` on; raises FileFormatError on damage."""
+    """Verify every `turns`-th file from file `turn` on; FileFormatError if one is damaged."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
     for path in files[turn::turns]:
         read_part(path)
 
 
-# ---- their content -------------------------------------------------------------------------------
+# ---- contents of the files -----------------------------------------------------------------------
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Paths and values of nested dicts and lists, without rows of tables."""
+    """Yield (path, value) of all values in nested dicts and lists, except `TableRows`."""
     items = value.items() if isinstance(value, dict) else (
         enumerate(value) if isinstance(value, list) else None)
     if items is not None:
@@ -177,10 +178,10 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def check_readable(what: str, state: dict[str, Any]) -> None:
-    """Raise InvalidInputError for a value that could be saved but not loaded again.
+    """Raise InvalidInputError, starting with `what`, for a value that could not be loaded again.
 
-    Only tensors and plain values are unpickled. A NumPy number, a path or an object of any other
-    class would replace a good checkpoint by one that cannot be loaded.
+    Loading unpickles only tensors and plain values. Objects of other classes, such as NumPy numbers
+    or paths, could be saved, but the checkpoint could not be loaded.
     """
     for path, value in leaves(state):
         if isinstance(value, torch.Tensor) or _is_plain(value):
@@ -190,7 +191,7 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
             torch.save(value, data)
             data.seek(0)
             torch.load(data, weights_only=True)
-        except Exception:  # torch and pickle raise many kinds
+        except Exception:  # torch and pickle raise various classes
             raise InvalidInputError(
                 what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
                 f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
@@ -202,28 +203,35 @@ def _is_plain(value: Any) -> bool:
 
 
 def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Copy everything in a state but the rows of tables, for `pack_state`: the leaves' ``paths``
-    and ``values``, and ``extra``."""
+    """Copy the values of a state, except `TableRows`, for `pack_state`.
+
+    Returns:
+        ``paths`` and ``values`` as `leaves` yields them, and ``extra``.
+    """
     found = list(leaves(state))
     return {"paths": [list(p) for p, _ in found], "values": [_copied(v) for _, v in found],
             "extra": _copied(extra)}
 
 
 def _copied(value: Any) -> Any:
-    """A copy of nested dicts and lists that owns its tensors."""
+    """Return a deep copy of nested dicts and lists, with tensors detached."""
     return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor)
                     else copy.deepcopy(x), value)
 
 
 def pack_state(copied: dict[str, Any]) -> np.ndarray:
-    """The result of `copy_state` in serialised form, uint8 [n]."""
+    """Serialise the result of `copy_state`; uint8 [n]."""
     data = io.BytesIO()
     torch.save(copied, data)
     return np.frombuffer(data.getbuffer(), np.uint8)
 
 
 def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
-    """Put a packed state back into a state of the same structure; returns its ``extra``."""
+    """Replace the values in `state` by those of a packed state; return its ``extra``.
+
+    Raises:
+        FileFormatError: the packed state is damaged or of another model.
+    """
     try:
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
         for path, value in zip(found["paths"], found["values"], strict=True):
@@ -242,13 +250,17 @@ def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """Rows as a NumPy array; bfloat16, which NumPy lacks, as int16 of the same bits."""
+    """Return rows as a NumPy array; bfloat16, which NumPy lacks, becomes int16 of the same bits."""
     return rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
 
 
 def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
              ) -> None:
-    """Write the rows of a part to the tables; every rank takes those that it owns."""
+    """Write the rows of a part that this rank owns to `tables`.
+
+    Raises:
+        FileFormatError: the part does not fit the tables.
+    """
     for k, item in enumerate(meta["items"]):
         what = "cannot load a delta checkpoint"
         try:

@@ -1,9 +1,9 @@
 """Delta checkpoints: the rows that training has changed since the previous checkpoint or delta.
 
-The owner of a row marks it when it updates it. A delta copies the marked rows and their optimizer
-states into memory, which is all that the training loop waits for; a thread writes them to disk.
-Each delta continues the one before it. A checkpoint together with its deltas restores one step of
-the run: the latest one of which every rank has written its part.
+The owner of a row marks it when updating it. The training loop waits only while the marked rows and
+their optimizer states are copied to buffers; a thread writes these to disk. Each delta continues
+the previous one. A checkpoint and its deltas restore the latest step whose delta all ranks have
+written.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 
 MEMORY_BYTES = 256 << 20
-# Of the writing thread: on a machine whose cores are all busy it writes while ranks wait for each
-# other. A rank that waits for it sleeps, which leaves it the core.
+# Priority of the writing thread: on a fully loaded machine, it runs while ranks wait for each
+# other. Waiting for the thread itself cannot starve it, because the waiting rank sleeps.
 _NICE = 19
 _WHAT = "cannot save a delta checkpoint"
 
 
 class DeltaCheckpoints:
-    """Saves whole checkpoints in a folder, and the deltas between them in a folder beside it.
+    """Saves full checkpoints in a folder, and deltas in a second folder next to it.
 
     Args:
-        folder, model, optimizer: as for `oper.save_checkpoint`. Everything beside the tables'
-            rows is saved by rank 0, with rank 0's values.
-        memory_bytes: memory for copies of rows that wait to be written, on each rank. Saving a
+        folder, model, optimizer: as for `oper.save_checkpoint`. All values other than table rows
+            are saved with rank 0's values.
+        memory_bytes: memory per rank for copies of rows that are still to be written. Saving a
             larger delta waits for the disk.
 
     Attributes:
-        written_bytes: bytes of all deltas that this rank has written so far.
+        written_bytes: bytes of deltas that this rank has written so far.
 
     Raises:
-        InvalidInputError: the model has no sharded tables that are trained in host memory.
+        InvalidInputError: the model has no sharded tables in training, or has tables that are
+            read-only, dynamic or not in host memory; or `memory_bytes` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -85,18 +86,18 @@ class DeltaCheckpoints:
                 t.keys.refuse(_WHAT, "save whole checkpoints")
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
-        self._queue: queue.Queue[Any] = queue.Queue(3)  # beside what is being filled and written
-        self._free: list[torch.Tensor] = []  # memory of parts that have been written
+        self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written
+        self._free: list[torch.Tensor] = []  # buffers of parts that have been written
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
-        self._folder: Path | None = None  # of the deltas of the present checkpoint
+        self._folder: Path | None = None  # for deltas; None = the next save is a full checkpoint
         self._number = self._since = 0
         self.written_bytes = 0
 
     # ---- saving ----------------------------------------------------------------------------------
 
     def save_full(self, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save a whole checkpoint by `oper.save_checkpoint`; removes earlier deltas. Collective.
+        """Save a full checkpoint by `oper.save_checkpoint` and remove earlier deltas. Collective.
 
         Args:
             step, extra: as for `save`.
@@ -106,7 +107,7 @@ class DeltaCheckpoints:
         self._begin(0, step)
 
     def _begin(self, number: int, step: int) -> None:
-        """Continue the present checkpoint with delta `number`, from the present rows on."""
+        """Continue the current checkpoint with delta `number`, relative to the current rows."""
         self._since = step
         ranks = Ranks(self._model, _WHAT, self._place)
         self._folder = folder_of(self._place) / base_of(self._place)
@@ -128,24 +129,26 @@ class DeltaCheckpoints:
             changed.restart()
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save what has changed since the last delta or whole checkpoint, in the background.
+        """Save the changes since the last delta or full checkpoint, in the background.
 
-        All ranks call it after the same step; none waits for another. A whole checkpoint is saved
-        instead if there is none yet, or if rows were changed other than by training.
+        Call it on all ranks after the same step; ranks do not wait for each other. If there is no
+        full checkpoint yet, or rows were changed other than by training, a full checkpoint is saved
+        instead, which is collective.
 
         Args:
-            step: your number of the step, >= 0.
+            step: number of the step, >= 0, chosen by the caller.
             extra: as for `oper.save_checkpoint`.
 
         Raises:
-            OperError: an earlier delta could not be written; save a whole checkpoint.
+            OperError: an earlier delta could not be written; call `save_full`.
         """
         self._raise_problem()
         taken = [c.take() for c in self._changed] if self._folder is not None else [None]
         if any(slots is None for slots in taken):
             self.save_full(step, extra)
             return
-        folder, self._folder = self._folder, None  # the marks are gone: all or nothing
+        # `take` has cleared the marks, so if copying fails, the next save must be a full one.
+        folder, self._folder = self._folder, None
         assert folder is not None
         parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since))
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
@@ -156,12 +159,12 @@ class DeltaCheckpoints:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """This rank and the number of ranks."""
+        """Rank of this process, and the number of ranks."""
         group = self._changed[0].tables.group
         return group.rank, group.world_size
 
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """A copy of everything that is saved beside the tables' rows."""
+        """Copy all values to save other than table rows."""
         with rows_never():
             state, values = state_of(self._model, self._optimizer), dict(extra or {})
             check_readable("cannot save a delta", state | {"extra": values})
@@ -173,14 +176,14 @@ class DeltaCheckpoints:
         return self._part_bytes
 
     def take_memory(self) -> torch.Tensor:
-        """Memory for a part, uint8 [part_bytes]; that of a written part is used again."""
+        """Return a buffer for a part, uint8 [part_bytes], reusing that of a written part."""
         return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
 
     def put(self, memory: torch.Tensor, part: Callable[[], tuple[Any, ...]]) -> None:
         """Queue a part for the writing thread; blocks while three others are queued.
 
         Args:
-            memory: holds the part's rows; from `take_memory`.
+            memory: the buffer from `take_memory` with the part's rows.
             part: called in the writing thread; returns the arguments of `write_part`.
         """
         if self._thread is None:
@@ -189,12 +192,12 @@ class DeltaCheckpoints:
         self._queue.put((memory, part))
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # where the system knows no priorities of threads
+        with contextlib.suppress(OSError):  # not all systems support thread priorities
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (found := self._queue.get()) is not None:
             memory, part = found
             try:
-                if self._problem is None:  # a chain with a gap is of no use
+                if self._problem is None:  # deltas after a missing one could not be loaded
                     self.written_bytes += write_part(*part())
             except BaseException as error:
                 self._problem = error
@@ -204,7 +207,7 @@ class DeltaCheckpoints:
         self._queue.task_done()
 
     def wait(self) -> None:
-        """Wait until all deltas have been written, and forget any failure to write one."""
+        """Wait until all deltas have been written, and clear any error of writing them."""
         self._queue.join()
         self._problem = None
 
@@ -215,12 +218,12 @@ class DeltaCheckpoints:
                 f"{self._problem}; make room and save a whole checkpoint") from self._problem
 
     def flush(self) -> None:
-        """Wait until all deltas have been written; raises OperError when one could not."""
+        """Wait until all deltas have been written; OperError if one could not be written."""
         self._queue.join()
         self._raise_problem()
 
     def close(self) -> None:
-        """Write what is queued and end the thread; raises OperError if a write has failed."""
+        """Write all queued parts and stop the thread; OperError if a write has failed."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -233,20 +236,20 @@ class DeltaCheckpoints:
     # ---- loading ---------------------------------------------------------------------------------
 
     def load(self, newest_rows: bool = False) -> Restored:
-        """Load the checkpoint and its deltas; later deltas continue them. Collective.
+        """Load the checkpoint and its deltas; `save` then continues this chain. Collective.
 
         Args:
-            newest_rows: also load the rows of ranks that had written a later delta than the others.
-                The result may then mix steps, see `Restored.is_exact`.
+            newest_rows: also load rows from a delta that only some ranks have written. The result
+                may then mix steps, see `Restored.is_exact`.
 
         Raises:
-            As `oper.load_checkpoint`.
+            The errors of `oper.load_checkpoint`.
         """
         self.wait()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
         if found.folder == self._place and found.is_exact:
             self._begin(found.num_deltas, found.step)
-        else:  # the chain has come to an end: the next save is whole
+        else:  # this chain cannot be continued, so the next save is a full checkpoint
             self._folder = None
         return found
 
@@ -259,11 +262,9 @@ class DeltaCheckpoints:
 
 
 class _Parts:
-    """Copies of one delta's rows, in parts of bounded size.
-
-    Only what the next step would overwrite is copied here; the writing thread computes ids and
-    serialises the state.
-    """
+    """Copies one delta's rows to parts of bounded size and queues them for writing. Here, only
+    values that the next step may overwrite are copied; the writing thread computes ids and
+    serialises the state."""
 
     def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
         self._owner, self._folder = owner, folder
@@ -277,19 +278,22 @@ class _Parts:
         self._items: list[list[Any]] = []
         self._bytes = 0
         self._memory = owner.take_memory()
-        self._used = 0  # of it
+        self._used = 0  # bytes of `_memory`
 
     def _room(self, count: int, view: torch.Tensor) -> torch.Tensor:
-        """Memory for `count` rows of `view` [n, width]."""
+        """Return memory for `count` rows like those of `view` [n, width]."""
         begin = -(-self._used // 64) * 64
         end = begin + count * view.shape[1] * view.element_size()
-        if end > self._memory.numel():  # a row that is larger than a part, or the last few
+        if end > self._memory.numel():  # a row larger than a part, or no space due to alignment
             return view.new_empty(count, view.shape[1])
         self._used = end
         return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
 
     def add(self, collection: int, changed: ChangedRows, piece: int, slots: np.ndarray) -> None:
-        """Rows and states of a directory's slots uint32 [n] on this rank."""
+        """Copy rows and optimizer states in slots, uint32 [n], of directory `piece` on this rank.
+
+        `collection` is the index of the collection, with which rows are stored.
+        """
         tables = changed.tables
         d = tables.directories[piece]
         names = ["rows", *(part for part, _ in STATE_PARTS[d.table.optimizer])]
@@ -312,7 +316,7 @@ class _Parts:
                 self._put(False)
 
     def end(self, extra: dict[str, Any] | None) -> None:
-        """Queue the last part; on rank 0 it also holds everything beside the rows."""
+        """Queue the last part, which on rank 0 also contains all values other than rows."""
         if self._where["rank"] == 0:
             self._state = self._owner.dense_state(extra)
         self._put(True)
@@ -330,7 +334,7 @@ class _Parts:
 def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
               meta: dict[str, Any], rest: tuple[dict[str, Any], dict[str, Any] | None]
               ) -> tuple[Any, ...]:
-    """The arguments of `write_part`, with ids and the serialised state added."""
+    """Add ids and the serialised state to a part; return the arguments of `write_part`."""
     slots, state = rest
     for name, (d, some) in slots.items():
         arrays[name] = d.ids_at(d.positions_at(where["rank"], some.astype(np.int64))

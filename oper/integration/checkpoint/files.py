@@ -1,8 +1,8 @@
-"""The files of a checkpoint: checksums of all of them, and a reader that executes nothing it reads.
+"""Checksums of a checkpoint's files, and a reader that executes no code from a checkpoint.
 
-``torch.distributed.checkpoint`` keeps the description of a checkpoint as a pickle, and torch does
-not check its archives' checksums. Here the CRC-32 of every file of a checkpoint is kept in an array
-file, and unpickling the description is restricted to the few classes that it needs.
+``torch.distributed.checkpoint`` stores a checkpoint's metadata as a pickle, and torch does not
+verify the checksums in its archives. Here, the CRC-32 of every file of a checkpoint is stored in an
+array file, and unpickling the metadata is restricted to the few required classes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
 KIND, VERSION = "oper-checkpoint", 1
 _BLOCK = 1 << 20
-PIECE_BYTES = 64 << 20  # stored tensors above this come to memory in pieces
+PIECE_BYTES = 64 << 20  # larger stored tensors are read piece by piece
 _MODULES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata",
@@ -46,17 +46,16 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader of checkpoint folders, with a description that is checked and executes
-    nothing.
+    """torch's reader of checkpoint folders, with safe unpickling and validation of the metadata.
 
     For ``torch.distributed.checkpoint.load(storage_reader=...)``, with any planner.
 
-    Rows stored as one large tensor are read in pieces if the planner writes them into tables
-    (`LoadPlanner.takes_pieces`) and the file has them in the layout of memory.
+    A stored tensor of more than `PIECE_BYTES` is read piece by piece if the planner writes it to a
+    table (`LoadPlanner.takes_pieces`) and it is stored contiguously.
     """
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read data as torch's reader does, first what is read in pieces."""
+        """Read large tensors of tables piece by piece, then the rest as torch's reader does."""
         takes = getattr(planner, "takes_pieces", lambda item: False)
         rest = [x for x in plan.items if not (
             x.type == LoadItemType.TENSOR and takes(x)
@@ -66,13 +65,12 @@ class CheckpointReader(FileSystemReader):
         return super().read_data(LoadPlan(rest, plan.storage_data, plan.planner_data), planner)
 
     def _read_in_pieces(self, item: ReadItem, planner: Any) -> bool:
-        """Give a whole stored tensor to the planner, rows after rows; False when it is not stored
-        as contiguous rows."""
+        """Pass a stored tensor to the planner piece by piece; False if it is not contiguous."""
         place = self.storage_data[item.storage_index]
         path = self.fs.concat_path(self.path, place.relative_path)
         file: Any
         with self.fs.create_stream(path, "rb") as file:
-            # Reads the description and notes where the numbers are.
+            # On the meta device, torch reads only the metadata and the offset of the values.
             found = torch.load(self._slice_file(file, place), "meta", weights_only=True)
             at = getattr(found.untyped_storage(), "_checkpoint_offset", None)
             if (at is None or not found.is_contiguous() or found.shape != item.lengths
@@ -99,7 +97,7 @@ class CheckpointReader(FileSystemReader):
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description; raises FileFormatError if it is damaged or not one of a checkpoint."""
+        """Return the metadata; FileFormatError if they are damaged or not a checkpoint's."""
         folder = Path(self.path)
         what = f"cannot read the checkpoint {str(folder)!r}"
         try:
@@ -115,7 +113,7 @@ class CheckpointReader(FileSystemReader):
         except FileNotFoundError as error:
             raise FileFormatError(what, "missing file", error.filename, "a complete folder",
                                   "load another checkpoint") from None
-        except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        except Exception as error:  # unpickling damaged bytes may raise any exception
             raise FileFormatError(what, METADATA, f"{type(error).__name__}: {error}",
                                   "what torch.distributed.checkpoint writes",
                                   "load another checkpoint") from error
@@ -130,12 +128,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse a pickle for which Python's unpickler would allocate more than the file's size.
-
-    The unpickler allocates the memo up to the largest index stored, and every announced size before
-    it reads the data. Iterating over the opcodes compares announced sizes with the bytes present;
-    memo indices must be consecutive, as those of real picklers are.
-    """
+    """Refuse a pickle for which Python's unpickler would allocate more than the file's size. The
+    unpickler allocates its memo up to the largest index, and allocates a declared size before
+    reading the data. Iterating over the opcodes compares declared sizes with the available bytes.
+    The k-th opcode may only store memo indices up to k, which holds for all real picklers."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _FOREIGN_OPCODES or (
                 opcode.name.endswith("PUT") and int(argument or 0) not in range(count + 1)):
@@ -178,22 +174,21 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
-    """Write the file of sizes and checksums, which completes a checkpoint."""
+    """Write the file of sizes and checksums, the last file of a checkpoint."""
     write_arrays(folder / CHECKSUMS, KIND, VERSION, {},
                  {"files": {name: list(pair) for name, pair in sorted(sums.items())}})
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether this can be the name of a file in a checkpoint's folder."""
     return (name not in ("", ".", "..") and "/" not in name and len(name) < 256
             and name.isascii() and name.isprintable())
 
 
 def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
-    """Compare every `turns`-th file of a checkpoint with its checksum, from the `turn`-th on.
+    """Verify the checksum of every `turns`-th file of a checkpoint, starting with file `turn`.
 
-    In a folder without checksums, written by torch alone, the records of its archives are compared
-    with the checksums inside them.
+    In a folder without a file of checksums, written by torch alone, verify the checksums inside
+    torch's archives.
 
     Raises:
         FileFormatError: a file is missing, truncated, damaged or belongs to another checkpoint.
@@ -220,8 +215,8 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
 
 
 class _Part(io.RawIOBase):
-    """`size` bytes of a file from `begin` on, as a file. (torch's own view cannot seek from the
-    end.)"""
+    """A file-like view of `size` bytes of a file from `begin` on. Unlike torch's own view, it can
+    seek from the end."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
         self._file, self._begin, self._size, self._at = file, begin, size, 0
@@ -248,14 +243,13 @@ class _Part(io.RawIOBase):
 
 
 def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = None) -> None:
-    """Compare every record that ``torch.save`` wrote with its CRC-32, which ``torch.load`` does not
-    do.
+    """Verify the CRC-32 of every record of an archive of ``torch.save``; ``torch.load`` does not.
 
     Args:
         file: an open file that contains the archive; readable and seekable.
-        what: how an error begins.
-        begin: the archive's first byte.
-        size: its size in bytes; None = up to the end of the file.
+        what: beginning of error messages.
+        begin: offset of the archive's first byte.
+        size: size of the archive in bytes; None = up to the end of the file.
 
     Raises:
         FileFormatError: a record or the archive's directory is damaged, or it has no checksums.
@@ -278,11 +272,11 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
 
 
 def _check_items(folder: Path, turn: int, turns: int) -> None:
-    """Verify the stored values of a checkpoint without a file of checksums, each an archive."""
+    """Verify the archives, one per stored value, of a checkpoint without a file of checksums."""
     reader = CheckpointReader(folder)
     places = {(x.relative_path, x.offset): x
               for x in reader.read_metadata().storage_data.values()
-              if not x.transform_descriptors}  # compressed by an extension of the user's
+              if not x.transform_descriptors}  # such values are no archives but e.g. compressed
     for key in sorted(places)[turn::turns]:
         with open(folder / key[0], "rb") as file:
             check_archive(file, f"cannot read the checkpoint {str(folder)!r}: {key[0]}",
@@ -297,15 +291,15 @@ def load_archive(path: str | os.PathLike[str], what: str) -> Any:
     Raises:
         FileFormatError: the file was not written by ``torch.save``, or is damaged; the message
             begins with `what`.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         check_archive(file, what)
         try:
-            # This very file, although another one may take its name meanwhile.
+            # Through the descriptor, since the path may have been replaced by another file.
             return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu",
                               weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds for what is not its own
+        except Exception as error:  # torch raises various classes for other files
             raise FileFormatError(
                 what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
                 "tensors and plain values written by torch.save", "write it again") from None

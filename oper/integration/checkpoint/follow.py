@@ -1,8 +1,8 @@
-"""Follows what a training run saves, for a server: whole weights, then the changes of each step.
+"""Finds new full checkpoints and deltas of a training run, for a server.
 
-A whole checkpoint begins a chain, which its deltas continue one by one (see `delta_files`). A delta
-that is missing, doubled, out of order or damaged is refused by name, and nothing after it is taken:
-the next whole checkpoint begins a new chain.
+A full checkpoint begins a chain, which its deltas continue one by one (see `delta_files`). A
+missing, repeated, out-of-order or damaged delta raises an error that names it, and later deltas of
+the chain are ignored; the next full checkpoint begins a new chain.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from oper.support.files import ArrayFile
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one delta changes.
+    """The weights that one delta changes.
 
     Attributes:
-        number, step: its place in the chain; the training step that it holds.
-        time_s: when that step had been made, on the clock of `time.time`.
-        rows: by table, ids int64 [n] and rows float [n, dim]; a delta's are read from its files
-            whenever they are asked for, table by table.
-        dense: weights beside the tables, by ``state_dict`` key.
+        number: position of the delta in the chain, from 0.
+        step: training step that the delta contains.
+        time_s: time at which this step was complete, as `time.time` returns it, in seconds.
+        rows: maps tables to ids int64 [n] and rows [n, dim] in the saved dtype. Every access reads
+            them from the delta's files, one table at a time.
+        dense: weights other than tables, by ``state_dict`` key.
     """
 
     number: int
@@ -50,10 +51,10 @@ class Follower:
     """Follows a training run in a folder.
 
     Args:
-        newest: finds the newest whole weights, a checkpoint's folder or a file; raises
+        newest: returns the newest full weights, a checkpoint's folder or a file; raises
             FileNotFoundError or FileFormatError while there are none.
-        in_service: whether the weights that it finds now are in service, or about to be; if so,
-            there must be some.
+        in_service: whether the server uses, or is about to use, the weights that `newest` returns
+            now; if so, there must be some.
     """
 
     def __init__(self, newest: Callable[[], Path], in_service: bool = True) -> None:
@@ -72,15 +73,15 @@ class Follower:
             base_of(path) if path.is_dir() else "")
 
     def has_whole(self) -> bool:
-        """Whether there are new whole weights, since the start or the last call that found some.
+        """Whether there are new full weights since the start or the last call that returned True.
 
-        The caller publishes them; `changes` then continues from them.
+        After True, publish them; `changes` continues from them.
         """
         try:
             now = self._stamp(self._newest())
         except (FileNotFoundError, FileFormatError):  # being replaced
             return False
-        # A checkpoint's folder is never modified, only replaced.
+        # A checkpoint's folder is never modified, only replaced, so that its inode changes.
         if now == self._seen:
             return False
         self._seen = now
@@ -88,11 +89,11 @@ class Follower:
         return True
 
     def changes(self) -> Iterator[Change]:
-        """The deltas that have become complete since, in order; call `applied` after each.
+        """Yield the deltas that have become complete, in order; call `applied` after each.
 
         Raises:
-            FileFormatError: the chain is broken; raised once, then there are no changes until
-                `has_whole` is true.
+            FileFormatError: the chain is broken; raised once. Afterwards nothing is yielded until
+                `has_whole` has returned True.
         """
         place = self._seen[0]
         if self._refused or place is None or not place.is_dir():
@@ -100,7 +101,7 @@ class Follower:
         try:
             base = base_of(place)
             if base != self._seen[-1]:
-                return  # replaced just now
+                return  # a new checkpoint has just replaced it
             folder = folder_of(place) / base
             while (at := folder / f"{self._next:06d}").is_dir():
                 delta = look(at, self._next)
@@ -117,11 +118,11 @@ class Follower:
             raise
 
     def applied(self, change: Change) -> None:
-        """The weights in service are those of `change` now."""
+        """Record that the server now uses the weights of `change`."""
         self._next, self._step = change.number + 1, change.step
 
     def refuse(self, why: str) -> None:
-        """Take no more changes until there are whole weights."""
+        """Yield no more changes until there are new full weights; `why` must not be empty."""
         self._refused = why
 
     def _check_gap(self, folder: Path) -> None:
@@ -134,7 +135,7 @@ class Follower:
                                   "all of them in order", "wait for the next whole checkpoint")
 
     def _read(self, delta: Delta) -> Change:
-        """The weights of a complete delta, checked."""
+        """Open a complete delta and verify its position in the chain and its dense weights."""
         what = f"cannot follow delta {delta.number:06d}"
         if self._step >= 0 and delta.since != self._step:
             raise FileFormatError(what, "continues step", delta.since,
@@ -152,7 +153,7 @@ class Follower:
                         places.setdefault(table, {}).setdefault(int(column), []).append((file, k))
                 if "state" in file.names:
                     dense |= _dense(file.read("state"))
-                for name in file.names:  # nothing of a delta that is damaged anywhere is served
+                for name in file.names:  # verifies checksums of arrays that are not used, too
                     if not name.endswith((".ids", ".rows", "state")):
                         file.read(name)
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
@@ -164,13 +165,14 @@ class Follower:
 
 
 class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
-    """Rows of a delta by table, in files that stay open: no more than one table's are in memory,
-    unless they are kept. Damaged ones raise FileFormatError, and the chain ends.
+    """Maps tables to a delta's rows, which every access reads from the open files.
+
+    Damaged rows raise FileFormatError and end the chain.
 
     Args:
-        what: what an error begins with.
+        what: beginning of error messages.
         places: by table and first column, the files and the number of the item in each.
-        refuse: called with the text of the error if rows are damaged.
+        refuse: called with the error's text if rows are damaged.
     """
 
     def __init__(self, what: str, places: dict[str, dict[int, list[tuple[ArrayFile, int]]]],
@@ -198,13 +200,13 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
 
 
 def _floats(rows: np.ndarray) -> torch.Tensor:
-    """The rows stored by `delta_files.rows_to_numpy`, as floats."""
+    """Undo `delta_files.rows_to_numpy`."""
     found = torch.from_numpy(rows)
     return found if found.dtype.is_floating_point else found.view(torch.bfloat16)
 
 
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
-    """The model's dense weights from a state packed by `delta_files.pack_state`."""
+    """Return the model's dense weights from a state packed by `delta_files.pack_state`."""
     found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
     return {path[1]: value for path, value in zip(found["paths"], found["values"], strict=True)
             if len(path) == 2 and path[0] == "model" and isinstance(value, torch.Tensor)}
@@ -212,7 +214,7 @@ def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
 
 def _joined(what: str, table: str, pieces: dict[int, list[tuple[np.ndarray, torch.Tensor]]]
             ) -> tuple[np.ndarray, torch.Tensor]:
-    """Rows of all ranks and column pieces as one, ids ascending."""
+    """Join the rows of all ranks and column shards; ids are ascending in the result."""
     first = next(iter(pieces.values()))
     if len(pieces) == len(first) == 1 and bool((np.diff(first[0][0]) > 0).all()):
         return first[0]  # without a copy

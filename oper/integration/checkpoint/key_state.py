@@ -1,9 +1,9 @@
-"""Directories of dynamic tables as ``state_dict`` entries beside the rows, and back.
+"""``state_dict`` entries for the key directories of dynamic tables.
 
-``keys`` int64 [num_embeddings - 1, 3] has the key, the count and the clock of the row ``slot + 1``;
-``candidates`` int64 [n, 3] the same of keys that are counted without a row (only with
-``admit_after``); ``clock`` int64 [] the updates of the table so far. A record without a key has the
-clock -1. They fit every plan and number of ranks.
+``keys``, int64 [num_embeddings - 1, 3]: key, count and clock of row ``k + 1`` in record k.
+``candidates``, int64 [n, 3]: the same for keys that have no row yet (only with ``admit_after``).
+``clock``, int64 []: number of updates of the table so far. The clock of an unused record is -1.
+The entries do not depend on the plan or the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _CHUNK_RECORDS = 1 << 20
 
 
 def key_names(tables: ShardedTables, name: str) -> list[str]:
-    """Names of a table's entries; empty unless it is dynamic."""
+    """Return the names of a table's directory entries; empty unless the table is dynamic."""
     keys = tables.keys
     return [] if keys is None or name not in keys.tables else [*keys.parts(name), "clock"]
 
 
 def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
-    """Entries of a table's directory; no rank may be in an update.
+    """Return the entries of a table's directory; no rank may be in an update.
 
     Returns:
-        One rank: copies. Several ranks: ``DTensor`` s as those of rows, but for the clock.
+        With one rank, copies. With several, ``DTensor`` objects sharded like the rows, except for
+        ``clock``, a plain tensor.
     """
     keys = tables.keys
     if keys is None or name not in keys.tables:
@@ -47,10 +48,10 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
 
 def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, Any], prefix: str,
                      missing_keys: list[str], error_msgs: list[str]) -> None:
-    """Put back what `key_entries` gave, of any plan and number of ranks. Collective.
+    """Load the result of `key_entries`, saved under any plan and number of ranks. Collective.
 
-    Arguments as for ``nn.Module._load_from_state_dict``. A directory is loaded as a whole or, with
-    an error, not at all.
+    The arguments are those of ``nn.Module._load_from_state_dict``. If an entry is missing or
+    invalid, an error is appended to `error_msgs` and nothing is loaded.
     """
     wanted = key_names(tables, name)
     keys = tables.keys
@@ -59,14 +60,14 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     absent = [f"{prefix}{part}" for part in wanted if f"{prefix}{part}" not in state_dict]
     missing_keys += absent
     if absent:
-        if f"{prefix}weight" in state_dict:  # not only where the load is strict
+        if f"{prefix}weight" in state_dict:  # an error even if the load is not strict
             error_msgs.append(fail(
                 f"cannot load dynamic table {name!r}", "missing entries", absent,
                 "rows together with their keys", "load all entries of the table"))
         return
     try:
         _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-        for checks in (True, False):  # all of it is checked before any is written
+        for checks in (True, False):  # check all records before writing any
             for part in keys.parts(name):
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):

@@ -1,4 +1,4 @@
-"""``state_dict`` values that hold no rows but produce them in logical order on request."""
+"""``state_dict`` values that read rows from the tables in logical order on request."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from oper.errors import InvalidInputError, OperError
 from oper.shmem.tables import ShardedTables
 
 CHUNK_BYTES = 64 << 20
-_ROWS_AT_ONCE = 1 << 16  # looked at for an owner
+_ROWS_AT_ONCE = 1 << 16  # rows whose owners are located in one call
 _CHUNK: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
 _HANDLES: contextvars.ContextVar[bool] = contextvars.ContextVar("handles", default=False)
 
 
 class TableRows:
-    """A table, or a part of its optimizer state, in logical order, as a handle.
+    """A handle to a table, or to a part of its optimizer state, in logical order.
 
-    Inside `rows_on_demand`, ``state_dict`` holds this instead of a tensor: rows are copied out of
-    the tables, or written into them, a chunk at a time, by `oper.SavePlanner` and
-    `oper.LoadPlanner` or by `read` and `write`.
+    Inside `rows_on_demand`, ``state_dict`` has handles instead of tensors: `oper.SavePlanner`,
+    `oper.LoadPlanner`, or `read` and `write`, copy rows from or to the tables a chunk at a time.
 
     Args:
-        tables: the tables.
+        tables: the collection that holds the table.
         name: table name.
         part: ``"rows"`` or a part of the optimizer state.
-        chunk_bytes: at most this much is copied at a time (but never less than a row).
+        chunk_bytes: maximum size of a chunk, which has at least one row.
 
     Attributes:
         shape: global shape, [num_rows, dim], or [num_rows] for a state with one number per row.
-        dtype: dtype of its values.
-        chunk_rows: rows of a chunk.
-        source: the value to be written here, see `load_state_dict`.
-        version: tensor whose version counts changes of the rows, before autograd learns of them;
-            see `oper.integration.table_tensor`.
+        dtype: dtype of the values.
+        chunk_rows: rows per chunk.
+        source: the value that `load_state_dict` has accepted for loading, or None.
+        version: tensor whose version counter updates increment, until
+            `oper.integration.table_tensor` has registered this; None otherwise.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",
@@ -54,20 +53,22 @@ class TableRows:
         self.chunk_rows = max(1, chunk_bytes // row_bytes)
 
     def size(self) -> torch.Size:
-        """The global shape, under the name that tensors have for it."""
+        """Return the global shape, like ``torch.Tensor.size``."""
         return self.shape
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Rows `[begin, end)`, as a copy."""
+        """Return a copy of rows `[begin, end)`."""
         return self.tables.read(self.name, begin, end, self.part)
 
     def write(self, values: torch.Tensor, begin: int, column: int = 0) -> None:
-        """Write rows `[begin, begin + n)`, columns from `column`; call ``tables.publish()``
-        afterwards."""
+        """Write `values` to rows from `begin` and columns from `column`.
+
+        Call ``tables.publish()`` after the last write.
+        """
         self.tables.write(self.name, values, begin, self.part, column)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The table's rows as ranges `[begin, end)` of at most `chunk_rows` rows."""
+        """Yield ranges `[begin, end)` of at most `chunk_rows` rows that cover the table."""
         for at in range(0, self.shape[0], self.chunk_rows):
             yield at, min(self.shape[0], at + self.chunk_rows)
 
@@ -86,14 +87,15 @@ class TableRows:
         return False
 
     def is_same(self, other: TableRows) -> bool:
-        """Whether both stand for the same rows of the same tables."""
+        """Whether both refer to the same part of the same table."""
         return (self.tables is other.tables and self.name == other.name
                 and self.part == other.part)
 
     def load_state_dict(self, value: Any) -> None:
-        """Accept a value to be loaded, in the way TorchRec's optimizers fill their state.
+        """Check a value and retain it for ``load_entry``, which writes it to the table.
 
-        It is checked now and written by ``load_entry``, so that a refused state changes nothing.
+        TorchRec's optimizers call this method to fill their state. Writing is deferred so that an
+        invalid state changes nothing.
         """
         self.check(value)
         self.source = value
@@ -130,9 +132,9 @@ class TableRows:
 
 @contextlib.contextmanager
 def rows_never() -> Iterator[None]:
-    """Inside the block, ``state_dict()`` copies no rows, not even between memory domains.
+    """Inside the block, ``state_dict()`` copies no rows, even if ranks do not share memory.
 
-    It holds `TableRows` whose rows must not be read. Applies to this thread.
+    It contains `TableRows`, whose rows must not be read. Applies to this thread.
     """
     token = _HANDLES.set(True)
     try:
@@ -143,7 +145,7 @@ def rows_never() -> Iterator[None]:
 
 
 def gives_handles(tables: ShardedTables) -> bool:
-    """Whether ``state_dict()`` holds `TableRows` in the present block."""
+    """Whether ``state_dict()`` of `tables` currently contains `TableRows` instead of tensors."""
     return _CHUNK.get() is not None and (tables.is_one_domain or _HANDLES.get())
 
 
@@ -151,11 +153,12 @@ def gives_handles(tables: ShardedTables) -> bool:
 def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     """Inside the block, ``state_dict()`` of sharded modules and their optimizers copies no rows.
 
-    Tables and optimizer states are `TableRows`, for ``torch.distributed.checkpoint`` with
-    `oper.SavePlanner` and `oper.LoadPlanner`. Applies to this thread.
+    If all ranks share memory, tables and optimizer states are `TableRows`, for
+    ``torch.distributed.checkpoint`` with `oper.SavePlanner` and `oper.LoadPlanner`; otherwise they
+    are DTensors. Applies to this thread.
 
     Args:
-        chunk_bytes: rows are saved in chunks of at most this size.
+        chunk_bytes: maximum size of the chunks in which rows are saved.
 
     Raises:
         InvalidInputError: `chunk_bytes` is not positive.
@@ -171,5 +174,5 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
 
 
 def chunk_bytes_on_demand() -> int | None:
-    """Chunk size of the `rows_on_demand` block that this thread is in, or None."""
+    """Return the chunk size of this thread's current `rows_on_demand` block, or None."""
     return _CHUNK.get()

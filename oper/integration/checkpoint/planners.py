@@ -1,8 +1,7 @@
-"""Checkpoints of bounded memory: planners for ``torch.distributed.checkpoint``.
+"""Planners for ``torch.distributed.checkpoint`` that save and load tables in bounded memory.
 
-The planners read and write `TableRows` chunk by chunk, so that saving or loading a table needs the
-memory of a few chunks. What they write is an ordinary checkpoint of tensors by name, which any
-planner reads.
+The planners read and write `TableRows` chunk by chunk, so that saving or loading a table needs
+memory for only a few chunks. Saved checkpoints are ordinary ones that any planner can load.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from oper.shmem.keys.directories import RECORDS
 class SavePlanner(DefaultSavePlanner):
     """A save planner that reads the rows of `TableRows` chunk by chunk while it writes them.
 
-    Every other value is saved as torch's default planner does. The ranks of a table write its
-    chunks in turn, no matter who owns the rows.
+    torch's default planner saves all other values. Chunks of a table are assigned to ranks
+    round-robin, regardless of which ranks own the rows.
 
     Attributes:
-        alone: whether this rank writes everything.
+        alone: whether this rank writes all chunks.
     """
 
     alone = False
@@ -74,7 +73,8 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
-    """This rank's chunks; ranks begin at different chunks, for the sake of small tables."""
+    """Return the write items of this rank's chunks. The first chunk's rank depends on the name, so
+    that small tables are spread over the ranks."""
     group = value.tables.group
     alone |= group.is_local
     world_size, rank = (1, 0) if alone else (group.world_size, group.rank)
@@ -93,7 +93,7 @@ def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
 
 
 def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[str]) -> None:
-    """Raise InvalidInputError for rows of a dynamic table whose keys the model would not load."""
+    """Raise InvalidInputError if the checkpoint has keys for a table that the model has without."""
     for name in rows:
         prefix = name.removesuffix("weight")
         left = [f"{prefix}{part}" for part in (*RECORDS, "clock")
@@ -106,42 +106,39 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
 
 
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
-    """Whether this rank owns anything that a stored chunk holds."""
+    """Whether this rank owns any part of a stored chunk."""
     begin, num_rows = chunk.offsets[0], chunk.sizes[0]
     first, width = (chunk.offsets[1], chunk.sizes[1]) if len(chunk.sizes) > 1 else (0, 1)
     return value.is_held_here(begin, begin + num_rows, range(first, first + width))
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A load planner that writes stored chunks straight into the tables of `TableRows`.
+    """A load planner that writes stored chunks directly to the tables of `TableRows`.
 
-    Every rank reads the stored chunks that it owns rows of and keeps those rows. torch's readers
-    read a stored chunk as a whole. Checkpoints of `SavePlanner` have small chunks; the possibly
-    large ones of other writers are read in pieces by `CheckpointReader`, and so by
-    `oper.load_checkpoint`. ``load_state_dict`` must follow, which makes the rows visible to all
-    ranks. When a load fails, the tables hold a mixture: load again.
+    Every rank reads the stored chunks that contain its rows and writes those rows. torch's readers
+    read a stored chunk into memory at once, which is small in checkpoints of `SavePlanner`. For
+    large chunks of other writers, use `CheckpointReader`, as `oper.load_checkpoint` does: it reads
+    chunks piece by piece. Call ``load_state_dict`` afterwards to make the rows visible to all
+    ranks. If a load fails, the tables contain a mixture of old and new rows.
 
-    With `grown` a table may have more rows than the checkpoint, as after ``oper vocabulary
-    extend``: the first ones are loaded, with their optimizer states, and the additional ones stay
-    as they are.
+    With `grown`, a table may have more rows than the checkpoint, as after ``oper vocabulary
+    extend``: its first rows and their optimizer states are loaded, and the others stay unchanged.
 
-    Every other value is loaded as by torch's default planner, with two differences: only tensors
-    and plain values are unpickled, and optimizer states with one number per row are converted
-    between OPER's and TorchRec's column-wise sharding, see
-    `oper.integration.checkpoint.row_states`.
+    Other values are loaded as by torch's default planner, with two differences: only tensors and
+    plain values are unpickled, and row-wise optimizer states are converted between OPER's form and
+    TorchRec's column-wise sharding, see `oper.integration.checkpoint.row_states`.
     """
 
     _pieces: dict[str, StateOfPieces]
 
     def __init__(self, *args: Any, grown: bool = False, **kwargs: Any) -> None:
-        """torch's arguments, and `grown`."""
         super().__init__(*args, **kwargs)
         self._grown = grown
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
                        is_coordinator: bool = False) -> None:
-        # torch's walk over the values keeps numbers and text, and puts None for what it does not
-        # know.
+        # torch's traversal of the values replaces objects of unknown types by None but keeps
+        # strings, so that TableRows are wrapped in a subclass of str in the meantime.
         places = list(_places_of_rows(state_dict))
         for owner, key, value in places:
             owner[key] = _Standing.of(value)
@@ -175,7 +172,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan([*plan.items, *items])
 
     def _read_items(self, name: str, value: TableRows) -> list[ReadItem]:
-        """One item per stored chunk that holds anything of this rank's rows."""
+        """Return a read item for every stored chunk that contains rows of this rank."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata.get(name)
         what = f"cannot load table {value.name!r} ({name})"
@@ -193,7 +190,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 + ", or one whose tables have grown with grown=True" * (not self._grown))
         items = []
         for k, chunk in enumerate(stored.chunks):
-            # Empty ones are of a rank that had no rows of a small table.
+            # Ranks without rows of a small table have stored empty chunks.
             if 0 in chunk.sizes or not _is_wanted(value, chunk):
                 continue
             index = MetadataIndex(name, chunk.offsets, k)
@@ -222,12 +219,12 @@ class LoadPlanner(DefaultLoadPlanner):
         return state.buffer if state is not None else super().lookup_tensor(index)
 
     def takes_pieces(self, read_item: ReadItem) -> bool:
-        """Whether an item may be delivered by `commit_piece`, some rows at a time."""
+        """Whether the reader may pass the item to `commit_piece`, a range of rows at a time."""
         name = read_item.dest_index.fqn
         return isinstance(self.state_dict.get(name), TableRows) and name not in self._pieces
 
     def wants_piece(self, read_item: ReadItem, begin: int, num_rows: int) -> bool:
-        """Whether this rank owns any of these rows of a stored chunk."""
+        """Whether this rank owns any of rows `[begin, begin + num_rows)` of a stored chunk."""
         first, *column = read_item.dest_offsets
         width = read_item.lengths[1] if column else 1
         start = column[0] if column else 0
@@ -237,7 +234,7 @@ class LoadPlanner(DefaultLoadPlanner):
                                  range(start, start + width))
 
     def commit_piece(self, read_item: ReadItem, begin: int, values: torch.Tensor) -> None:
-        """Write rows of a stored chunk, from its row `begin` on."""
+        """Write `values`, the rows of a stored chunk from its row `begin` on, to the table."""
         rows = self.state_dict[read_item.dest_index.fqn]
         assert isinstance(rows, TableRows)
         first, *column = read_item.dest_offsets
@@ -258,7 +255,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Standing(str):
-    """Text that stands for rows on demand."""
+    """Wraps `TableRows` in a string, see `LoadPlanner.set_up_planner`."""
 
     rows: TableRows
 
@@ -270,7 +267,7 @@ class _Standing(str):
 
 
 def _places_of_rows(value: Any) -> Iterator[tuple[Any, Any, TableRows]]:
-    """Container, key and value of all rows on demand in nested dicts and lists."""
+    """Yield (container, key, value) of all `TableRows` in nested dicts and lists."""
     items = value.items() if isinstance(value, dict) else (
         enumerate(value) if isinstance(value, list) else ())
     for key, item in items:
@@ -281,6 +278,6 @@ def _places_of_rows(value: Any) -> Iterator[tuple[Any, Any, TableRows]]:
 
 
 def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, TableRows], dict[str, Any]]:
-    """The values that are rows on demand, and the others."""
+    """Return the `TableRows` in a state, and its other values."""
     rows = {name: value for name, value in state_dict.items() if isinstance(value, TableRows)}
     return rows, {name: value for name, value in state_dict.items() if name not in rows}

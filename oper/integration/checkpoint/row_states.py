@@ -1,13 +1,14 @@
-"""Optimizer states with one number per row, to and from TorchRec's column-wise sharding.
+"""Conversion of row-wise optimizer states to and from TorchRec's column-wise sharding.
 
-TorchRec keeps such a state for every column piece of a table, [pieces * rows], piece after piece in
-the order of their columns (``EmbeddingFusedOptimizer`` in ``batched_embedding_kernel.py``). OPER
-keeps one per row, [rows], as the unsharded optimizer does. Both sum, or average over time, the mean
-of the gradient's squares, a piece's over its own columns and a row's over all of them, so that
+TorchRec stores a row-wise state, such as that of row-wise Adagrad, for every column shard of a
+table: [shards * rows], shard after shard in the order of their columns (``EmbeddingFusedOptimizer``
+in ``batched_embedding_kernel.py``). OPER stores one number per row, [rows], like the unsharded
+optimizer. Both accumulate the mean of squared gradients, TorchRec over the columns of a shard and
+OPER over all columns, so that
 
-    state of the row = sum over pieces of (columns of the piece / columns) * state of the piece.
+    state of the row = sum over shards of (columns of the shard / columns) * state of the shard.
 
-In the other direction nothing distinguishes the pieces, so each gets the state of the row.
+In the other direction, every shard gets the state of the row.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from oper.integration.checkpoint.table_state import shard_range
 
 
 class StateOfPieces:
-    """A stored state whose column pieces differ from those of the value that it is loaded into.
+    """Loads a row-wise state into a value with another number of column shards.
 
     Args:
-        name: its name in the checkpoint.
+        name: name of the state in the checkpoint.
         value: the destination: `TableRows`, a tensor, a ``DTensor`` or TorchRec's
             ``ShardedTensor``.
-        stored: the description of the stored state.
+        stored: the checkpoint's metadata of the stored state.
         metadata: the checkpoint's metadata.
 
     Attributes:
-        buffer: tensor to load the stored numbers into, before `finish`.
+        buffer: tensor into which the caller loads the stored numbers before calling `finish`.
     """
 
     def __init__(self, name: str, value: Any, stored: TensorStorageMetadata, metadata: Metadata
                  ) -> None:
         self.value = value
         self.buffer = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self.num_left = 0  # parts that are still to be read
+        self.num_left = 0  # read items that `buffer` still lacks
         self._num_rows = min(stored.size[0], value.size()[0])
         self._shares: list[float] = []
         num_pieces = stored.size[0] // self._num_rows
@@ -51,7 +52,7 @@ class StateOfPieces:
 
     @staticmethod
     def fits(value: Any, stored: TensorStorageMetadata) -> bool:
-        """Whether a stored state is one per piece and the value one per row, or vice versa."""
+        """Whether one has a number per row and the other several, one for each column shard."""
         if not hasattr(value, "size"):
             return False
         here, there = tuple(value.size()), tuple(stored.size)
@@ -63,7 +64,7 @@ class StateOfPieces:
     def finish(self) -> None:
         """Convert the loaded state and write it to its destination."""
         state = self.buffer
-        if self._shares:  # in double precision, in the order of the columns
+        if self._shares:  # sums in double precision and in the order of columns are reproducible
             pieces = state.double().view(len(self._shares), -1)
             shares = torch.tensor(self._shares, dtype=torch.float64)
             state = (pieces * shares[:, None]).sum(dim=0).to(state.dtype)
@@ -84,10 +85,11 @@ class StateOfPieces:
 
 
 def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Sequence[int]:
-    """Columns of a table's pieces, as the checkpoint has its rows; equal where it has none."""
+    """Return the columns of each shard, from the checkpoint's metadata of the table's rows. If the
+    checkpoint does not contain the rows, all shards are assumed to be equally wide."""
     parts = name.split(".")
     at = len(parts) - 1 - parts[::-1].index("weight") if "weight" in parts else 0
-    for begin in range(at):  # the longest path that both have
+    for begin in range(at):  # the longest common suffix of the state's and the table's path
         path = ".".join(parts[begin:at + 1])
         for other, rows in metadata.state_dict_metadata.items():
             if (not (other == path or other.endswith(f".{path}"))

@@ -1,4 +1,4 @@
-"""Checkpoints as folders: either complete or absent, and checked when they are read."""
+"""Saving and loading of checkpoint folders, atomically and with checksums."""
 
 from __future__ import annotations
 
@@ -56,28 +56,29 @@ _T = TypeVar("_T")
 
 def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
                     extra: dict[str, Any] | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Save a model with sharded tables, and what belongs to it, in bounded memory. Collective.
+    """Save a model with sharded tables, its optimizer and extra values in bounded memory.
 
-    The checkpoint is written beside `folder` and renamed when it is complete: a crash at any moment
-    leaves the previous one loadable by `load_checkpoint`. The folder must be on a file system that
-    all ranks share. A checksum (CRC-32) of every file is kept.
+    Collective. The checkpoint is written next to `folder` and renamed when complete: after a crash
+    at any time, `load_checkpoint` can load the previous one. The folder must be on a file system
+    that all ranks share. The checkpoint contains a CRC-32 of every file.
 
     Args:
         folder: the folder to write; an existing checkpoint there is replaced.
         model: saved as ``model``; under DDP and DistributedModelParallel with the names of the
             wrapped module.
-        optimizer: anything with ``state_dict``, saved as ``optimizer``: a ``fused_optimizer``, a
-            ``CombinedOptimizer``. The states of sharded ``nn.Embedding`` and ``nn.EmbeddingBag``
-            modules are saved in any case, as ``tables``.
-        extra: tensors and plain values of your own (numbers, text, lists, dicts), equal on all
-            ranks; saved as ``extra``.
-        chunk_bytes: rows are copied and written in chunks of at most this size.
+        optimizer: any object with ``state_dict``, saved as ``optimizer``, such as a
+            ``fused_optimizer`` or a ``CombinedOptimizer``. Optimizer states of sharded
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` modules are always saved, as ``tables``.
+        extra: tensors and plain values (numbers, strings, lists, dicts), equal on all ranks; saved
+            as ``extra``.
+        chunk_bytes: maximum size of the chunks in which rows are copied and written.
 
     Raises:
-        InvalidInputError: a value is neither a tensor nor plain; the previous checkpoint is
-            untouched.
-        OperError: a rank could not write; as above.
-        PeerLostError, DeadlineError: a rank has ended or did not arrive in time; as above.
+        InvalidInputError: a value is neither a tensor nor plain.
+        OperError: a rank could not write.
+        PeerLostError, DeadlineError: a rank has exited or did not arrive in time.
+
+    After any of these errors, the previous checkpoint is intact.
     """
     path = Path(folder).absolute()
     save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
@@ -86,7 +87,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
 def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any] | None],
             chunk_bytes: int) -> None:
-    """The steps of `save_checkpoint`, on the given ranks."""
+    """Save (model, optimizer, extra) as `save_checkpoint` does, on the given ranks."""
     model, optimizer, extra = what
     aside = path.with_name(path.name + ".saving")
     before = path.with_name(path.name + ".previous")
@@ -101,28 +102,29 @@ def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any]
 def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
                     grown: bool = False, remap: str | os.PathLike[str] | None = None
                     ) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote, under any plan and on any number of ranks. Collective.
+    """Load a checkpoint of `save_checkpoint` under any plan and number of ranks. Collective.
 
-    Every file is compared with its checksum before anything is loaded. Deltas of the checkpoint
-    (see `DeltaCheckpoints`) that all ranks have written are loaded as well.
+    The checksums of all files are verified before anything is loaded. Deltas of the checkpoint (see
+    `DeltaCheckpoints`) that all ranks have written are loaded as well.
 
     Args:
-        folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
+        folder: the checkpoint. If a crash has left it incomplete, the previous one is loaded.
         model, optimizer: as for `save_checkpoint`; filled in place.
-        grown: the model's tables may have more rows than the checkpoint's, as after ``oper
-            vocabulary extend``. Additional rows, and their optimizer states, stay as they are. The
+        grown: allow the model's tables to have more rows than the checkpoint's, as after ``oper
+            vocabulary extend``. Additional rows and their optimizer states remain unchanged. The
             ranks must share memory.
-        remap: the re-map that ``oper vocabulary extend --reorder`` has written since; rows are
-            loaded as with `grown` and then renumbered by it.
+        remap: the re-map that ``oper vocabulary extend --reorder`` has written after the
+            checkpoint was saved; rows are loaded as with `grown` and then renumbered by it.
 
     Returns:
-        ``extra`` as it was saved, {} if there was none.
+        ``extra`` as it was saved; {} if there was none.
 
     Raises:
-        InvalidInputError: there is no checkpoint, or one of another model.
-        FileFormatError: it is damaged; the tables are untouched.
-        OperError: a rank could not read; the tables then hold a mixture of old and new rows.
-        PeerLostError, DeadlineError: a rank has ended or did not arrive in time; as above.
+        InvalidInputError: there is no checkpoint, or it is of another model.
+        FileFormatError: the checkpoint is damaged; the tables are unchanged.
+        OperError: a rank could not read; the tables then contain a mixture of old and new rows.
+        PeerLostError, DeadlineError: a rank has exited or did not arrive in time; the tables may
+            contain a mixture of old and new rows.
     """
     rows = None if remap is None else load_remap(remap)
     return restore(folder, model, optimizer, grown=grown or rows is not None, remap=rows).extra
@@ -133,13 +135,13 @@ class Restored:
     """The result of loading a checkpoint.
 
     Attributes:
-        extra: as it was saved, {} if there was none.
-        folder: the checkpoint.
-        num_deltas: complete deltas that were loaded after it.
-        step: step of the last of these deltas; without deltas ``extra["step"]`` if it is a number,
-            else 0.
-        steps_lost: for each rank that saved, the number of steps by which its rows are older than
-            the newest; empty if all are of one step.
+        extra: ``extra`` as it was saved; {} if there was none.
+        folder: the loaded checkpoint.
+        num_deltas: number of complete deltas loaded after the checkpoint.
+        step: step of the last of these deltas; without deltas, ``extra["step"]`` if it is an
+            integer, else 0.
+        steps_lost: maps ranks of the saving run to the number of steps by which their rows are
+            older than the newest rows; empty if all rows are of the same step.
     """
 
     extra: dict[str, Any]
@@ -150,14 +152,17 @@ class Restored:
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything loaded is of one step."""
+        """Whether all rows are of the same step."""
         return not self.steps_lost
 
 
 def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None,
             newest_rows: bool = False, grown: bool = False, remap: Remap | None = None
             ) -> Restored:
-    """As `load_checkpoint`; see `DeltaCheckpoints.load`. Collective."""
+    """Load a checkpoint as `load_checkpoint` does. Collective.
+
+    `newest_rows` is the argument of `DeltaCheckpoints.load`; `remap` is the parsed re-map.
+    """
     place = Path(folder).absolute()
     path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)
@@ -194,7 +199,11 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
 
 
 def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
-    """Put the newest values beside the rows into `state`; ``extra``, or None without deltas."""
+    """Put the newest delta's values other than rows into `state`.
+
+    Returns:
+        The delta's ``extra``; None if no delta has such values.
+    """
     for delta in reversed(deltas):
         if 0 in delta.files:
             arrays, _ = read_part(delta.files[0][-1])
@@ -210,7 +219,7 @@ def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
 
 
 def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
-    """Load a state that was read into the model and its optimizer. Collective."""
+    """Load `state`, in the form of `state_of`, into the model and its optimizer. Collective."""
     inner = _inner(model)
     inner.load_state_dict(state["model"])
     if optimizer is not None:
@@ -220,7 +229,7 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The state that a checkpoint holds, without ``extra``."""
+    """Return the state to save in a checkpoint, without ``extra``."""
     inner = _inner(model)
     state: dict[str, Any] = {"model": inner.state_dict()}
     if optimizer is not None:
@@ -230,36 +239,37 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper, whose names have no prefix."""
+    """Return the module inside DistributedDataParallel, so that names have no prefix."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _bare_modules(model: nn.Module) -> dict[str, Any]:
-    """Trained sharded modules without a fused optimizer of TorchRec's kind, by path."""
+    """Return sharded torch modules in training, by path; TorchRec's have a ``fused_optimizer``."""
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None:
-            # Without DistributedModelParallel's wrappers, as in its state_dict.
+            # DistributedModelParallel omits these prefixes in its state_dict, too.
             path = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
             found[path or _PLAIN] = module
     return found
 
 
 def tables_of(model: nn.Module) -> list[LogicalRows]:
-    """The sharded tables of a model, each once."""
+    """Return the table collections of a model, without duplicates."""
     held = (getattr(m, "tables", None) for m in model.modules())
     return list({id(t): t for t in held if isinstance(t, LogicalRows)}.values())
 
 
-# ---- steps that all ranks make -------------------------------------------------------------------
+# ---- steps of all ranks --------------------------------------------------------------------------
 
 
 class Ranks:
-    """The ranks of a checkpoint. Every step succeeds, or fails, on all of them.
+    """Runs the steps of saving or loading so that each succeeds on all ranks or fails on all.
 
     Args:
-        model: the model; its sharded tables, if any, can tell which peer is missing.
-        what, path: what failed, for the error of a step.
+        model: the model; if it has sharded tables, their group identifies a lost rank.
+        what: start of error messages, such as "cannot save a checkpoint".
+        path: the checkpoint's folder, for error messages.
 
     Attributes:
         rank: this rank.
@@ -276,14 +286,13 @@ class Ranks:
                              and t.group.world_size == self.world_size), None)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`; a lost peer is named if any tables can tell which it is."""
+        """Return the `value` of every rank, in rank order."""
         return (self._tables or self._group).all_gather(value)
 
     def step(self, action: Callable[[], _T]) -> list[_T]:
-        """Run `action` on every rank and return all results; if it fails on one, all raise the same
-        error.
+        """Run `action` on every rank and return all results in rank order. Collective.
 
-        Collective.
+        If it fails on any rank, all ranks raise the same error.
         """
         result: Any = None
         problem: Exception | None = None
@@ -305,7 +314,7 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """A single rank that acts without the others, whatever its process group."""
+    """Runs the steps on this rank only, without communication."""
 
     def __init__(self, what: str, path: Path) -> None:
         self.rank, self.world_size, self.first = 0, 1, True
@@ -316,7 +325,7 @@ class Alone(Ranks):
 
 
 def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
-    """Kind and text of an error, for the other ranks."""
+    """Return the class and text of an error, to send to the other ranks."""
     if error is None:
         return None
     kinds: tuple[type[OperError], ...] = (FileFormatError, InvalidInputError)
@@ -325,7 +334,7 @@ def _told(error: Exception | None) -> tuple[type[OperError], str] | None:
 
 
 def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
-    """As ``torch.distributed.checkpoint.save``, then the checksums."""
+    """Write `state` as ``torch.distributed.checkpoint.save`` does, then the checksums."""
     writer, planner = FileSystemWriter(str(folder)), SavePlanner()
     planner.alone = ranks.world_size == 1
 
@@ -334,7 +343,7 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
         planner.set_up_planner(state, writer.storage_meta(), ranks.first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    # All ranks find the global plan for themselves: no rank waits for another's work.
+    # Every rank computes the global plan, which avoids a broadcast.
     plans, metadata = planner.create_global_plan(ranks.step(local_plan))
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
 
@@ -356,7 +365,7 @@ def _write(state: dict[str, Any], folder: Path, ranks: Ranks) -> None:
 
 
 def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> None:
-    """As ``torch.distributed.checkpoint.load``; adds what was saved as ``extra``."""
+    """Read into `state` as ``torch.distributed.checkpoint.load`` does; add the saved ``extra``."""
     reader, planner = CheckpointReader(str(folder)), LoadPlanner(grown=grown)
 
     def local_plan() -> Any:
@@ -378,7 +387,7 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> Non
 
 
 def _stored_extra(metadata: Metadata) -> dict[str, Any]:
-    """Places for the values of ``extra``, from the checkpoint's own description."""
+    """Return ``extra`` with placeholders to load into, created from the checkpoint's metadata."""
     places: dict[str, Any] = {}
     for name, keys in (metadata.planner_data or {}).items():
         if keys[0] != "extra":
@@ -398,7 +407,7 @@ def _make_room(path: Path, aside: Path, before: Path) -> None:
         raise OSError(f"{path} is not a checkpoint: choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not (path / METADATA).exists() and (before / METADATA).exists():
-        before.rename(path)  # a crash between the two renames below; in place of an empty folder
+        before.rename(path)  # after a crash between the two renames of `_put_in_place`
     for left in (aside, before):
         if left.exists():
             shutil.rmtree(left)
@@ -423,8 +432,11 @@ def _sync(folder: Path) -> None:
 
 
 def complete(path: Path) -> Path:
-    """The folder of the complete checkpoint `path`, or of the previous one; raises
-    InvalidInputError."""
+    """Return `path` if it is a complete checkpoint, else the folder of the previous checkpoint.
+
+    Raises:
+        InvalidInputError: neither is complete.
+    """
     for candidate in (path, path.with_name(path.name + ".previous")):
         if (candidate / METADATA).exists():
             return candidate

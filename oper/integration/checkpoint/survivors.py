@@ -1,10 +1,10 @@
-"""Saving by survivors when a rank has ended, or does not arrive within the deadline.
+"""Saving by the surviving ranks after a rank has exited or missed the deadline.
 
-On one host the memory of a rank outlives it while others map it. Its rows are those of a whole step
-if no rank had begun the update of the next one, and none can any more: an update begins after a
-barrier that all ranks must reach, and the missing rank had not reached the one at which this rank
-failed. A rank that only stalled, and resumes, finds there that others have given up, and updates
-nothing.
+On one host, a rank's shared memory persists after its exit while other ranks map it. Its rows are
+those of a completed step if no rank had begun the next step's update, and then none can begin it:
+an update begins after a barrier of all ranks, and the missing rank had not reached the barrier at
+which this rank failed. A stalled rank that resumes finds at this barrier that the others have
+aborted, and updates nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ _WHAT = "cannot save what the survivors hold"
 
 
 class Survivors:
-    """Saves a checkpoint without ranks that are missing, if their rows are provably of one step.
+    """Saves a checkpoint without missing ranks if all rows are provably of the same step.
 
-    Call `mark` after every whole step, on every rank: tables and dense model are then of that step.
+    Call `mark` on every rank after every step, when both tables and dense model are updated.
+
+    Args:
+        model: a model with sharded tables.
+        optimizer: as for `oper.save_checkpoint`.
 
     Raises:
-        InvalidInputError: the model has no sharded tables, or ranks do not share memory.
+        InvalidInputError: the model has no sharded tables or has dynamic ones, or ranks do not
+            share memory.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -47,25 +52,25 @@ class Survivors:
         self.mark()
 
     def mark(self) -> None:
-        """Note that a whole step is complete."""
+        """Record that a step is complete on this rank."""
         self._marks = [p.mark() for p in self._progress]
 
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
              chunk_bytes: int = CHUNK_BYTES) -> bool:
-        """Save the marked step after a `PeerLostError` or a `DeadlineError`. All survivors call it;
-        one writes.
+        """Save the marked step after a `PeerLostError` or a `DeadlineError`.
 
-        The error must come from the forward or the backward pass: the dense model is saved as it is
-        on this rank, which must not have made its own step yet.
+        All survivors call this method, and the one with the lowest rank writes. The error must have
+        been raised by the forward or backward pass, because the dense model is saved with its
+        current values: its optimizer must not have made the next step yet.
 
         Args:
             folder, extra, chunk_bytes: as for `oper.save_checkpoint`.
 
         Returns:
-            Whether this rank, as the first survivor, has written it.
+            Whether this rank is the one that has written the checkpoint.
 
         Raises:
-            OperError: the rows are not provably of the marked step, or no rank is missing; nothing
+            OperError: the rows are not provably of the marked step, or no rank is missing. Nothing
                 is written.
         """
         for progress, mark in zip(self._progress, self._marks, strict=True):

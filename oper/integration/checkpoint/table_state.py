@@ -1,4 +1,4 @@
-"""Sharded tables to and from ``state_dict`` entries; loading of initial weights."""
+"""Conversion of sharded tables to and from ``state_dict`` entries; loading of initial weights."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ from oper.tables import OPTIMIZERS
 
 _GENERATOR = threading.Lock()
 InitFn = Callable[[torch.Tensor], Any]
-# What TorchRec calls the parts of an optimizer's state.
+# TorchRec's names of the parts of an optimizer's state.
 _STATE_NAMES = {"momentum1": "momentum1", "momentum2": "exp_avg_sq"}
 
 
 def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
-    """A table as a ``state_dict`` value, in logical order.
+    """Return a table, or a part of its optimizer state, as a ``state_dict`` value.
 
     Returns:
-        One rank: a copy of the global shape, in the table's dtype. Several ranks: a ``DTensor`` of
-        that shape, of which each rank holds one contiguous row range (``Shard(0)``), so that
-        ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`, if all
-        ranks share memory: `TableRows`, which hold no rows. Otherwise each rank reads its range
-        now, since reading is collective.
+        With one rank, a copy with the global shape, in logical order and the dtype of `part`. With
+        several ranks, a ``DTensor`` of that shape with ``Shard(0)``, which
+        ``torch.distributed.checkpoint`` can save and reshard. Inside `rows_on_demand`, if all ranks
+        share memory, `TableRows`, which contain no rows.
     """
     if gives_handles(tables):
         return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
@@ -51,8 +50,10 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
 
 
 def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> Any:
-    """A ``DTensor`` of `num_rows` with `local` as this rank's range; with a single rank just
-    `local`."""
+    """Return a ``DTensor`` of `num_rows` rows in which `local` is this rank's range.
+
+    With a single rank, return `local`.
+    """
     if tables.group.world_size == 1 or tables.group.is_local:
         return local
     from torch.distributed.tensor import DTensor, Shard
@@ -64,7 +65,7 @@ def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> An
 
 
 def _mesh(tables: ShardedTables) -> Any:
-    """A one-dimensional device mesh over the group, made once."""
+    """Return the one-dimensional device mesh over the group, created at the first call."""
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = getattr(tables, "_device_mesh", None)
@@ -78,19 +79,19 @@ def _mesh(tables: ShardedTables) -> Any:
 
 
 def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
-    """Write a ``state_dict`` value of a table; call ``tables.publish()`` after the last one.
+    """Write a ``state_dict`` value to a table; call ``tables.publish()`` after the last one.
 
-    A value that is split over the ranks is sent to every rank in chunks, never as a whole.
+    A ``DTensor`` is broadcast to all ranks in chunks, so that no rank holds all rows at once.
 
     Args:
-        tables: the tables.
+        tables: the collection that holds the table.
         name: table name.
-        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of it, or
-            `TableRows`. `TableRows` of this same table need no copying.
+        value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of that shape,
+            or `TableRows`. `TableRows` of the same table are not copied.
         part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
-        InvalidInputError: the value has another shape or kind.
+        InvalidInputError: the value has another shape or is not a dense real tensor.
     """
     mine = TableRows(tables, name, part)
     if isinstance(value, TableRows) and value.source is not None:
@@ -103,7 +104,10 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
 
 
 def chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """First row and values of consecutive chunks of a ``state_dict`` value, on every rank."""
+    """Yield (first row, values) of consecutive chunks of a ``state_dict`` value, on every rank.
+
+    Collective if the value is a ``DTensor``.
+    """
     if isinstance(value, TableRows):
         for begin, end in value.chunks():
             yield begin, value.read(begin, end)
@@ -131,23 +135,25 @@ def chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
                 chunk = local.detach()[begin - first:begin - first + rows].contiguous()
             else:
                 chunk = local.new_empty(rows, *value.shape[1:])
-            # As bytes: gloo does not know every dtype.
+            # As bytes, since gloo does not support all dtypes.
             dist.broadcast(chunk.view(torch.uint8), dist.get_global_rank(group, source), group)
             yield begin, chunk
 
 
 def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Rows that ``Shard(0)`` gives to a rank: `torch.chunk`'s split, the last ranges short or
-    empty."""
+    """Return the rows `[begin, end)` of a rank under ``Shard(0)``, which splits as `torch.chunk`.
+
+    The last ranges may be shorter or empty.
+    """
     size = -(-num_rows // world_size)
     return min(num_rows, rank * size), min(num_rows, (rank + 1) * size)
 
 
 def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                         names: Mapping[str, str]) -> None:
-    """Warn of values that ``load_state_dict(assign=True)`` has to convert instead of assigning.
+    """Warn of values that ``load_state_dict(assign=True)`` converts to the table's dtype.
 
-    Arguments: see `load_tables`.
+    The arguments are those of `load_tables`.
     """
     for name, table in names.items():
         value = state_dict.get(f"{prefix}{name}")
@@ -165,9 +171,9 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     Collective.
 
     Args:
-        tables: the tables.
+        tables: the collection that holds the tables.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
-        names: table by parameter name (without prefix).
+        names: maps parameter names, without prefix, to table names.
     """
     tables.barrier()  # peers may still be reading
     for name, table in names.items():
@@ -184,10 +190,10 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
 
 
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
-    """A table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
+    """Return a table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
 
-    The state has one form whatever the plan: one entry per row in logical order, as in
-    `table_entry`. Optimizers with bias correction add ``<label>.step``, a number.
+    Values are as `table_entry` returns them, with rows in logical order under any plan. Optimizers
+    with bias correction add ``<label>.step``, a float32 scalar.
     """
     kind = tables.specs[name].optimizer
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
@@ -208,16 +214,17 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
 
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
                  ) -> None:
-    """Fill freshly sharded tables. Collective.
+    """Fill new tables with initial weights. Collective.
 
     Args:
-        tables: the tables.
-        weights: (table name, unsharded weight [num_rows, dim], init function). A weight on the meta
-            device is initialised in place, chunk by chunk of logical rows, from a seed that depends
-            on the table and the chunk only: the same numbers for every plan. Other weights are
-            kept; if ranks disagree, those of rank 0 are used, as in DDP.
+        tables: the collection that holds the tables.
+        weights: (table name, unsharded weight [num_rows, dim], init function; None = uniform in
+            +-sqrt(1 / num_rows)). For a weight on the meta device, the init function fills the
+            table in chunks of logical rows; the seed of a chunk depends on rank 0's torch seed, the
+            table name and the chunk's index, so that the values do not depend on the plan. Other
+            weights are copied; if ranks disagree, rank 0's are used, as in DDP.
     """
-    # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
+    # Rank 0's seed for all ranks, so that torch.manual_seed determines the values.
     seed = tables.group.all_gather(torch.initial_seed())[0]
     for name, weight, init_fn in weights:
         if weight.is_meta:
@@ -228,7 +235,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
 
 def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
-    """`values`, or those of rank 0 if ranks disagree, as in DDP. Collective."""
+    """Return rank 0's `values` if ranks disagree, as in DDP, else `values`. Collective."""
     if tables.group.world_size == 1 or tables.group.is_local:
         return values
     data = values.detach().contiguous().cpu()
@@ -239,7 +246,8 @@ def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
         data = data.clone()
         group = getattr(tables.group, "process_group", None)
         root = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast(data.view(torch.uint8), root, group=group)  # gloo does not know every dtype
+        # As bytes, since gloo does not support all dtypes.
+        dist.broadcast(data.view(torch.uint8), root, group=group)
     return data
 
 
@@ -249,7 +257,7 @@ def _initialise(tables: ShardedTables, name: str, init_fn: InitFn | None, seed: 
     for chunk, begin in enumerate(range(0, spec.num_rows, CHUNK_ROWS)):
         rows = min(CHUNK_ROWS, spec.num_rows - begin)
         key = zlib.crc32(f"{name}/{chunk}".encode())
-        # Virtual ranks share the process-wide generator.
+        # Virtual ranks are threads that share the process-wide generator.
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.manual_seed((seed * 1000003 + key) % (1 << 63))
             values = torch.empty(rows, spec.dim)

@@ -1,4 +1,4 @@
-"""Sources of weights for inference: a model, a ``state_dict``, a checkpoint."""
+"""Sources of weights for inference: a model, a ``state_dict``, a checkpoint or a file."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Weights:
     """Named weights, read on request.
 
     Args:
-        source: a model (unsharded, quantised by TorchRec, or sharded by `oper.shard` among ranks of
-            this process), a ``state_dict`` (perhaps inside another dict), a folder written by
-            ``torch.distributed.checkpoint`` under any plan, or a file written by ``torch.save``.
-        keys: required names. A prefix that they all have in common in the source, such as
-            ``model.``, is detected.
+        source: a model (unsharded, quantised by TorchRec, or sharded by `oper.shard` among ranks
+            that share memory), a ``state_dict`` (possibly nested in other dicts), a folder written
+            by ``torch.distributed.checkpoint`` under any plan, or a file of ``torch.save``.
+        keys: required names. If the source has all of them with a common prefix, such as
+            ``model.``, the prefix is detected.
 
     Raises:
-        InvalidInputError: a name is missing.
+        InvalidInputError: a name is missing, or `source` has another type.
         FileFormatError: the source is not a checkpoint, or is damaged.
     """
 
@@ -62,7 +62,7 @@ class Weights:
         if path.exists() and not path.is_dir():
             return dict(_flat(load_archive(path, what)))
         try:
-            # As oper.save_checkpoint lays it out, or the folder itself.
+            # The folder itself, or a folder that contains exactly one checkpoint.
             found = sorted(path.rglob(METADATA))
             if len(found) != 1:
                 raise FileFormatError(what, "checkpoints", len(found), "one in this folder",
@@ -82,14 +82,14 @@ class Weights:
                                   "write it again") from None
 
     def _hold(self, folder: Path) -> Path:
-        """A path to this same folder, although a training run may put its next checkpoint in its
-        place while it is read: files of two checkpoints must not mix."""
+        """Return a path that continues to refer to this folder after a rename. A training run may
+        replace the folder while it is read; its files must not be mixed."""
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, number)
         return Path(f"/proc/self/fd/{number}")
 
     def value(self, key: str) -> Any:
-        """A weight: a tensor, or `TableRows`."""
+        """Return a weight: a tensor, `TableRows`, or another value of the ``state_dict``."""
         value = self._values[self._prefix + key]
         if self._folder is None:
             return getattr(value, "elem", value)  # TorchRec's packed 4-bit tensors
@@ -104,8 +104,11 @@ class Weights:
         return out
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A dense weight, detached, on the CPU; raises InvalidInputError if it is not a tensor
-        or is a meta tensor."""
+        """Return a dense weight, detached and on the CPU.
+
+        Raises:
+            InvalidInputError: it is not a tensor, or is on the meta device.
+        """
         value = self.value(key)
         if not isinstance(value, torch.Tensor) or value.is_meta:
             raise InvalidInputError(
@@ -116,13 +119,17 @@ class Weights:
 
     def rows(self, key: str, held: TableSpec, wanted: TableSpec
              ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Rows of a table in chunks: first id, and floats [n, dim] or packed rows.
+        """Yield chunks of a table's rows: first id, and floats [n, dim] or packed uint8 rows.
 
         Args:
-            key: its name.
-            held: type of rows given as bytes (`TableSpec.dtype`), the form of all rows of
-                TorchRec's quantised modules.
-            wanted: type that the caller stores; codes of this type are not converted.
+            key: name of the table's weight.
+            held: the table as stored in the source; its dtype decides how uint8 rows, as in
+                TorchRec's quantised modules, are decoded.
+            wanted: the table as the caller stores it; rows already packed in its dtype are not
+                decoded.
+
+        Raises:
+            InvalidInputError: the source lacks rows, or has only this rank's.
         """
         value = self.value(key)
         if isinstance(value, TableRows):
@@ -146,7 +153,7 @@ def _unpacked(rows: torch.Tensor, held: TableSpec, wanted: TableSpec) -> torch.T
     if rows.dtype != torch.uint8 or (held.dtype == wanted.dtype and held.dtype in CODE_BITS):
         return rows
     if rows.shape[1] < held.row_bytes:
-        return rows  # refused by its width where it is stored
+        return rows  # the caller reports the wrong width
     if held.dtype in CODE_BITS:
         return dequantise(rows, held.dtype, held.dim)
     return rows[:, :held.row_bytes].contiguous().view(getattr(torch, held.dtype))
@@ -159,7 +166,7 @@ def _kind(value: Any) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dicts as one, keys joined by dots."""
+    """Yield the items of nested dicts, with keys joined by dots."""
     if not isinstance(values, Mapping):
         raise InvalidInputError("cannot read weights", "type", type(values).__name__,
                                 "a state_dict", "pass model.state_dict()")

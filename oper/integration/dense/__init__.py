@@ -1,2 +1,1 @@
-"""The parts of a model between its sharded tables and its dense layers, and the training of the
-dense layers."""
+"""Feature interaction of DLRMs, and gradient averaging of dense layers in shared memory."""

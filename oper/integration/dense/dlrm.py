@@ -1,4 +1,4 @@
-"""Parts of TorchRec's DLRM that copy less: the same numbers up to the order of additions."""
+"""Parts of TorchRec's DLRM that copy less; results differ only in the order of additions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from oper.shmem.library import load
 
 
 class PooledRows(SparseArch):
-    """TorchRec's ``SparseArch``, which copies nothing where a collection gives its features in the
-    order of its configuration, as sharded ones of OPER do."""
+    """TorchRec's ``SparseArch`` without copies if the collection's keys are in config order.
+
+    The keys of OPER's sharded collections are.
+    """
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows float32 [B, F, D]."""
+        """Return pooled rows [B, F, D] in the collection's output dtype."""
         pooled: Any = self.embedding_bag_collection(features)
         names = self.sparse_feature_names
         if pooled.keys() != names:
@@ -28,11 +30,19 @@ class PooledRows(SparseArch):
 
 
 class DotInteraction(InteractionArch):
-    """TorchRec's ``InteractionArch``: on CPUs one pass over the samples, in which no matrix of
-    products is written. It takes and gives float32 there whatever autocast says."""
+    """TorchRec's ``InteractionArch``, on CPUs in one pass that does not store the [F + 1, F + 1]
+    products of a sample. There, it computes and returns float32 even under autocast."""
 
     def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        """Dense rows [B, D] and products of all pairs of rows: [B, D + F + F choose 2]."""
+        """Return the dense rows followed by the dot products of all pairs of rows.
+
+        Args:
+            dense_features: [B, D].
+            sparse_features: [B, F, D].
+
+        Returns:
+            [B, D + F + F * (F - 1) / 2].
+        """
         if dense_features.device.type != "cpu" or self.F == 0:
             return super().forward(dense_features, sparse_features)
         found: torch.Tensor = _dot_interaction()(
@@ -41,8 +51,8 @@ class DotInteraction(InteractionArch):
 
 
 def copy_less(model: DLRM) -> DLRM:
-    """`model`, a plain ``DLRM`` or ``DLRM_DCN``, with `PooledRows` and, where it has dot products,
-    `DotInteraction`, in place; parameters and their names stay."""
+    """Change the parts of a ``DLRM`` or ``DLRM_DCN`` in place to `PooledRows` and, if it has an
+    ``InteractionArch``, `DotInteraction`; return it. Parameters and their names stay the same."""
     for part, plain, ours in ((model.sparse_arch, SparseArch, PooledRows),
                               (model.inter_arch, InteractionArch, DotInteraction)):
         if type(part) is plain:
@@ -52,7 +62,7 @@ def copy_less(model: DLRM) -> DLRM:
 
 @functools.cache
 def _dot_interaction() -> Any:
-    """The operator, with its gradient."""
+    """Register the operator's shapes and gradient with torch, and return it."""
     load()
     name = "oper::dot_interaction"
     torch.library.register_fake(name, _shape)

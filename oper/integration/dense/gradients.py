@@ -1,4 +1,4 @@
-"""Dense gradients averaged through memory that all ranks share, in place of messages."""
+"""Averaging of dense gradients in memory that all ranks share, instead of by messages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _LINE_BYTES = 64
 def average_in_shared_memory(model: DistributedDataParallel) -> bool:
     """Average the dense gradients of a sharded model in shared memory from now on. Collective.
 
-    To be called once, before the first backward pass; it takes the place of a communication hook,
-    of which DistributedDataParallel takes one. Gradients come out the same, bit for bit, on all
-    ranks. It takes as much memory per rank as the largest bucket of gradients.
+    Call it once, before the first backward pass. It registers a communication hook, and
+    DistributedDataParallel accepts only one. Averaged gradients are bit-identical on all ranks.
+    Each rank allocates about as many bytes as all dense parameters have.
 
     Args:
-        model: contains sharded tables.
+        model: a model with sharded tables.
 
     Returns:
-        Whether they are. Where ranks do not share memory, or the group of `model` is not that of
-        the tables, DistributedDataParallel goes on to exchange messages.
+        True on success. False, and DistributedDataParallel continues to exchange messages, if there
+        is one rank, ranks do not share memory, tables or parameters are on GPUs, or the process
+        groups of `model` and the tables differ.
     """
     found = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
     dense = [p for n, p in model.module.named_parameters()
@@ -45,7 +46,7 @@ def average_in_shared_memory(model: DistributedDataParallel) -> bool:
         done.set_result(gradients)
         return done
 
-    hook.__annotations__ = {}  # DistributedDataParallel wants types in them, not their names
+    hook.__annotations__ = {}  # DistributedDataParallel refuses annotations that are strings
     model.register_comm_hook(None, hook)
     return True
 
@@ -59,15 +60,16 @@ def _can_share(model: DistributedDataParallel, tables: ShardedTables,
 
 
 class _SharedAverage:
-    """The mean over ranks of tensors of one size on all of them.
+    """Averages a tensor over ranks by reduce-scatter and all-gather in shared memory.
 
-    Every rank's memory has a cell per rank. A rank leaves its peers' parts in their cells, adds its
-    own part up, which it leaves in its own cell, and reads the other parts where their owners have
-    left them: a part is added up once, in one order.
+    Every rank's segment has a cell for each rank. Rank r writes part p of its tensor, divided by
+    the number of ranks, to cell p of its segment (p != r); sums part r over all ranks into cell r;
+    and copies every part p from cell p of rank p. A part is summed by one rank in one order, so the
+    results are identical on all ranks.
 
     Args:
-        tables: whose ranks these are.
-        num_bytes: of the largest tensor. Creation is collective.
+        tables: the sharded tables, for their group and barrier.
+        num_bytes: size of the largest tensor to average. Creation is collective.
     """
 
     def __init__(self, tables: ShardedTables, num_bytes: int) -> None:
@@ -81,7 +83,10 @@ class _SharedAverage:
                        for address in heap.addresses]
 
     def __call__(self, data: torch.Tensor) -> None:
-        """Replace `data` by its mean. Collective; raises what `ShardedTables.barrier` raises."""
+        """Replace `data`, one-dimensional with the same size and dtype on all ranks, by its mean.
+
+        Collective; raises the errors of `ShardedTables.barrier`.
+        """
         rank, size = self._rank, self._size
         parts = data.tensor_split(size)
         cells = [[cell[:part.nbytes].view(data.dtype) for cell, part in zip(x, parts, strict=True)]
@@ -90,7 +95,7 @@ class _SharedAverage:
         for peer in (first, *others):
             torch.mul(parts[peer], share, out=cells[rank][peer])
         self._tables.barrier()
-        # No longer read by any rank: all have left the previous call.
+        # Cell `rank` can be overwritten: every rank has finished the previous call's copies.
         own = torch.add(cells[first][rank], parts[rank], alpha=share, out=cells[rank][rank])
         for peer in others:
             own.add_(cells[peer][rank])

@@ -1,8 +1,8 @@
-"""Rows by raw key, without a directory: into dynamic tables, out of them, and to servers.
+"""Conversion of dynamic tables to and from other representations of rows by raw key.
 
-A dynamic table's ``state_dict`` entries have a place for every row. Here keys are a sorted list, as
-other programs have them: TorchRec's managed-collision modules, a static table with its vocabulary,
-a table of another capacity.
+`KeyedRows` is a sorted list of keys with their rows. It converts between ``state_dict`` entries of
+dynamic tables of any capacity, TorchRec's managed-collision modules (import only), and static
+tables behind a `KeyMap` (export only).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oper.shmem.keys.places import num_candidates, slots_of_keys
 from oper.shmem.keys.rules import DynamicTable
 
 _MOST_COUNTED = (1 << 32) - 1  # counts have 32 bits
-_NO_KEY = torch.iinfo(torch.int64).max  # in TorchRec's maps
+_NO_KEY = torch.iinfo(torch.int64).max  # marks unused entries of TorchRec's maps
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,15 +29,16 @@ class KeyedRows:
     """Keys and their rows.
 
     Attributes:
-        keys: int64 [n], ascending, each once.
-        rows: floats [n, dim].
-        default_row: floats [dim], that of all other keys.
-        counts: int64 [n], how often each key has been seen, in [0, 2^32).
-        clocks: int64 [n], the update that saw it last, in [0, `clock`].
-        clock: updates so far.
+        keys: int64 [n], strictly ascending.
+        rows: floating-point [n, dim].
+        default_row: floating-point [dim], the row of all other keys.
+        counts: int64 [n], number of occurrences of each key so far, in [0, 2^32).
+        clocks: int64 [n], number of the last update with each key, in [0, `clock`].
+        clock: number of updates so far.
 
     Raises:
-        InvalidInputError: other shapes, keys that are not ascending, or numbers out of range.
+        InvalidInputError: an attribute has another shape or dtype, keys are not strictly ascending,
+            or numbers are out of range.
     """
 
     keys: torch.Tensor
@@ -60,7 +61,7 @@ class KeyedRows:
                 raise _bad(name, (value.dtype, tuple(value.shape)),
                            f"{'floats' if is_float else 'int64'} {list(shape)}")
         if not bool((self.keys[1:] > self.keys[:-1]).all()):
-            raise _bad("keys", "not ascending", "ascending keys, each once")
+            raise _bad("keys", "unsorted or repeated keys", "strictly ascending keys")
         if not isinstance(self.clock, int) or not 0 <= self.clock <= MOST_UPDATES:
             raise _bad("clock", self.clock, f"an integer in [0, {MOST_UPDATES}]")
         for name, most in (("counts", _MOST_COUNTED), ("clocks", self.clock)):
@@ -68,17 +69,21 @@ class KeyedRows:
             if n and not 0 <= int(value.min()) <= int(value.max()) <= most:
                 raise _bad(name, [int(value.min()), int(value.max())], f"numbers in [0, {most}]")
 
-    # ---- from elsewhere --------------------------------------------------------------------------
+    # ---- import ----------------------------------------------------------------------------------
 
     @classmethod
     def of_entries(cls, entries: Mapping[str, Any], prefix: str = "",
                    time_to_live: int | None = None) -> KeyedRows:
-        """Keys and rows of a dynamic table. Collective if the entries are split over ranks.
+        """Read the keys and rows of a dynamic table. Collective if entries are DTensors.
 
         Args:
             entries: a ``state_dict`` with the table's ``weight``, ``keys`` and ``clock``.
-            prefix: prefix of these names, with its dot.
-            time_to_live: that of the table's `oper.DynamicTable`; expired keys are left out.
+            prefix: prefix of these names, including the dot.
+            time_to_live: `time_to_live` of the table's `oper.DynamicTable`; expired keys are left
+                out. None = keys do not expire.
+
+        Raises:
+            InvalidInputError: an entry is missing or has another shape.
         """
         weight, records, clock = (_whole(entries, f"{prefix}{n}")
                                   for n in ("weight", "keys", "clock"))
@@ -92,16 +97,18 @@ class KeyedRows:
 
     @classmethod
     def of_managed_collision(cls, state: Mapping[str, Any], table: str) -> KeyedRows:
-        """Keys and rows of a table behind TorchRec's ``MCHManagedCollisionModule``, not sharded by
-        rows.
+        """Read the keys and rows of a table behind TorchRec's ``MCHManagedCollisionModule``.
 
-        A module with an ``input_hash_func`` holds hashes in the place of ids: a dynamic table must
-        then be given the same hashes.
+        The table must not be sharded by rows. If the module has an ``input_hash_func``, its keys
+        are hashes: apply the same function to ids before looking them up in a dynamic table.
 
         Args:
             state: the ``state_dict`` of a ``ManagedCollisionEmbedding(Bag)Collection``, or of a
                 model that contains one.
             table: name of the table.
+
+        Raises:
+            InvalidInputError: an entry is missing or ambiguous, or the map does not cover all rows.
         """
         of_map = f"_managed_collision_modules.{table}._mch_"
         raw, mapping = (_whole(state, _ending(state, of_map + name))
@@ -110,7 +117,8 @@ class KeyedRows:
                                        f"embeddings.{table}.weight"))
         size = raw.numel()
         if weight.shape[0] != size or not torch.equal(mapping.sort().values, torch.arange(size)):
-            raise _bad(f"rows of {table!r}", (weight.shape[0], size), "one map of all rows of it")
+            raise _bad(f"rows, map size of {table!r}", (weight.shape[0], size),
+                       "equal numbers, and a map that contains every row once")
         held = (raw != _NO_KEY).nonzero()[:, 0]
         held = held[raw[held].argsort()]
         found: dict[str, torch.Tensor] = {}
@@ -119,34 +127,39 @@ class KeyedRows:
             value = _whole(state, places[0])[held] if places else torch.zeros_like(held)
             found[name] = value.clamp(0, most)
         clocks = found["last_access_iter"]
-        # A miss reads the last row.
+        # TorchRec maps unknown ids to the last row.
         return cls(raw[held], weight[mapping[held]], weight[size - 1].clone(), found["counts"],
                    clocks, int(clocks.max()) if clocks.numel() else 0)
 
-    # ---- to elsewhere ----------------------------------------------------------------------------
+    # ---- export ----------------------------------------------------------------------------------
 
     def entries(self, num_embeddings: int, rule: DynamicTable, prefix: str = "",
                 drop: bool = False) -> dict[str, torch.Tensor]:
-        """``state_dict`` entries of a dynamic table, in which optimizer states are reset.
+        """Return ``state_dict`` entries of a dynamic table, without optimizer state.
 
         Args:
-            num_embeddings: rows of the table, with the default row.
-            rule: its rule.
-            prefix: prefix of their names, with its dot.
-            drop: leave out keys that find no place in their bucket, those with the lowest counts;
-                otherwise they are an error.
+            num_embeddings: number of rows of the table, including the default row.
+            rule: the table's `oper.DynamicTable`.
+            prefix: prefix of the entries' names, including the dot.
+            drop: where a bucket has more keys than rows, drop those with the lowest counts instead
+                of raising an error.
+
+        Returns:
+            ``weight`` [num_embeddings, dim], ``keys`` int64 [num_embeddings - 1, 3] (key, count,
+            clock; clock -1 = unused), ``clock`` int64 [], and if the rule admits keys after more
+            than one occurrence, empty ``candidates``.
 
         Raises:
-            InvalidInputError: keys find no place.
+            InvalidInputError: a bucket has more keys than rows, and `drop` is not set.
         """
         num_slots = num_embeddings - 1
         slots = slots_of_keys(self.keys.numpy(), self.counts.numpy(), num_slots, rule.seed)
         fits = slots >= 0
         if not fits.all() and not drop:
             raise InvalidInputError(
-                "cannot put keys into a dynamic table", "keys without a place", int((~fits).sum()),
-                f"none of {slots.size} in buckets of {num_slots} rows",
-                "use a larger table, or pass drop=True to leave out those with the lowest counts")
+                "cannot put keys into a dynamic table", "keys that exceed their buckets",
+                int((~fits).sum()), f"0 of {slots.size} in a table of {num_slots} rows for keys",
+                "use a larger table, or pass drop=True to drop those with the lowest counts")
         held, at = torch.from_numpy(np.flatnonzero(fits)), torch.from_numpy(slots[fits])
         records = _empty_records(num_slots)
         records[at] = torch.stack([x[held] for x in (self.keys, self.counts, self.clocks)], 1)
@@ -158,21 +171,21 @@ class KeyedRows:
         return {f"{prefix}{name}": value for name, value in found.items()}
 
     def static(self, num_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The contents of a static table of a fixed size and of the `KeyMap` in front of it.
+        """Return the contents of a static table with `num_embeddings` rows and of its `KeyMap`.
 
         Returns:
             The map's ``keys``, int64 [num_embeddings - 1], and the table's ``weight``,
-            [num_embeddings, dim]: the default row, then those of the keys in ascending order.
-            Unused places repeat the last key; unused rows hold the default row.
+            [num_embeddings, dim]: the default row, then the keys' rows in ascending order of keys.
+            Unused entries of ``keys`` repeat the last key; unused rows are the default row.
 
         Raises:
-            InvalidInputError: there are more keys.
+            InvalidInputError: there are more than ``num_embeddings - 1`` keys.
         """
         n, num_places = self.keys.numel(), num_embeddings - 1
         if n > num_places or num_places < 1:
             raise InvalidInputError("cannot make a static table", "num_embeddings", num_embeddings,
                                     f">= {max(n, 1) + 1}, for {n} keys and a default row",
-                                    "use more rows")
+                                    "pass a larger num_embeddings")
         last = self.keys[-1:] if n else self.keys.new_zeros(1)
         weight = self.default_row.repeat(num_embeddings, 1)
         weight[1:n + 1] = self.rows
@@ -180,11 +193,11 @@ class KeyedRows:
 
 
 class KeyMap(nn.Module):
-    """Row numbers of raw keys in a static table; 0 for keys that it does not know.
+    """Maps raw keys to row numbers of a static table, and unknown keys to row 0.
 
-    A plain torch module: in front of an ``nn.EmbeddingBag`` it can be published, served, exported
-    and moved to a device like any other. Its state is ``keys``, ascending, which `KeyedRows.static`
-    makes.
+    It is a plain torch module that can be published, served, exported and moved to a device
+    together with the ``nn.EmbeddingBag`` that follows it. Its only state is the buffer ``keys``,
+    int64 [num_keys], ascending; `KeyedRows.static` creates its contents.
 
     Args:
         num_keys: number of keys, one less than the table's rows; at least 1.
@@ -213,10 +226,10 @@ class KeyMap(nn.Module):
         self.register_buffer("keys", torch.zeros(num_keys, dtype=torch.int64))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows, int64, of keys int64 or int32 of any shape."""
+        """Return the row numbers of integer keys `ids`, int64 of the same shape."""
         if ids.is_floating_point():
             raise InvalidInputError("cannot map keys to rows", "dtype", ids.dtype, "integers",
-                                    "convert the keys: large ones are not exact in floats")
+                                    "pass integer keys, since floats cannot represent large ones")
         ids = ids.long()
         at = torch.searchsorted(self.keys, ids).clamp(max=self.keys.numel() - 1)
         return torch.where(self.keys[at] == ids, at + 1, 0)
@@ -224,7 +237,8 @@ class KeyMap(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         keys = state_dict.get(f"{prefix}keys")
         if keys is not None and not keys.is_meta and not bool((keys[1:] >= keys[:-1]).all()):
-            raise _bad(f"{prefix}keys", "not ascending", "ascending keys, as KeyedRows.static has")
+            raise _bad(f"{prefix}keys", "unsorted keys",
+                       "ascending keys, as KeyedRows.static returns them")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -235,15 +249,15 @@ def _empty_records(n: int) -> torch.Tensor:
 
 
 def _ending(state: Mapping[str, Any], *ends: str) -> str:
-    """The only name in `state` that ends with one of these."""
+    """Return the only name in `state` that ends with one of `ends`."""
     found = [k for k in state if any(f".{k}".endswith(f".{e}") for e in ends)]
     if len(found) != 1:
-        raise _bad("entries", found[:4], f"one that ends with {' or '.join(ends)}")
+        raise _bad("entries", found[:4], f"exactly one that ends with {' or '.join(ends)}")
     return found[0]
 
 
 def _whole(entries: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A plain tensor in host memory of an entry that may be split over ranks."""
+    """Return an entry, possibly a DTensor, as a plain tensor in host memory."""
     if name not in entries:
         raise _bad("entries", list(entries)[:4], f"one named {name!r}")
     value = entries[name]
@@ -255,5 +269,5 @@ def _whole(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError("cannot take rows by key", name, value, expected,
-                             "correct the keys, or take the state of another table")
+    return InvalidInputError("cannot convert rows by key", name, value, expected,
+                             "pass the unmodified state of a table of this kind")

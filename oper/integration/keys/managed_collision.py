@@ -1,12 +1,12 @@
-"""TorchRec's managed-collision modules on several ranks: one map of ids, the same on all.
+"""TorchRec's managed-collision modules on several ranks, with the same map of ids on all ranks.
 
-Such a module learns from the ids that it sees which of them get rows of their own. Each rank sees
-its own share of a batch, so that every rank is given the ids of all, in rank order, to learn from;
-each then maps its own. The maps are those of one process that sees the whole batch.
+Such a module learns from ids which of them get rows of their own. Here every rank learns from the
+ids of all ranks, concatenated in rank order, and then maps only its own ids. The map equals that of
+a single process that trains on the entire batch.
 
-That needs a module whose learning and mapping are apart, as in `MCHManagedCollisionModule`.
-Others, such as `HashZchManagedCollisionModule`, learn while they map: on several ranks their
-maps would disagree, so that they map with what they know and refuse to learn.
+This requires a module with separate methods for learning and mapping, as in
+`MCHManagedCollisionModule`. Other modules, such as `HashZchManagedCollisionModule`, learn while
+they map, so their maps would differ between ranks; they can only be used in eval mode.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from oper.shmem.group.groups import Group
 
 
 def share_maps(module: nn.Module, group: Group) -> None:
-    """Let the managed-collision modules within `module` learn from the ids of all ranks.
+    """Make the managed-collision modules in `module` learn from the ids of all ranks of `group`.
 
-    Training forwards of `MCHManagedCollisionModule`s are collective from then on; those of other
-    kinds raise InvalidInputError.
+    From then on, the forward pass in training mode is collective for `MCHManagedCollisionModule`s,
+    and raises InvalidInputError for managed-collision modules of other classes.
     """
     from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
@@ -41,20 +41,21 @@ def share_maps(module: nn.Module, group: Group) -> None:
 
 
 def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a module that must not learn."""
+    """Call `forward` of a module that must not learn; InvalidInputError in training mode."""
     if module.training:
         raise InvalidInputError(
-            "cannot learn a map of ids on several ranks", f"{name}, mode",
+            "cannot learn a map of ids on several ranks", f"class, mode of {name}",
             f"{type(module).__name__}, training",
             "an MCHManagedCollisionModule, or a module in eval mode",
-            f"call {name}.eval() after every train() of the model, so that it maps ids without "
-            "learning; or train in one process")
+            f"call {name}.eval() after every train() of the model, so that the module maps ids "
+            "without learning; or train in one process")
     return forward(*args, **kwargs)
 
 
 def _learn_from_all(module: nn.Module, learn: Any, group: Group, features: Mapping[str, Any]
                     ) -> Mapping[str, Any]:
-    """`MCHManagedCollisionModule.profile` with the ids of all ranks; returns this rank's."""
+    """Call `learn`, a `MCHManagedCollisionModule.profile`, with all ranks' ids. Returns `features`,
+    the ids of this rank."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     if not module.training:
