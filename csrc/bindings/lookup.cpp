@@ -443,7 +443,7 @@ int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
   return data != nullptr ? reinterpret_cast<int64_t>(data) : -errno;
 }
 
-// 0, or -errno; likewise.
+// Returns 0 or -errno.
 int64_t map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes,
                          bool writable) {
   return map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),

@@ -67,16 +67,16 @@ struct Context {
   std::vector<Messages::Table> message_tables;
   UpdateArgs* optimizers;                          // device memory, in the order of keys
   std::vector<int32_t> logical;  // the collection's number of every feature (of a column piece)
-  std::vector<bool> near;        // [W] whose memory can be addressed
+  std::vector<bool> near;        // [W] whether this rank can address a rank's memory
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
   int64_t inbox_capacity;        // entries of one rank in the inbox
   int64_t output_columns = 0, unpooled_columns = 0;
   int64_t max_row_bytes = 0;
   int32_t max_dim = 0;
   bool updates_at_once, has_push = false;
-  // Where kernels look for what ranks of other domains have for this one, in device memory: the headers
-  // of their outboxes, one rank's after the other's; sums of squares of rows of theirs, for column
-  // pieces (two rounds), [T, W]; and FarMasters [T, W].
+  // Data received from ranks of other domains, in device memory, where kernels read it: headers of
+  // their outboxes in rank order; sums of squares of their rows for column pieces (two rounds), [T,
+  // W]; and FarMasters [T, W].
   char* mirrors;
   std::vector<float*> far_squares;
   FarMasters* far_masters;
@@ -107,7 +107,7 @@ struct Context {
   int64_t deadline_ms_;
 };
 
-// Device memory of one batch plan and of what works on it, out of `block`.
+// Device memory of one batch plan and its work buffers, allocated within `block`.
 struct Workspace {
   BatchPlan plan;
   LongRuns long_runs;
@@ -115,7 +115,7 @@ struct Workspace {
   int64_t bytes;
 };
 Workspace lay_out(const Context& context, const Batch& batch, void* block);
-// What an owner needs between steps, out of `block`.
+// Memory that an owner retains between steps, allocated within `block`.
 Inbox lay_out_inbox(const Context& context, void* block);
 
 }  // namespace oper::device

@@ -104,11 +104,11 @@ struct ErrorWord {
 // Where kernels leave errors: the first one to claim it writes the word.
 struct ErrorSink {
   ErrorWord* word;
-  int* claimed;  // device memory: 0, then 1, or kLost when a peer has not come
+  int* claimed;  // device memory: 0; 1 once an error is stored; kLost if a peer has not arrived
 };
 constexpr int kLost = 2;
 
-// One batch; all pointers are device memory. Unpooled: every id is a bag of its own.
+// One batch; all pointers are to device memory. Unpooled: every id is a separate bag.
 struct Batch {
   const void* ids;
   bool ids_are_32_bit;
@@ -242,14 +242,14 @@ struct Launch {
   bool rows_repeat = false;           // in batches: most rows get several gradients
 };
 
-// Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
+// Copies of the distinct rows of peers that a batch reads; `plan.places` maps pairs to copies.
 struct Staging {
   char* data;     // null: none
-  int64_t bytes;  // rows that find no room are read where they are
+  int64_t bytes;  // capacity; rows beyond it are read in place
 };
 constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
-// No row is staged yet; before the others.
+// Marks all rows as not staged; must precede `stage` and `place_far_rows`.
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
 void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
            bool skip_pushed);
@@ -262,12 +262,12 @@ struct FarRows {
   int64_t num_ranges, num_rows;
   const char* rows;
 };
-// Copies them to where aligned loads find them.
+// Copies far rows into the staging memory, where loads are aligned.
 void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
                     const Staging& staging);
 
-// Arrays of numbers that go into a message, side by side, or come out of one. In this rank's memory
-// their entries lie side by side, too, or where `kRows` says.
+// Arrays of numbers to pack into a message or unpack from it, contiguous in the message. In this
+// rank's memory their entries are contiguous, or at the indices of `kRows`.
 struct WireParts {
   enum Column { kFirst, kMemory, kRows, kWire, kPerEntry, kKind, kLimit, kWidth };
   enum Kind : int64_t {
@@ -326,7 +326,7 @@ void refresh(const Launch& on);
 void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
                      int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
-// Push: what a reader asks of the owners, in its symmetric memory.
+// Push: a reader's request to the owners, in the reader's symmetric memory.
 struct RequestHeader {
   int64_t num_runs;
   int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes

@@ -1,4 +1,4 @@
-// Groups of lanes that handle a row together, and how they hold it.
+// Groups of lanes that process a row together, and the distribution of a row over their registers.
 #pragma once
 
 #include <type_traits>
@@ -8,9 +8,10 @@
 
 namespace oper::device {
 
-// G consecutive lanes of a warp. All of them must call every member together; `in_step`: all groups of
-// the warp must, each with its own values. An exchange between the lanes of a mask that the compiler
-// does not know takes several instructions more, and groups that have parted take turns.
+// G consecutive lanes of a warp, which must call every member together. `in_step`: all groups of
+// the warp run in lockstep and call members together, each with its own values. Without lockstep,
+// shuffles with a mask that is unknown at compile time take several more instructions, and
+// divergent groups run one after another.
 template <int G>
 struct Group {
   int lane;
@@ -22,11 +23,11 @@ struct Group {
     lane = in_warp % G;
     mask = G == 32 || in_step ? ~0u : ((1u << (G % 32)) - 1u) << (in_warp / G * G);
   }
-  // Whether it holds for this group, or, in step, for any group of the warp.
+  // Whether `holds` is true for this group or, in lockstep, for any group of the warp.
   OPER_DEVICE bool any(bool holds) const {
     return in_step ? __ballot_sync(mask, holds) != 0 : holds;
   }
-  // This group's number, or, in step, the largest of the warp's groups.
+  // This group's `number` or, in lockstep, the maximum over the warp's groups.
   OPER_DEVICE int most(int number) const {
     if (!in_step) return number;
 #pragma unroll
@@ -93,8 +94,8 @@ struct Shape {
   static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
 };
 
-// The same rows over half the lanes where that leaves a lane 32 bytes: what is done once for each row is
-// then done for twice as many rows at a time.
+// The same rows over half as many lanes, if a lane then has 32 bytes: a warp processes twice as
+// many rows at a time.
 template <class S>
 using Halved =
     std::conditional_t<sizeof(typename S::T) == 4 && S::V == 1 && S::E == 4 && (S::G >= 8),

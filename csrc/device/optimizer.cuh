@@ -136,7 +136,7 @@ class RowOptimizer {
   }
 
   // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers;
-  // `w`: the row, which becomes the new one. `writes`: false for a group that only keeps in step.
+  // `w`: the row, which is updated. `writes`: false for a group that only stays in lockstep.
   OPER_DEVICE void apply(const Row<Shape>& g, float squares, Row<Shape>& w, const RowFacts& facts,
                          bool writes = true) const {
     if (kind() == Optimizer::kNone) return;

@@ -62,7 +62,7 @@ OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #endif
 }
 
-// Copies 4 or 16 aligned bytes into shared memory while the lane goes on. Copies belong to the next
+// Copies 4 or 16 aligned bytes into shared memory asynchronously. Copies belong to the next
 // `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane sees it.
 template <int kNumBytes>
 OPER_DEVICE void copy_async(void* shared, const void* from) {

@@ -78,40 +78,41 @@ struct Table {
   std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
-  float* momentum2;                  // likewise
+  float* momentum2;                  // as momentum1
   OptimizerArgs optimizer;           // set for every update
-  RoundingKey rounding;              // likewise; for rows of 16-bit elements
+  RoundingKey rounding;              // set for every update of 16-bit rows
   std::vector<int32_t> features;     // features that look up here
   std::vector<uint8_t> pushes;       // per tier: exchange mode push
   bool is_pushed;                    // any tier is
-  // Whether this rank asks owners to pool for it. Not where it owns the whole of a pushed table: its
-  // own lookups there are those of a pulled one, with the same bits.
+  // Whether this rank requests pooling from owners. False if it owns all rows of a pushed table: it
+  // then looks rows up as in a pulled table, with bitwise equal results.
   bool has_push;
-  bool all_pushed;  // every tier; then no id need be looked at one by one
+  bool all_pushed;  // every tier is, so that ids need not be checked one by one
   std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
   // A table split by columns: its pieces in column order, this one included; else empty. Row-wise
   // optimizers add up the pieces' squares through `squares`, one number per slot and rank.
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
-  int32_t row_columns;  // columns of the whole row
+  int32_t row_columns;  // columns of the entire row
   int32_t first_column;  // of this piece in the whole row
-  HeadIds head_ids;      // the way back from a position to its id
+  HeadIds head_ids;      // maps a position back to its id
   std::vector<HomeTier> home_tiers;
   std::vector<PushedRows> pushed;  // [W]
-  // What `leave` has collected for this rank's rows since the last update: by kind (reduced rows, those
-  // of pushed tiers) and part of the batch, in order. Parts beyond Context::num_left are memory to reuse.
+  // Gradients that `leave` has collected for this rank's rows since the last update: [0] reduced
+  // rows, [1] those of pushed tiers; one entry per micro-batch. Entries from Context::num_left on
+  // are unused memory.
   std::vector<PushedRows> left[2];
   bool has_replicas = false;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
-  // A bit per slot of this rank whose row an update has changed since they were last taken; null =
-  // not asked for.
+  // A bit per slot of this rank, set if an update has changed its row since take_changes(); null =
+  // changes are not tracked.
   uint64_t* changed = nullptr;
   TableCounters counters;
   const Arenas* arenas;
-  // Across memory domains: per rank, the rows of the slots in `touched`, side by side; null where
-  // the masters can be read in place. Empty in a single domain.
+  // Across memory domains: per rank, the contiguous rows of the slots in `touched`; null if this
+  // rank can address the masters. Empty in a single domain.
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
@@ -193,7 +194,7 @@ struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
   int64_t gradients_offset;           // float [bags, dim], backward only
-  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // likewise
+  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
 };
 
 // The sums that an owner has pooled for one reader: the bags of which it owns rows, ascending, and

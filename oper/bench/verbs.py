@@ -44,9 +44,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 
 class _LazyParser(argparse.ArgumentParser):
     """Adds a benchmark's arguments only if that benchmark is run, since its module loads slowly.
-
-    ``place`` is the module's name.
-    """
+    ``place`` is the module's name."""
 
     place = ""
 
@@ -77,10 +75,8 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run one benchmark; returns 1 if a case fails or its results are wrong, otherwise 0.
-
-    Raises InvalidInputError if no case matches ``--only``.
-    """
+    """Run one benchmark; returns 1 if a case fails or its results are wrong, otherwise 0. Raises
+    InvalidInputError if no case matches ``--only``."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     every = module.cases(**{flag: getattr(args, flag)
                             for flag in inspect.signature(module.cases).parameters})

@@ -185,11 +185,8 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
-    """The workloads of the fit.
-
-    They cover bags of 1 to 20 ids, dims of 16 to 128 with and without specialised kernels, few and
-    many tables, uniform and skewed ids.
-    """
+    """The workloads of the fit. They cover bags of 1 to 20 ids, dims of 16 to 128 with and without
+    specialised kernels, few and many tables, uniform and skewed ids."""
     def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float,
              batch_size: int = 2048) -> Workload:
         return Workload(num_rows, dim, batch_size * world_size, pooling, exponent)

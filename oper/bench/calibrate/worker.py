@@ -161,10 +161,8 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
             group: Group, rounds: int) -> dict[str, Any]:
     """Time steps of all plans in alternation, so that disturbances of the machine affect all plans.
-
     After `rounds` rounds, further ones follow until every median is known within `INTERVAL`, up to
-    `_PATIENCE * rounds`.
-    """
+    `_PATIENCE * rounds`."""
     features = [(f, f"t{k}") for k, f in enumerate(work.features)]
     tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
     taken: dict[str, list[tuple[float, list[int], float]]] = {kind: [] for kind in plans}

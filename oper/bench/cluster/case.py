@@ -146,10 +146,8 @@ class _Runner(Run):
     # ---- verification ----------------------------------------------------------------------------
 
     def _verify(self, contender: Contender, side: Side) -> bool:
-        """Whether a side's results agree with the unsharded model's. Collective.
-
-        Rate limits are lifted during the comparison, which does not depend on them.
-        """
+        """Whether a side's results agree with the unsharded model's. Collective. Rate limits are
+        lifted during the comparison, which does not depend on them."""
         kept = self.unsharded
         if contender.key not in kept.verdicts:
             limit(self.links, False)

@@ -87,10 +87,8 @@ def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | Non
 @functools.lru_cache(maxsize=8)
 def _unlimited(links: Links, base: int) -> dict[str, float]:
     """``ns_per_byte`` and ``contention`` on unlimited links, with `base` ranks as the reference.
-
     They do not depend on `links.mbits`, but are measured again for every rate: that takes a second
-    and shows the state of the machine at that time.
-    """
+    and shows the state of the machine at that time."""
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)

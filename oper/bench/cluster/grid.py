@@ -44,10 +44,8 @@ def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) ->
 
 
 def cases(quick: bool) -> list[Any]:
-    """The cases of the grid and on irregular clusters; if `quick`, two small ones.
-
-    Cases with the same hosts are consecutive, because they share processes.
-    """
+    """The cases of the grid and on irregular clusters; if `quick`, two small ones. Cases with the
+    same hosts are consecutive, because they share processes."""
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
                      num_batches=8, num_stats_batches=8, timed_s=2.0)

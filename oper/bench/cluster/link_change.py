@@ -139,10 +139,8 @@ class _Run(Run):
         return events
 
     def difference(self, side: Side, first: Plan) -> float:
-        """Repeat all steps under the plan `first` and compare the tables. Collective.
-
-        Returns the maximum over tables of max|a - b| / max|b|, where b is the repeated run's.
-        """
+        """Repeat all steps under the plan `first` and compare the tables. Collective. Returns the
+        maximum over tables of max|a - b| / max|b|, where b is the repeated run's."""
         other = self.side(first)
         for k in range(len(self.step_ms)):
             self.step(other, k)

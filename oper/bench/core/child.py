@@ -93,10 +93,8 @@ class Child:
         self.pipe.send(words)
 
     def wait(self, seconds: float | None = _ANSWER_S) -> Any:
-        """Return the child's next message, or raise it if it is an exception.
-
-        Raises OperError if the child closes its pipe or `seconds` pass first; None = no limit.
-        """
+        """Return the child's next message, or raise it if it is an exception. Raises OperError if
+        the child closes its pipe or `seconds` pass first; None = no limit."""
         try:
             if self.pipe.poll(seconds):
                 answer = self.pipe.recv()
@@ -155,9 +153,7 @@ def start(function: Callable[..., None], *arguments: Any) -> Child:
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
     """Run a function in a single-threaded process and return the first message that it sends.
-
-    Raises OperError if the process fails.
-    """
+    Raises OperError if the process fails."""
     child = start(function, *arguments)
     try:
         return child.wait(None)

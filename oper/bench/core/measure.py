@@ -118,9 +118,7 @@ class Run:
     def simulated_bytes(self, plan: Plan, host_of: Sequence[int], training: bool, steps: int
                         ) -> list[int]:
         """Simulated bytes that all ranks send between hosts, for each of the first `steps` steps.
-
-        `host_of` maps each rank to its host.
-        """
+        `host_of` maps each rank to its host."""
         replay, count = WireReplay(plan, host_of, training=training), self.case.num_batches
         everyones = [timed_ids(self.work, r, self.world_size, min(steps, count))
                      for r in range(self.world_size)]
@@ -155,10 +153,8 @@ class Run:
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
 
     def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Close OPER's tables and return the case's entry of the record. Collective.
-
-        The entry is `figures` plus the workload and settings on rank 0, and empty elsewhere.
-        """
+        """Close OPER's tables and return the case's entry of the record. Collective. The entry is
+        `figures` plus the workload and settings on rank 0, and empty elsewhere."""
         page_kind = tables.page_kind
         if dist.is_initialized():
             dist.barrier()
@@ -201,10 +197,8 @@ class Steps:
 
 
 def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Median milliseconds per phase of a step, averaged over ranks. Collective.
-
-    `ticks`: this rank's ``phase_ns().values()`` of each step.
-    """
+    """Median milliseconds per phase of a step, averaged over ranks. Collective. `ticks`: this
+    rank's ``phase_ns().values()`` of each step."""
     mine = np.median(np.array(ticks, np.float64), axis=0) / 1e6
     return {name: round(x / ranks()[1], 4)
             for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
@@ -216,11 +210,8 @@ def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def aligner(tables: ShardedTables) -> Callable[[], None]:
-    """A function that synchronizes the ranks.
-
-    It first waits in gloo's barrier, which sleeps, so that waiting ranks leave the cores to a
-    single-process contender.
-    """
+    """A function that synchronizes the ranks. It first waits in gloo's barrier, which sleeps, so
+    that waiting ranks leave the cores to a single-process contender."""
     def align() -> None:
         if dist.is_initialized():
             dist.barrier()
@@ -235,10 +226,8 @@ def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
 
 
 def on_threads(count: int, call: Call) -> Call:
-    """`call` with torch set to `count` threads.
-
-    The setting changes only in the first call of a contender's round, which is not timed.
-    """
+    """`call` with torch set to `count` threads. The setting changes only in the first call of a
+    contender's round, which is not timed."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)

@@ -50,11 +50,9 @@ def total(values: Sequence[float]) -> list[float]:
 
 
 def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
-    """Bytes that all ranks together read per pass, averaged since the counters' last reset.
-
-    Keyed by phase (``forward``, ``backward``), then by class of link: ``own rank`` or ``memory
-    domain``, since all processes share one memory domain. Collective.
-    """
+    """Bytes that all ranks together read per pass, averaged since the counters' last reset. Keyed
+    by phase (``forward``, ``backward``), then by class of link: ``own rank`` or ``memory domain``,
+    since all processes share one memory domain. Collective."""
     mine = tables.traffic()
     passes = {"forward": mine.num_forward, "backward": mine.num_backward}
     every = [t.by_link() for t in gather(mine)]
@@ -78,10 +76,8 @@ def joint_stats(work: Workload, num_stats_batches: int) -> AccessStats:
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
                 ) -> tuple[Plan, float]:
-    """The plan that `oper.shard` chooses for this host, and the planning time (s). Collective.
-
-    If not `is_one_host`, the plan is made as if every rank ran on a separate host.
-    """
+    """The plan that `oper.shard` chooses for this host, and the planning time (s). Collective. If
+    not `is_one_host`, the plan is made as if every rank ran on a separate host."""
     world_size = ranks()[1]
     topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
     return planned(work, joint_stats(work, num_stats_batches), objective, topology)

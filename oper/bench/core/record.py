@@ -191,9 +191,7 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
 
 
 def interface_counters(name: str) -> np.ndarray:
-    """Bytes and packets that a network interface has sent since its creation, float64 [2].
-
-    The interface is looked up in this process's network namespace; bytes include all headers.
-    """
+    """Bytes and packets that a network interface has sent since its creation, float64 [2]. The
+    interface is looked up in this process's network namespace; bytes include all headers."""
     folder = Path(f"/sys/class/net/{name}/statistics")
     return np.array([float((folder / f"tx_{what}").read_text()) for what in ("bytes", "packets")])

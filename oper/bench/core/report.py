@@ -117,10 +117,8 @@ def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Format a text table: the first column left-aligned, the remaining ones right-aligned.
-
-    Headers may have several lines.
-    """
+    """Format a text table: the first column left-aligned, the remaining ones right-aligned. Headers
+    may have several lines."""
     lines = [h.split("\n") for h in headers]
     height = max(map(len, lines))
     heads = zip(*([""] * (height - len(h)) + h for h in lines), strict=True)

@@ -100,10 +100,8 @@ def hottest_ids(work: Workload, table: int, count: int) -> np.ndarray:
 
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
-    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
-
-    Each bag has `pooling` entries; those beyond its table's bag length are `NO_ID`.
-    """
+    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling]. Each bag
+    has `pooling` entries; those beyond its table's bag length are `NO_ID`."""
     rng = np.random.default_rng((work.seed, stream, rank, number, work.pooling))
     num_bags = work.batch_size // world_size
     found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)

@@ -102,10 +102,8 @@ def log_file(folder: Path, num_rows: int) -> Path:
 
 def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     """Preprocess text to Parquet on one thread, compared with parsing by the fastest library.
-
     ``mb_per_s_per_core`` is the size of the text over the time of all passes. The library parses
-    the same file once and discards the values; the fastest library is determined on a short log.
-    """
+    the same file once and discards the values; the fastest library is determined on a short log."""
     log = str(log_file(folder, num_rows))
     megabytes = os.path.getsize(log) / 1e6
     target = folder / "out"
@@ -275,11 +273,9 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
 
 
 def collector(num_steps: int, folder: Path) -> dict[str, Any]:
-    """Overhead of a live collector, limited to 2 % of the time, on a training step.
-
-    The step is a forward and backward pass of 26 `nn.EmbeddingBag`s and a dense network over 4096
-    samples on one thread. Steps with and without a collector alternate.
-    """
+    """Overhead of a live collector, limited to 2 % of the time, on a training step. The step is a
+    forward and backward pass of 26 `nn.EmbeddingBag`s and a dense network over 4096 samples on one
+    thread. Steps with and without a collector alternate."""
     import torch
 
     torch.set_num_threads(1)

@@ -34,10 +34,8 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
 
 
 def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None:
-    """Send (rows, wall time, processor time) of each epoch, the first of which warms up.
-
-    Each epoch starts on a message from the parent; times are in seconds.
-    """
+    """Send (rows, wall time, processor time) of each epoch, the first of which warms up. Each epoch
+    starts on a message from the parent; times are in seconds."""
     loader, found = _open(where, rank, world_size), []
     for epoch in range(_EPOCHS + 1):
         loader.set_epoch(epoch)

@@ -135,9 +135,7 @@ def _stage(number: int, name: str) -> Iterator[None]:
 
 def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
     """Number of steps, batch size, batch size of the checked steps, and rounds of `Training`.
-
-    Raises InvalidInputError if the log has too few rows for a step.
-    """
+    Raises InvalidInputError if the log has too few rows for a step."""
     from oper.bench.demo.worker import PER_TURN
 
     batch = _MAX_BATCH

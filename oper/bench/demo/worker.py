@@ -109,10 +109,8 @@ class Unsharded(Training):
     """Trains the unsharded model in one process."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and validate; returns validation AUC and log loss.
-
-        A step uses the mean loss of the batches that all ranks have in `Sharded`.
-        """
+        """Train and validate; returns validation AUC and log loss. A step uses the mean loss of the
+        batches that all ranks have in `Sharded`."""
         engine = unsharded(_model(self), OPTIMIZERS)
         logits = []
         shares = [_training_batches(self, rank) for rank in range(self.world_size)]
@@ -213,11 +211,9 @@ def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Mod
 
 def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
                       ) -> dict[str, dict[str, np.ndarray]]:
-    """Times (s) of each collection's ``step`` (forward, backward, update) and ``forward``.
-
-    The ids are those of the validation split, which the plan's statistics do not include; the
-    output gradient is random.
-    """
+    """Times (s) of each collection's ``step`` (forward, backward, update) and ``forward``. The ids
+    are those of the validation split, which the plan's statistics do not include; the output
+    gradient is random."""
     data = _batches(case, "valid", *ranks())
     full = (b for b in data if b.labels.numel() == case.batch_size)
     batches = list(itertools.islice(full, _NUM_BATCHES))

@@ -106,11 +106,9 @@ def draw_inputs(case: DeviceCase, device: torch.device, number: int) -> Inputs:
 
 
 def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
-    """Minimum bytes of device memory traffic by phase.
-
-    ``forward``: distinct rows and ids read, outputs written. ``update``: output gradients and ids
-    read, distinct rows and their 4-byte states read and written. ``step``: the sum.
-    """
+    """Minimum bytes of device memory traffic by phase. ``forward``: distinct rows and ids read,
+    outputs written. ``update``: output gradients and ids read, distinct rows and their 4-byte
+    states read and written. ``step``: the sum."""
     work = case.work
     num_bags = work.batch_size * len(work.num_rows)
     rows = distinct_rows * work.dim * ELEMENT_BYTES[case.dtype]
@@ -121,11 +119,9 @@ def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
 
 
 class Clock:
-    """Times calls on a GPU by CUDA events, on the CPU by the host's clock.
-
-    A delay kernel keeps the GPU busy while Python launches a call, so that the time between the
-    events excludes launching. Otherwise kernels of about 50 us would wait for the next launch.
-    """
+    """Times calls on a GPU by CUDA events, on the CPU by the host's clock. A delay kernel keeps the
+    GPU busy while Python launches a call, so that the time between the events excludes launching.
+    Otherwise kernels of about 50 us would wait for the next launch."""
 
     _DELAY_CYCLES = 6_000_000  # 3 ms at 2 GHz, longer than any contender takes to launch
 

@@ -91,10 +91,8 @@ def cases(quick: bool, torchrec_seconds: float = 0.0) -> list[Case]:
 
 
 def seconds_of(traffic: Sequence[Traffic], topology: Topology) -> dict[str, Any]:
-    """Modelled time (us) and bytes of the slowest rank by phase, and ``step_us``.
-
-    `traffic` has the bytes read by each rank.
-    """
+    """Modelled time (us) and bytes of the slowest rank by phase, and ``step_us``. `traffic` has the
+    bytes read by each rank."""
     # [reader, kind, peer]
     size = np.stack([t.num_bytes.sum(axis=1) for t in traffic])
     found: dict[str, Any] = {}

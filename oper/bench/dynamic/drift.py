@@ -145,9 +145,7 @@ def cases(quick: bool) -> list[DriftCase]:
 
 def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
     """By contender: rows of each column's table and, for static tables, the map from keys to rows.
-
-    Hashed tables have as many bytes as the dynamic ones with their directories.
-    """
+    Hashed tables have as many bytes as the dynamic ones with their directories."""
     stats = log.stats.tables
     dynamic = [1 + max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
     size, most = _num_bytes(case, HASHED), _num_bytes(case, "lru")

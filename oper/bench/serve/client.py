@@ -144,9 +144,7 @@ class _Line:
 
     def read(self) -> bytes | None:
         """Read available bytes; returns the response with headers once it is complete, else None.
-
-        Raises OSError if the connection is closed.
-        """
+        Raises OSError if the connection is closed."""
         part = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
         if not part:
             raise ConnectionError("closed by the server")
@@ -165,10 +163,8 @@ def _field(head: bytes, name: bytes) -> bytes:
 
 
 class _Sender:
-    """Sends queries over up to `connections` connections, read by one thread.
-
-    LoadGen's thread and the reading thread share all state under `_lock`.
-    """
+    """Sends queries over up to `connections` connections, read by one thread. LoadGen's thread and
+    the reading thread share all state under `_lock`."""
 
     def __init__(self, address: str, served: ServeWork, connections: int, once: bool = False
                  ) -> None:

@@ -151,10 +151,8 @@ class TorchPredictor:
 
 
 class FloorPredictor:
-    """A predictor with a fixed amount of computation per sample, within a core's caches.
-
-    It shows the limits of the machine and the transport for a model of that duration.
-    """
+    """A predictor with a fixed amount of computation per sample, within a core's caches. It shows
+    the limits of the machine and the transport for a model of that duration."""
 
     epoch = 1
 

@@ -130,10 +130,8 @@ class Pool:
         return sum(child.cpu_seconds() for child in self._children())
 
     def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
-        """Run LoadGen; a query goes to the least loaded of the first `count` workers.
-
-        Raises OperError if a worker fails.
-        """
+        """Run LoadGen; a query goes to the least loaded of the first `count` workers. Raises
+        OperError if a worker fails."""
         used = self._workers[:count]
         stop = threading.Event()
         lost: list[int] = []
@@ -271,10 +269,8 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
 def _serve(queries: socket.socket, control: Any, batcher: Batcher,
            submit: Callable[[bytes, int], None]) -> None:
-    """Score queries until a command arrives.
-
-    Like the server's workers, the reading thread scores batches of the queries that have arrived.
-    """
+    """Score queries until a command arrives. Like the server's workers, the reading thread scores
+    batches of the queries that have arrived."""
     poll = select.poll()
     for end in (queries, control):
         poll.register(end, select.POLLIN)

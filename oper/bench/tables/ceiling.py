@@ -100,10 +100,8 @@ class Ceiling:
         self._arrange(ORDERS[0], len(batches))
 
     def run(self, number: int) -> torch.Tensor:
-        """Pooled rows of batch `number` (modulo the number of batches), float32 [B, F * dim].
-
-        The next call overwrites the result.
-        """
+        """Pooled rows of batch `number` (modulo the number of batches), float32 [B, F * dim]. The
+        next call overwrites the result."""
         torch.ops.oper.gather_ceiling(*self._batches[number % len(self._batches)], self._dim,
                                       self._prefetch, self._stream, self._out)
         return self._out

@@ -140,10 +140,8 @@ def _engine(task: RecommenderTask, name: str) -> Engine:
 
 def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequence[Any]
              ) -> dict[str, float]:
-    """Largest relative error of a step's loss by contender, over `CHECKED_STEPS`. Collective.
-
-    The reference is the unsharded model, trained by rank 0 on the mean loss of all ranks' batches.
-    """
+    """Largest relative error of a step's loss by contender, over `CHECKED_STEPS`. Collective. The
+    reference is the unsharded model, trained by rank 0 on the mean loss of all ranks' batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, list[float]] = {}
     for name, engine in engines.items():

@@ -139,9 +139,7 @@ class Side:
 
     def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
         """Set the output gradient, float32 [B, sum of dims] in the order of the configuration.
-
-        `batch` is any batch; a lookup of it shows the order of the collection's keys.
-        """
+        `batch` is any batch; a lookup of it shows the order of the collection's keys."""
         with torch.no_grad():
             keys = list(self.collection(batch.sparse_features).keys())
         blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
@@ -161,11 +159,9 @@ _PERIOD = 1_000_003  # prime, so equal rows are 1,000,003 rows apart for any dim
 
 
 def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
-    """Fill a table uniformly within TorchRec's default range, equally for every contender.
-
-    Only `_PERIOD` numbers are drawn and then repeated: drawing all of them would take longer than
-    the measurement.
-    """
+    """Fill a table uniformly within TorchRec's default range, equally for every contender. Only
+    `_PERIOD` numbers are drawn and then repeated: drawing all of them would take longer than the
+    measurement."""
     bound = math.sqrt(1.0 / num_rows)
     with torch.no_grad():
         flat = weight.view(-1)

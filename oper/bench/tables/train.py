@@ -54,10 +54,8 @@ NOTE = ("2 processes, 1 thread each; medians of the slower rank; ratio = TorchRe
 
 def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
           exchange: str = "shared") -> list[Any]:
-    """The cases in the order of the record; only the main ones if `quick`.
-
-    `device`, `model`, `tables` and `exchange` are the values of the flags, see `configure`.
-    """
+    """The cases in the order of the record; only the main ones if `quick`. `device`, `model`,
+    `tables` and `exchange` are the values of the flags, see `configure`."""
     if device == "cuda":
         return suite.cases(quick, "train")
     if model and model not in MLPERF:
@@ -200,11 +198,9 @@ class _TrainRun(Run):
         return found
 
     def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
-        """Bytes that all ranks together send per training step.
-
-        Counted on the loopback interface by contender, with TCP headers; by OPER's runtime, by kind
-        of message; and simulated from OPER's plan.
-        """
+        """Bytes that all ranks together send per training step. Counted on the loopback interface
+        by contender, with TCP headers; by OPER's runtime, by kind of message; and simulated from
+        OPER's plan."""
         found: dict[str, Any] = {}
         self._tables.sent_bytes(reset=True)
         for side in self.sides:

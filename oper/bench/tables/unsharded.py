@@ -89,9 +89,7 @@ def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = Non
 def whole_batches(work: Workload, everyones: Sequence[Sequence[np.ndarray]]
                   ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Ids int64 [L] and offsets int64 [F * B + 1] of batches that join all ranks' shares.
-
-    `everyones` holds ids [F, B / W * pooling], indexed by batch and rank.
-    """
+    `everyones` holds ids [F, B / W * pooling], indexed by batch and rank."""
     kjts = [make_kjt(work, np.concatenate(x, axis=1)) for x in everyones]
     return [(k.values(), k.offsets().long()) for k in kjts]
 

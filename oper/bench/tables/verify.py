@@ -48,10 +48,8 @@ class Verdict:
     worst: dict[str, float] = field(default_factory=dict)
 
     def compare(self, kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
-        """Compare a tensor with its reference: max|ours - reference| / max|reference|.
-
-        A different shape, an infinity or a NaN never passes; an empty tensor is not counted.
-        """
+        """Compare a tensor with its reference: max|ours - reference| / max|reference|. A different
+        shape, an infinity or a NaN never passes; an empty tensor is not counted."""
         if ours.shape != reference.shape:
             self.worst[kind] = float("inf")
             return
@@ -277,10 +275,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
                   ) -> None:
-    """Look up the touched rows on rank 0 in bags of one id, and compare them there.
-
-    The remaining ranks take part with empty bags.
-    """
+    """Look up the touched rows on rank 0 in bags of one id, and compare them there. The remaining
+    ranks take part with empty bags."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     work, dim = checks.work, checks.work.dim
