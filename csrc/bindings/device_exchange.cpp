@@ -103,7 +103,7 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
   return at(addresses, x.index, x.rank, x.table);
 }
 
-// Packs the arrays of the phase under way, or those that answer it. `sources`, `rows`: addresses of the
+// Packs the arrays of the current phase, or of its reply. `sources`, `rows`: addresses of the
 // arrays and of the numbers of their entries, uint32, or 0; see `at`. Returns the message to send,
 // memory for the received ones (both uint8), and the bytes to and from each rank, int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,

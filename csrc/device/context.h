@@ -1,4 +1,4 @@
-// What the operators of one rank keep between calls.
+// State of one rank's operators between calls.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace oper::device {
 
-// What only device memory has: addresses of all ranks' signal pads [W], this rank's arena, and which
+// Addresses that only device memory has: all ranks' signal pads [W], this rank's arena, and which
 // ranks' memory can be addressed [W].
 struct Shared {
   const int64_t* pads;
@@ -25,7 +25,7 @@ struct HostWords {
   int64_t duplication[2];  // pairs and runs of the last batch that was planned
 };
 
-// Device memory, cleared, that is given back all at once.
+// An allocator of zeroed device memory, all of which is freed with it.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -82,12 +82,14 @@ struct Context {
   FarMasters* far_masters;
 
   ErrorWord error() const { return words_->error; }
-  // Forgets an error of one batch, so that the next ones' are found. A lost peer stays lost.
+  // Clears the error of one batch, so that errors of later batches are reported. A lost peer stays
+  // lost.
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return words_->duplication; }
-  // Whether the last planned batch had 1.5 ids or more per distinct row. From there on rows of peers are
-  // fetched once (to be measured between devices: a row is then written and read once more in local
-  // memory, at ten times the speed of a link), and kernels expect several gradients for a row.
+  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, rows of peers are
+  // fetched once (a row is then written and read once more in local memory, at ten times the speed
+  // of a link; the threshold has not been measured between devices), and kernels expect several
+  // gradients per row.
   bool rows_repeat() const {
     return static_cast<double>(words_->duplication[0]) >
            1.5 * static_cast<double>(words_->duplication[1]);

@@ -1,5 +1,5 @@
-// What the device code is written in: CUDA, or, in tests on machines without a GPU, an emulation of
-// the few parts of CUDA that it uses (tests/cuda/emulation.h).
+// Platform of the device code: CUDA or, in tests on machines without a GPU, an emulation of the
+// parts of CUDA that it uses (tests/cuda/emulation.h).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include "emulation.h"
 #else
 #include <cuda_runtime.h>
-// `kernel`: in parentheses where its name has a comma. Throws what the launch has met.
+// `kernel` must be in parentheses if it contains a comma. Throws if the launch fails.
 #define OPER_LAUNCH(kernel, grid, block, stream, ...)                \
   do {                                                               \
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \

@@ -40,7 +40,7 @@ def dies(pipe: Any) -> None:
 
 
 def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], str]:
-    """Run ``oper bench``; returns its record's entries and stdout. The record stays in the folder."""
+    """Run ``oper bench``; returns the entries of its record (written to the folder) and stdout."""
     from tests.support import run_here
 
     out = folder / "record.json"

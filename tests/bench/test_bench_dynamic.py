@@ -53,7 +53,7 @@ def test_the_cases() -> None:
 
 
 def test_quality_on_a_log_that_drifts() -> None:
-    """Contenders have equal bytes, the first day does not count, and repeated runs score equally."""
+    """Contenders have equal bytes, the first day does not count, and repetition scores equally."""
     (case,) = train.cases(True, tables="drift")
     (entry,) = measured([replace(case, num_rows=1500, num_seeds=2, dim=4)])
     assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
