@@ -127,11 +127,8 @@ class Child:
 
 
 def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
-    """Receive one command in the child and send its result, or its error as an `OperError`.
-
-    Returns:
-        False if the parent has closed the pipe.
-    """
+    """Receive one command in the child and send its result, or its error as an `OperError`; returns
+    False if the parent has closed the pipe."""
     try:
         command, *words = pipe.recv()
     except (EOFError, ConnectionError):

@@ -211,18 +211,10 @@ def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> An
 
 def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: bool,
                objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
-    """Build OPER's side. Collective.
+    """Build OPER's side; returns it and, if `keep_reference`, the unsharded model. Collective.
 
-    Args:
-        work: the workload.
-        dense: the dense part around the tables; None = the collection alone.
-        plan: the plan.
-        keep_reference: whether to return the unsharded model, too.
-        objective: ``"training"``, or ``"inference"`` for read-only tables without optimizer.
-        collection: unsharded collection whose weights are copied; None = `make_collection`'s.
-
-    Returns:
-        The side, and the unsharded model or None.
+    Without `dense` the side is the collection alone; with `objective` ``"inference"`` its tables
+    are read-only. `collection` has the weights to copy, by default those of `make_collection`.
     """
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard

@@ -62,15 +62,10 @@ def fbgemm_of(collection: Any) -> Any:
 
 def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = None
                    ) -> list[tuple[torch.Tensor, Any]]:
-    """Train an unsharded model for one step on the mean loss of several ranks' batches.
+    """Train an unsharded model for one step on the mean loss of the ranks' batches, `shares`.
 
-    Args:
-        engine: the model and its optimizers; the model returns (loss, rest).
-        shares: the batch of each rank.
-        seed: if given, torch's seed is `seed` + r before the forward pass of rank r's batch.
-
-    Returns:
-        By rank, the detached loss and the rest of the model's result.
+    With `seed`, torch's seed is `seed` + r in the forward pass of rank r's batch. Returns by rank
+    the detached loss and the rest of the model's result.
     """
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
