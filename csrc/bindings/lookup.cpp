@@ -157,7 +157,7 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
   return resolved;
 }
 
-// In place of what a refused batch has none of.
+// An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
 
 // As for all back ends; a batch that is elsewhere also brings the tables of another one here.
