@@ -418,7 +418,7 @@ struct Batch {
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // null: ids are resolved during the pass
-  // If not null: `offsets` has the bounds of all features in order, of which only every
+  // If `lengths` is not null, `offsets` has the bounds of all features in order, of which only every
   // kTaskBags-th of a feature is computed yet; pooling computes the rest.
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
