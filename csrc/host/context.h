@@ -423,7 +423,7 @@ struct Batch {
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
-  const SampleGradients* shared = nullptr;  // source of features' gradients, or null
+  const SampleGradients* shared = nullptr;     // source of features' gradients, or null
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
