@@ -1,9 +1,9 @@
-# For people: `make demo` and `make test` set up what they need. Versions are pinned in requirements/.
+# Start with `make demo` or `make test`, which set up .venv. Versions are pinned in requirements/.
 #
-#   PYTHON      interpreter that .venv is made from (3.11 or newer)
-#   TORCH_SPEC  what pip is asked for when .venv has no torch yet, e.g. "torch==2.13.0"
+#   PYTHON      interpreter that creates .venv (3.11 or newer)
+#   TORCH_SPEC  requirement that pip installs if .venv has no torch yet, e.g. "torch==2.13.0"
 #   DATA        make demo: a click log in the Criteo format (.txt or .gz) instead of a synthetic one
-#   JOBS        tests that make test runs at once
+#   JOBS        test files that make test runs in parallel
 #   ARGS        more arguments for pytest (make test), `oper demo` (make demo), or the fault injection
 #               (make test-faults, e.g. ARGS="--tries 3 --only kill")
 
@@ -14,15 +14,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 DATA ?=
 ARGS ?=
 
-# Tests run beside each other, a file at a time; most wait for processes of their own half of the
-# time, so threads that wait must not keep a processor busy. Those marked `alone` follow one by one.
+# Test files run in parallel. Most tests spend half of the time waiting for their own processes, so
+# waiting threads must not keep a core busy. Tests marked `alone` follow one at a time.
 JOBS ?= 3
 ALONE = $$($(BIN)/python -c 'from tests.schedule import ALONE; print(*ALONE)')
 RANDOM_PROBLEMS = $$($(BIN)/python -c 'from tests.schedule import RANDOM_PROBLEMS; print(*RANDOM_PROBLEMS)')
 BESIDE = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
-# name means the CUDA build, so ask for the CPU build by its full version there.
+# A machine without a GPU must not download gigabytes of CUDA libraries. On x86-64 Linux, the plain
+# version means the CUDA build, so request the CPU build by its full version there.
 KIND := $(if $(wildcard /dev/nvidiactl),gpu,cpu)
 ifeq ($(KIND)-$(shell uname -sm),cpu-Linux x86_64)
 TORCH_SPEC ?= torch==2.13.0+cpu

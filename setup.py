@@ -79,7 +79,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 def cuda_sources() -> list[str]:
-    """Sources of the CUDA library, or none when it is not to be built."""
+    """Sources of the CUDA library; empty if it is not built."""
     found = sources("csrc/device/kernels/*.cu")
     choice = os.environ.get("OPER_CUDA") or "auto"
     if choice == "0" or not found or (choice == "auto" and not torch_version()[1]):

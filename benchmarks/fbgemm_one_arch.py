@@ -2,11 +2,11 @@
 
     python benchmarks/fbgemm_one_arch.py WHEEL FOLDER [--arch 90]
 
-WHEEL is a CUDA wheel of fbgemm-gpu; it holds machine code of many architectures and more libraries
-than training needs. FOLDER gets the Python files and the training libraries with one architecture's
-code, compressed: small enough to carry. benchmarks/gpu.py --fbgemm FOLDER unpacks and uses it. The
-format of the fat binaries in `.nv_fatbin` is not documented; containers are found by their magic
-number and keep the entries whose architecture matches, their sizes rewritten, the rest zeroed.
+WHEEL is a CUDA wheel of fbgemm-gpu, which has machine code of many architectures and more libraries
+than training needs. FOLDER receives the Python files and the compressed training libraries with the
+code of one architecture. benchmarks/gpu.py --fbgemm FOLDER unpacks and uses them. The format of the
+fat binaries in `.nv_fatbin` is not documented: containers are found by their magic number; entries
+of other architectures are removed, the container's size is adjusted and the rest is zeroed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 _MAGIC = 0xBA55ED50
 _ALIGN = 8
-# Parts of library names; what is not needed for tables that are trained on one GPU stays out.
+# Libraries whose name contains one of these are not needed for training tables on one GPU.
 _LEFT_OUT = ("inference", "dense", "_gwd", "_vbe", "embedding_inplace")
-# Takes the place of the package's own, which loads all libraries or none: those that are here, in
-# the order of their dependencies.
+# Replaces the package's __init__.py, which loads all libraries or none; this one loads the packed
+# libraries in the order of their dependencies.
 _INIT = '''"""fbgemm_gpu with the libraries of training."""
 
 import os
@@ -39,7 +39,7 @@ for name in ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimi
     torch.ops.load_library(os.path.join(os.path.dirname(__file__), f"fbgemm_gpu_{name}.so"))
 from . import sparse_ops
 '''
-# Registers a part of what it knows for operators that are left out here.
+# sparse_ops.py registers operators of libraries that are not packed; _IF_THERE makes it skip them.
 _SPARSE = "fbgemm_gpu/sparse_ops.py"
 _REGISTERS = '''        for dkey in ["CompositeImplicitAutograd", "Meta"]:
 '''
@@ -50,10 +50,10 @@ _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 192 << 20}]
 
 
 def keep_arch(data: bytearray, begin: int, end: int, arch: int) -> tuple[int, int]:
-    """Keep one architecture in the fat binaries of `data[begin:end]`, in place.
+    """Remove all architectures but `arch` from the fat binaries in `data[begin:end]`, in place.
 
     Returns:
-        Entries found and kept.
+        Numbers of entries found and kept.
     """
     found = kept = 0
     at = begin
@@ -74,7 +74,7 @@ def keep_arch(data: bytearray, begin: int, end: int, arch: int) -> tuple[int, in
                 wanted += data[entry:entry + entry_header + entry_size]
                 kept += 1
             entry += entry_header + entry_size
-        if wanted:  # a container without any entry would not load
+        if wanted:  # otherwise leave it unchanged: a container without entries would not load
             struct.pack_into("<Q", data, at + 8, len(wanted))
             data[first:last] = wanted + bytes(size - len(wanted))
         at = last
@@ -82,7 +82,10 @@ def keep_arch(data: bytearray, begin: int, end: int, arch: int) -> tuple[int, in
 
 
 def fatbin_section(data: bytes) -> tuple[int, int]:
-    """File range of the section `.nv_fatbin` of a 64-bit ELF file; empty when there is none."""
+    """Byte range of section `.nv_fatbin` in a 64-bit ELF file; (0, 0) if there is none.
+
+    Raises ValueError for another kind of file.
+    """
     if data[:5] != b"\x7fELF\x02":
         raise ValueError("not a 64-bit ELF file")
     table, = struct.unpack_from("<Q", data, 0x28)
@@ -97,14 +100,14 @@ def fatbin_section(data: bytes) -> tuple[int, int]:
 
 
 def python_file(name: str, text: str) -> str:
-    """A Python file of the package as the packed one has it."""
+    """The packed version of a Python file of the package with path `name`."""
     if name == "fbgemm_gpu/__init__.py":
         return _INIT
     return text.replace(_REGISTERS, _IF_THERE + _REGISTERS) if name == _SPARSE else text
 
 
 def pack(wheel: Path, folder: Path, arch: int) -> None:
-    """Write the parts of a wheel that training needs."""
+    """Write the parts of a wheel that training needs on architecture `arch` to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     total = 0
     with zipfile.ZipFile(wheel) as archive:
@@ -131,7 +134,7 @@ def pack(wheel: Path, folder: Path, arch: int) -> None:
 
 
 def unpack(folder: Path, target: Path) -> Path:
-    """Make what `pack` wrote importable under `target`, which is returned."""
+    """Decompress the output of `pack` into `target`, and return `target` for ``sys.path``."""
     jobs = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         to = target / path.relative_to(folder)

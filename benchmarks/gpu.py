@@ -1,25 +1,23 @@
-"""Everything about the device back end that a machine with a GPU can show, in one command.
+"""Run all builds, tests and benchmarks of the device back end that need a GPU, in one command.
 
     python benchmarks/gpu.py --out DIR [--fbgemm FOLDER] [--wheels FOLDER] [--limit SECONDS]
                              [--resume FILE] [--only GLOB] [--list]
 
-Parts run one after the other, the most telling first: what the machine is; the build; a first look
-at equality with the host back end, TorchRec's pipeline with copies that come late, two processes
-that share the device, and steps in a graph; cases of `oper bench lookup --device cuda` (forward,
-backward with the update, and steps as fractions of a copy's bandwidth, beside torch and fbgemm;
-what directories and peers' addresses add), a batch of 256 under a graph; the time of every kernel
-of a step; all tests of tests/cuda (processes through symmetric and virtual memory, a killed rank,
-rows in host memory, the same bits in every run); the other cases; one of `oper bench train`;
-compute-sanitizer; modelled steps on 8 GPUs. --list only names them, with their limits.
+Parts run one after another, the most informative first: a description of the machine; the build;
+the most important tests (equality with the host back end, TorchRec's pipeline with late copies, two
+processes that share the device, steps in a CUDA graph); cases of `oper bench lookup --device cuda`;
+a batch of 256 samples in a CUDA graph; the time of every kernel of a step; all tests of tests/cuda;
+the remaining cases; one case of `oper bench train`; compute-sanitizer; modelled steps on 8 GPUs.
+--list prints their names and time limits without running them.
 
-A part that fails, crashes or takes too long does not stop the others. After every part DIR holds
-all there is: gpu.json (states, times and figures), summary.md (figures beside what is wanted) and
-log.txt. --limit ends a call in time; the next one, with --resume and the gpu.json of the last,
-goes on with the parts that are not there yet, so that three calls of 570 seconds do what one of
-half an hour does. Only the build is repeated where nothing is left of it.
+A part that fails, crashes or exceeds its time limit does not stop the run. After every part, DIR
+has gpu.json (states, times and figures), summary.md (figures compared with their targets) and
+log.txt. --limit is the time limit of a call. A later call with --resume and the gpu.json of the
+preceding one runs the missing parts, so that three calls of 570 seconds replace one of half an
+hour. Every call runs the build, which takes little time if it is up to date.
 
-FOLDER of --fbgemm is what benchmarks/fbgemm_one_arch.py has packed; without it, or an installed
-fbgemm_gpu, there is no comparison with fbgemm. --wheels installs wheels that the machine lacks.
+The FOLDER of --fbgemm is the output of benchmarks/fbgemm_one_arch.py; without --fbgemm and without
+an installed fbgemm_gpu there is no comparison with fbgemm. --wheels installs missing wheels.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "build" / "gpu"  # what need not be kept
+WORK = ROOT / "build" / "gpu"  # temporary files
 _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
 # A small training run, under a tool that slows kernels down many times.
 _SMALL = [*_PYTEST, "tests/cuda/test_emulated.py", "-k",
           "test_training_gives_the_hosts_bits and 2-mixed0 or test_push and True-2"]
 _SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"]
-_REPEATED = ("build",)  # in every call: quick where nothing is to be done
-_TAIL = 25  # lines of a part's log in the record
+_REPEATED = ("build",)  # parts that every call runs
+_TAIL = 25  # last lines of a part's log that the record includes
 _MACHINE = """
 import json, platform, torch
 p = torch.cuda.get_device_properties(0)
@@ -53,7 +51,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "name"
                   "python": platform.python_version(), "processors": p.multi_processor_count,
                   "memory_bytes": p.total_memory, "capability": [p.major, p.minor]}))
 """
-# Kernels of training steps, 8192 x 26, dim 128, by time; and how many a step has.
+# Prints the kernels of training steps (8192 samples, 26 tables, dim 128) by time, and their number.
 _KERNELS = """
 import json, sys, torch
 from oper.plan import uniform_plan
@@ -92,13 +90,13 @@ json.dump({"kernels": kernels, "per_step": sum(c for _, c, _ in kernels)}, open(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command.
+    """A command to run.
 
     Attributes:
-        name: for the record.
-        command: its words.
-        limit_s: when it is ended.
-        json: file with its figures, or None.
+        name: the part's name in the record.
+        command: words of the command.
+        limit_s: time (s) after which it is killed.
+        json: file to which it writes its figures, or None.
     """
 
     name: str
@@ -108,7 +106,7 @@ class Part:
 
 
 def main() -> int:
-    """Run the parts; 1 when one has failed."""
+    """Run the parts; returns 1 if one of them failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="folder for record and logs")
     parser.add_argument("--resume", type=Path, help="gpu.json of an earlier call")
@@ -153,11 +151,11 @@ class Record:
                 self.parts.update(json.loads(path.read_text(encoding="utf-8"))["parts"])
 
     def has(self, name: str) -> bool:
-        """Whether a part has run to its end."""
+        """Whether a part has succeeded or its command is not installed."""
         return self.parts.get(name, {}).get("state") in ("ok", "not there")
 
     def add(self, part: Part, state: str, seconds: float, tail: list[str]) -> None:
-        """Keep what a part has shown."""
+        """Add the result of a part and write the files."""
         entry = {"state": state, "seconds": round(seconds, 1), "command": part.command,
                  "tail": tail}
         if part.json is not None and part.json.exists():
@@ -167,7 +165,7 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        """Everything so far."""
+        """Write gpu.json and summary.md, each atomically."""
         text = json.dumps({"benchmark": "gpu", "parts": self.parts}, indent=1)
         for name, content in (("gpu.json", text), ("summary.md", summary(self.parts))):
             part = self._out / f"{name}.part"
@@ -176,7 +174,7 @@ class Record:
 
 
 def parts(quick: bool) -> Iterator[Part]:
-    """The most telling first."""
+    """The parts, the most informative first."""
     python = [sys.executable]
     tests = "tests/cuda/test_"
     yield Part("machine", [*python, "-c", _MACHINE], 120)
@@ -247,7 +245,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 
 def _run(part: Part, env: dict[str, str], limit_s: float, log: Path
          ) -> tuple[str, float, list[str]]:
-    """State, seconds and the end of the output of a part."""
+    """Run a part; returns its state, duration (s) and the last lines of its output."""
     if shutil.which(part.command[0]) is None:
         return "not there", 0.0, []
     begin = time.monotonic()
@@ -259,7 +257,7 @@ def _run(part: Part, env: dict[str, str], limit_s: float, log: Path
             code = process.wait(limit_s)
             state = "ok" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # and whatever it has started
+            os.killpg(process.pid, 9)  # including its descendants
             process.wait()
             state = f"out of time after {limit_s:.0f} s"
     lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -268,11 +266,11 @@ def _run(part: Part, env: dict[str, str], limit_s: float, log: Path
     return state, time.monotonic() - begin, lines[-_TAIL:]
 
 
-# ---- what it comes to ----------------------------------------------------------------------------
+# ---- summary -------------------------------------------------------------------------------------
 
 
 def _wanted(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, float, str, bool]]:
-    """Figure, value, what is wanted, and whether it is met, of one case."""
+    """Name, value and target of each figure of a case, and whether the target is met."""
     def at_least(key: str, wanted: float) -> Iterator[tuple[str, float, str, bool]]:
         if key in entry:
             yield key, entry[key], f">= {wanted}", entry[key] >= wanted
@@ -292,7 +290,7 @@ def _wanted(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, float, str,
 
 
 def summary(done: dict[str, dict[str, Any]]) -> str:
-    """All parts for a person."""
+    """The results of all parts as Markdown."""
     lines = ["# On a GPU", "", "| part | result | seconds |", "|---|---|---|"]
     lines += [f"| {name} | {p['state']} | {p['seconds']:.0f} |" for name, p in done.items()]
     entries = {name: e for name, p in done.items()

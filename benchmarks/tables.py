@@ -24,7 +24,7 @@ _MARKED = re.compile(r"(<!-- records: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def load(name: str) -> dict[str, Any]:
-    """A record of this folder by its name without the suffix."""
+    """Read a record of this folder; `name` is without the suffix."""
     value: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return value
 
@@ -36,7 +36,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: i
 
 
 def records() -> str:
-    """Every record: what made it, where, and how many of its cases are verified."""
+    """By record: its command, its machine, and its number of verified cases."""
     rows = []
     for path in sorted(FOLDER.glob("*.json")):
         value = load(path.stem)
@@ -49,7 +49,7 @@ def records() -> str:
 
 
 def training() -> str:
-    """Steps and forwards of the training cases on both machines."""
+    """Times of training steps and forward passes on both machines."""
     pairs = zip(load("train")["cases"], load("train-intel")["cases"], strict=True)
     rows = []
     for case, other in pairs:
@@ -63,7 +63,7 @@ def training() -> str:
 
 
 def growth() -> str:
-    """Time per byte along every axis over that of the axis' best point."""
+    """Time per byte at each point of every axis, relative to the axis' best point."""
     cases = [c for c in load("lookup")["cases"] if "axis" in c]
     rows = []
     for axis in dict.fromkeys(c["axis"] for c in cases):
@@ -78,7 +78,7 @@ def growth() -> str:
 
 
 def calibration() -> str:
-    """Predicted against executed steps, two processes and four."""
+    """Predicted and executed steps with two and four processes."""
     two, four = load("calibrate")["cases"][0], load("calibrate-4")["cases"][0]
 
     def row(what: str, text: Callable[[dict[str, Any]], str]) -> list[str]:
@@ -96,7 +96,7 @@ def calibration() -> str:
 
 
 def faults() -> str:
-    """Injections by fault: phases, in how many the guarantee held, the longest detection."""
+    """By injected fault: phases, injections in which the guarantee held, longest detection."""
     by_fault: dict[str, list[dict[str, Any]]] = {}
     for case in load("faults")["cases"]:
         by_fault.setdefault(case["name"].partition(", ")[0], []).append(case)
@@ -112,7 +112,7 @@ def faults() -> str:
 
 
 def cluster() -> str:
-    """Executed steps on emulated hosts: OPER's, predicted, at the bound, and the others'."""
+    """Steps on emulated hosts: OPER's executed, predicted and lower-bound ones, and contenders'."""
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
@@ -126,7 +126,7 @@ def cluster() -> str:
 
 
 def dynamic() -> str:
-    """Steps on raw keys beside steps on row numbers and those of TorchRec's maps."""
+    """Steps on raw keys, on static tables, and with TorchRec's managed-collision modules."""
     rows = [[f"`{c['name']}`", f"{c['load']:.3g}", f"{c['dynamic_step_ms']:.3g} ms",
              f"{c['ratio_static']:.2f}", f"{c['ratio_planned']:.2f}", f"{c['ratio_mch']:.1f}",
              f"{c['bytes_per_slot']:.2f}", f"{100 * c['missed']:.2g} %",
@@ -136,13 +136,13 @@ def dynamic() -> str:
 
 
 def between(cases: Sequence[dict[str, Any]], key: str, digits: str) -> str:
-    """The least and the largest figure of some cases, one of them where they read alike."""
+    """Range of a figure over cases as text; a single number if both ends round to it."""
     values = [c[key] for c in cases]
     return " to ".join(dict.fromkeys(format(x, digits) for x in (min(values), max(values))))
 
 
 def front() -> str:
-    """Rows of the front page: dynamic tables, and precision by tier once that is recorded."""
+    """Rows of the front page's table: dynamic tables and, if recorded, precision by tier."""
     cases = load("dynamic")["cases"]
     rows = [[
         "training steps on raw 64-bit keys (dynamic tables), two processes with a thread each",
@@ -164,7 +164,7 @@ def front() -> str:
 
 
 def drift() -> str:
-    """AUC on logs whose ids drift, by how keys find rows."""
+    """AUC on logs whose ids drift, by mapping from keys to rows."""
     def interval(x: dict[str, float]) -> str:
         return f"{x['mean']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]"
 
@@ -178,10 +178,10 @@ def drift() -> str:
 
 
 def gpu() -> str:
-    """Lookups, updates and steps on an H200 beside fbgemm's."""
+    """Lookups, updates and steps on an H200, compared with fbgemm's."""
     rows = []
     for case in load("lookup-h200")["cases"]:
-        if "oper_step_ms" not in case:  # a forward pass in a graph
+        if "oper_step_ms" not in case:  # the forward pass in a CUDA graph
             continue
         row = [f"`{case['name'].removeprefix('lookup-').removesuffix('-uniform')}`"]
         for phase in ("forward", "update", "step"):
@@ -199,12 +199,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """A page with its tables as the records have them."""
+    """The text of a page with its tables regenerated from the records."""
     return _MARKED.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
 
 
 def main() -> int:
-    """Rewrite or check the pages; 1 where a check fails."""
+    """Rewrite or check the pages; returns 1 if a check fails, otherwise 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check

@@ -240,7 +240,8 @@ std::vector<int64_t> context_last_phases(int64_t handle) {
   return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
-// This rank arrives at no barrier of its memory domain any more; `verdict` says whom it found to be behind.
+// Announces that this rank arrives at no further barrier of its domain; `verdict`: see
+// Barrier::give_up.
 void context_give_up(int64_t handle, int64_t verdict) {
   Context& context = context_of(handle);
   if (context.barrier) context.barrier->give_up(verdict);

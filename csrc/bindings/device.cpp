@@ -33,7 +33,7 @@ void barrier(const Call& call) {
   call.context.barrier(call.stream);
 }
 
-// Errors of earlier kernels; between domains the next exchange tells everybody.
+// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks.
 void stop_at_errors(const Tables& tables) {
   const int64_t code = tables.context->error().code;
   if (code != 0 && !tables.tells) throw Status{code, 0};
@@ -288,14 +288,14 @@ Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                         batch_size);
 }
 
-// In place of what a refused batch has none of.
+// An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing(const Tensor& like) { return torch::stable::new_empty(like, {0}, ScalarType::Long); }
 
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
     std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
-  (void)offsets;  // beside the addresses
+  (void)offsets;  // not needed in addition to the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, batch_size))
     return {nothing(ids), nothing(ids), kBadBatch, fault};

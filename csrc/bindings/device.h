@@ -19,11 +19,12 @@
 
 namespace oper::device {
 
-// Codes of a Status, which a step that cannot go on throws, beside those of ErrorWord; see `raise_found` in
+// Codes of the Status that a failed step throws, in addition to those of ErrorWord; see
+// `raise_found` in
 // oper/shmem/device/steps.py.
 enum Code : int64_t {
-  kPointFailed = 11,   // a point has kept its error
-  kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
+  kPointFailed = 11,   // Python code at a point failed and has stored its exception
+  kNotInGraphs = 12,   // the step waits for the device, which is impossible in a CUDA graph
   kNewArguments = 13,  // an update whose optimizers have changed, in a graph
   kTooManyIds = 14,
   kIdsWithoutBags = 15
@@ -85,9 +86,9 @@ struct Tables {
   std::optional<Tensor> like;      // on the tables' device
   std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
-  bool barrier_in_hook = false;  // ranks are threads of one process, whom the hook orders
+  bool barrier_in_hook = false;  // ranks are threads of one process, which the hook synchronizes
   bool exchanges = false;     // other domains take part in steps
-  bool tells = false;         // and are told there what has failed
+  bool tells = false;         // and errors are reported to them in exchanges
   bool gathers = false;       // rows of other domains are read
   bool shares = false;        // neighbours read this rank's replicas
   bool counts = false;

@@ -26,8 +26,9 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
                       static_cast<uint32_t>(collection), kAlignment, true});
 }
 
-// Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
-// Returns theirs for this rank, and a Status. `transport`: address of a function, see Transport.
+// Begins a phase: sends all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
+// Returns the counts from all ranks, and a Status. `transport`: address of a function, see
+// Transport.
 std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t phase,
                                                            bool weighted, int64_t code,
                                                            int64_t culprit, Tensor counts,
@@ -102,9 +103,9 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
   return at(addresses, x.index, x.rank, x.table);
 }
 
-// Packs the arrays of the phase under way, or those that answer it. `sources`, `rows`: addresses of the
-// arrays and of the numbers of their entries, uint32, or 0; see `at`. Returns the message, memory for
-// those of the others (both uint8), and the bytes to and from each rank, int64 [W] each.
+// Packs the arrays of the current phase, or of its reply. `sources`, `rows`: addresses of the
+// arrays and of the numbers of their entries, uint32, or 0; see `at`. Returns the message to send,
+// memory for the received ones (both uint8), and the bytes to and from each rank, int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
   const auto tables = tables_of(handle);

@@ -29,7 +29,7 @@ Function entry(const char* name) {
   return reinterpret_cast<Function>(found);
 }
 
-// Calls a driver function by name and throws with that name when it fails.
+// Calls a driver function given by name; throws an error with that name if it fails.
 #define OPER_DRIVER(function, ...)                                                          \
   do {                                                                                      \
     const CUresult result = entry<decltype(&function)>(#function)(__VA_ARGS__);             \

@@ -157,7 +157,7 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
   return resolved;
 }
 
-// In place of what a refused batch has none of.
+// An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
 
 // As for all back ends; a batch that is elsewhere also brings the tables of another one here.
@@ -443,7 +443,7 @@ int64_t map_segment(int64_t fd, int64_t bytes, bool writable) {
   return data != nullptr ? reinterpret_cast<int64_t>(data) : -errno;
 }
 
-// 0, or -errno; likewise.
+// Returns 0 or -errno.
 int64_t map_over_segment(int64_t address, int64_t fd, int64_t offset, int64_t bytes,
                          bool writable) {
   return map_over(reinterpret_cast<void*>(address), static_cast<int>(fd),

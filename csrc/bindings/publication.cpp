@@ -107,7 +107,8 @@ Target target_of(const Tensor& to, const Tensor& places) {
           static_cast<char*>(to.mutable_data_ptr())};
 }
 
-// Brings the rows at these places near, so that `place_rows` need not wait for memory.
+// Prefetches the rows at these places into the cache, so that `place_rows` does not wait for
+// memory.
 void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
   STD_TORCH_CHECK(to.size() == places.size(), "internal: as many places as matrices");
   for (size_t k = 0; k < to.size(); ++k) {

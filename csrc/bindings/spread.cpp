@@ -19,7 +19,8 @@ const int64_t* rows_of(const Tensor& rows, int64_t features) {
   return int64_data(rows);
 }
 
-// Lengths of num_keys keys, bags[k] of each, as those of `size` bags each: int [num_keys * size], others empty.
+// Pads the lengths of num_keys keys, bags[k] each, to `size` bags each: int [num_keys * size], 0 =
+// padding.
 // And bags, int64 [num_keys].
 std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;

@@ -28,18 +28,19 @@ enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
 };
 
-// The arrays themselves. Addresses in them are the device's for tables in device memory.
+// Pointers to the arrays of KernelMaps. For tables in device memory, addresses in the arrays are
+// device addresses.
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;
   int64_t num_tables, num_maps, num_features, num_refreshes;
-  std::vector<const void*> heads;  // where kernels read them: words, positions of each head
+  std::vector<const void*> heads;  // where kernels read the words and positions of each head
   std::vector<int64_t> head_sizes;
   int64_t outbox_bytes;
   int32_t rank, world_size;
 
   const int64_t* table(int64_t t) const { return tables + t * kTableWidth; }
-  // First home key of each rank's rows of a table, and the end; [W + 1].
+  // Home keys of rank r's rows of a table are [owners[r], owners[r + 1]); [W + 1].
   const int64_t* owners(int64_t t) const { return owner_begin + t * (world_size + 1); }
   int64_t num_slots(int64_t t, int64_t rank) const {
     return owners(t)[rank + 1] - owners(t)[rank];
@@ -58,7 +59,7 @@ struct Description {
     }
     return found;
   }
-  // By tier: whether it is pushed.
+  // Per tier of a table, whether it is pushed.
   std::vector<uint8_t> pushes(int64_t t) const {
     std::vector<uint8_t> found;
     for (int64_t k = table(t)[kTierBegin]; k < table(t)[kTierEnd]; ++k)
@@ -66,7 +67,7 @@ struct Description {
     return found;
   }
   bool is_piece(int64_t t) const { return table(t)[kDim] != table(t)[kRowColumns]; }
-  // The column pieces of a row, in the order of columns; empty where it is in one.
+  // Indices of the column pieces of t's logical table, in column order; empty if it is not split.
   std::vector<int32_t> pieces(int64_t t) const {
     std::vector<int32_t> found;
     for (int64_t p = 0; p < num_tables && is_piece(t); ++p)

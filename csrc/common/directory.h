@@ -4,8 +4,9 @@
 //    -> tier (a few boundaries) -> arithmetic inside the tier.
 //
 // Arithmetic inside a tier: offset = position - start; one turn of the stripe covers `period`
-// offsets, and offset k of turn q lies at base[k] + q * step[k]. With byte addresses in base and
-// step this gives the row to read; with home keys it gives the key that orders the backward pass.
+// offsets, and offset k of turn q is at base[k] + q * step[k]. A read map has byte addresses in
+// base and step, and gives the address of the row; a home map gives the key that orders the
+// backward pass.
 #pragma once
 
 #include "common/platform.h"
@@ -55,7 +56,7 @@ OPER_HD int popcount32(uint32_t x) {
 #endif
 }
 
-// Without branches: which ids are hot cannot be predicted.
+// Without branches, because a branch predictor cannot learn which ids are hot.
 OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   if (head.words == nullptr) return id;
   const uint64_t word = head.words[id >> 5];
@@ -67,14 +68,14 @@ OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   return (listed & hot) | ((head.num_head + id - rank) & ~hot);
 }
 
-// Ids of the explicit head, for the way from a position back to its id; null: position = id.
+// Ids of the explicit head, to map a position back to its id; null: position = id.
 struct HeadIds {
   const uint32_t* by_position;  // [num_head], in hotness order
   const uint32_t* ascending;    // [num_head]
   int64_t num_head;
 };
 
-// Rows of one replicated tier whose masters live on one owner.
+// Rows of one replicated tier whose masters are on one owner.
 struct Refresh {
   int32_t table;
   int32_t owner;

@@ -1,12 +1,12 @@
-// What the elements of a row are stored as. Shared by host and device.
+// Data types of the elements of a row. Shared by host and device.
 //
 // Rows are float32, float16 (IEEE binary16) or bfloat16, and 8-bit or 4-bit integers in tables that
 // are only read. Reading is exact; all arithmetic is fp32.
-// An update writes 16-bit elements by stochastic rounding: up with a probability equal to the part
-// of the step between two neighbours that lies below the number, so that the expected value is the
-// number itself (Gupta et al., "Deep learning with limited numerical precision", ICML 2015) and
-// small updates are not lost. Numbers that are representable do not change. A finite number past the
-// largest finite one becomes that one; infinities and NaNs stay.
+// An update rounds x stochastically to 16-bit elements: with neighbours a <= x < b, to b with
+// probability (x - a) / (b - a), so that the expected value is x (Gupta et al., "Deep learning with
+// limited numerical precision", ICML 2015) and small updates are not lost. Representable numbers do
+// not change. Finite numbers beyond the largest representable one become that one; infinities and
+// NaNs stay.
 #pragma once
 
 #include "common/platform.h"
@@ -27,11 +27,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Codes of a row, or a part of them.
+// Storage units of a row's codes.
 struct Int8 {
   uint8_t bits;
 };
-struct Int4 {  // two
+struct Int4 {  // two codes
   uint8_t bits;
 };
 
@@ -68,12 +68,12 @@ OPER_HD float to_float(BFloat16 value) {
 
 OPER_HD float to_float(Float16 value) {
 #if defined(__CUDA_ARCH__)
-  float exact;  // one instruction of the device instead of a dozen
+  float exact;  // one instruction instead of a dozen
   asm("cvt.f32.f16 %0, %1;" : "=f"(exact) : "h"(value.bits));
   return exact;
 #else
   const uint32_t sign = (value.bits & 0x8000u) << 16, magnitude = value.bits & 0x7fffu;
-  // Subnormals by way of an integer, which a flush-to-zero mode leaves alone.
+  // Subnormals are converted from an integer, which flush-to-zero modes do not affect.
   const uint32_t small =
       bits_of_float(static_cast<float>(static_cast<int32_t>(magnitude)) * 5.9604644775390625e-8f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);

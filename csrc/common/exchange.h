@@ -1,10 +1,10 @@
-// The messages between ranks of different memory domains: phases, heads, arrays, their sizes and
-// their checks. Both back ends follow it; each has its own way to pack and place rows and ids.
+// The messages between ranks of different memory domains: phases, heads, arrays, sizes and checks.
+// Shared by the host and device back ends, which pack and unpack rows and ids separately.
 //
-// Per phase there is one exchange of heads of one size (phase, error, counts) among all ranks and
-// one of what they count, for all tables at once; a gather is followed by an exchange of the
-// requested rows. If owners also pool rows, the host back end requests rows together with sums;
-// devices gather them before.
+// Every phase first exchanges heads of a fixed size (phase, error, counts) among all ranks, then
+// one message per peer with the counted arrays of all tables. A gather is followed by an exchange
+// of the requested rows. If owners also pool rows, the host back end requests rows and sums in one
+// phase; devices gather rows before.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@
 
 namespace oper {
 
-// The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
-// refreshes, and then Python's own, among which kKeys is within the update of dynamic tables;
-// oper/shmem/group/desync.py names all of them.
+// The points of a batch where ranks synchronize. Barriers have further phases: kSharing after the
+// refreshes, and those of Python, among which kKeys is in the update of dynamic tables.
+// oper/shmem/group/desync.py lists all of them.
 enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6, kKeys = 9;
 
 struct Status {
-  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
-  // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
-  // sent what none can (10: bindings), 11 there is no memory for what it sends, 12 peer has closed,
-  // 13 a peer has refused its batch (14: bindings)
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up, 7 the
+  // transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has sent
+  // an invalid message, 11 out of memory for a received message, 12 a peer has closed, 13 a peer
+  // has refused its batch; 5, 10 and 14 are codes of the bindings
   int64_t code = 0;
   int64_t detail = -1;
 };
@@ -48,20 +48,21 @@ Status status_of(Body body) {
   }
 }
 
-// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or anything else after an error, which the
-// caller keeps.
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments are
+// contiguous in rank order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or another
+// number after an error, which the function itself stores.
 using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
                               void* recv, const int64_t* recv_bytes);
 
-// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
+// Kinds of sent bytes, which are counted by kind and receiver, in the order of SENT in
+// oper/rows/traffic.py.
 enum Sent {
   kSentHeaders,
-  kSentRowIds,         // forward: distinct rows asked for
+  kSentRowIds,         // forward: slots of the distinct rows that are requested
   kSentRows,           // forward: those rows
   kSentIds,            // forward: ids in pushed tiers, and where their bags begin
   kSentIdWeights,      // forward: their weights
-  kSentPartialSums,    // forward: partial sums, in the order of the bags that were asked for
+  kSentPartialSums,    // forward: partial sums, in the order of the requested bags
   kSentGradientRows,   // backward: reduced gradients, and their rows' slots
   kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
   kSentGradientWeights,
@@ -71,28 +72,28 @@ enum Sent {
   kNumSent
 };
 
-// Bits of the float32 numbers of a row in a message, see oper/messages.py: 32, as they are; 16,
-// bfloat16; 8, codes behind their step and the least number, float32 each. Rows of so few columns that
-// codes would take more bytes stay as they are.
+// Bits per float32 number of a row in a message, see oper/messages.py: 32 = unchanged; 16 =
+// bfloat16; 8 = codes, preceded by the step and the smallest number, float32 each. Rows with fewer
+// than kLeastCoded columns, for which codes would take more bytes, stay float32.
 constexpr int64_t kCodedRowBytes = 8, kLeastCoded = 3;
 constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
   return wanted == 8 && columns < kLeastCoded ? 32 : wanted;
 }
-// Bytes of an entry of `unit` bytes.
+// Bytes in a message of an entry that has `unit` bytes as float32 numbers.
 constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
   return bits == 8 ? kCodedRowBytes + unit / 4 : unit * bits / 32;
 }
-// Bits of a slot of a table of so many rows in a message, see `slot_bits` in oper/messages.py. An owner
-// has no more slots than the table has rows.
+// Bits of a slot in a message, for a table of `num_rows` rows, see `slot_bits` in oper/messages.py.
+// An owner has at most num_rows slots.
 constexpr int32_t slot_bits(int64_t num_rows) {
   int32_t bits = 1;
   while (bits < 32 && num_rows > int64_t{1} << bits) ++bits;
   return bits;
 }
-// Bytes of n numbers of `bits` bits each, side by side in words of 32 bits, the lowest bits first.
+// Bytes of n numbers of `bits` bits each, packed into 32-bit words from the lowest bit on.
 constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31) / 32 * 4; }
 
-// Used instead of random bits, see `round_to`: rounds to the nearest number, ties away from zero.
+// Passed to `round_to` instead of random bits: rounds to nearest, ties away from zero.
 constexpr uint32_t kToNearest = 0x8000;
 
 class Messages {
@@ -112,7 +113,7 @@ class Messages {
   };
   struct Setup {
     int32_t rank = 0;
-    std::vector<bool> near;  // [W], whose memory can be addressed
+    std::vector<bool> near;  // [W], whether this rank can address a rank's memory
     std::vector<Table> tables;
     int32_t answer_bits = 32, gradient_bits = 32;  // of fp32 numbers
     uint32_t collection = 0;                       // its number, the same on all ranks
@@ -147,8 +148,8 @@ class Messages {
     Shape list[kMost];
     int n = 0;
   };
-  // The arrays that this rank and another send each other for one table: units, and the bytes before
-  // them in what is sent, in what is received and once that is unpacked.
+  // An array that this rank and a peer send each other for one table: numbers of units, and byte
+  // offsets in the sent message, in the received message and in the unpacked arrays.
   struct Part {
     Shape shape;
     int32_t rank;
@@ -202,11 +203,11 @@ class Messages {
   const uint32_t* counts_from(int32_t peer, int64_t table) const {
     return heads_in_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
   }
-  // Where the requests of a forward pass are kept, below kKept, by the count that stands for it. A part
-  // of a batch may be looked up before the backward pass of the part before it: two forward passes are
-  // kept, but one where forward and backward passes take turns.
+  // Index, below kKept, of the stored requests of the forward pass that `count` (kAsBefore or
+  // kAsBefore - 1) denotes. Two passes are stored, because a micro-batch may be looked up before
+  // the backward pass of the preceding one.
   uint32_t kept(uint32_t count) const { return (newest_ + kKept - (kAsBefore - count)) % kKept; }
-  // Per rank: number of its last head, the phase and the collection it was for.
+  // Per rank, of its last head: sequence number, phase and collection.
   std::vector<int64_t> last_phases() const {
     std::vector<int64_t> found;
     for (int32_t r = 0; r < world_size(); ++r) {
@@ -289,9 +290,10 @@ class Messages {
   }
 
  private:
-  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that
-  // ranks that meet with different tables or in different phases can find out which of them is
-  // elsewhere; of a message with an unexpected size the transport can only report the size.
+  // The layout is also in oper/shmem/exchange/host.py. The size of heads is rounded up to kHeadUnit
+  // words, so that ranks with different tables or in different phases usually receive heads of
+  // equal size and can report which rank differs; for a message of unexpected size the transport
+  // can only report the size.
   struct Head {
     uint32_t phase, sequence, code, culprit, weighted, wire, collection, spare;
   };
@@ -367,7 +369,7 @@ class Messages {
                               head.culprit < static_cast<uint32_t>(W);
       found = {by_another ? static_cast<int64_t>(head.code) : 6,
                by_another ? static_cast<int32_t>(head.culprit) : r};
-      if (!by_another) break;  // the one that all the others speak of
+      if (!by_another) break;  // the rank that failed, which the remaining ranks name as culprit
     }
     if (found.code != 0) return found;
     for (int32_t r = 0; r < W; ++r) {
@@ -386,8 +388,8 @@ class Messages {
     return {};
   }
 
-  // Whether the counts that a rank has sent are possible for a rank of this job. They are checked
-  // before anything is allocated, read or written accordingly.
+  // Whether the counts from rank r are within the limits of its tables and requests. They are
+  // checked before they determine any allocation or access.
   bool counts_fit(int32_t r, int64_t t) const {
     const Table& x = table(t);
     const uint32_t* counts = counts_from(r, t);
@@ -398,12 +400,12 @@ class Messages {
       case CollectivePhase::kRequests:
         return (counts[0] == 0 || (x.is_pushed && !is_before(counts[0]))) && counts[1] <= mine &&
                counts[2] <= counts[0];
-      case CollectivePhase::kPartials:  // one for each bag, and for each row, that was asked for
+      case CollectivePhase::kPartials:  // one per requested bag, and one per requested row
         return counts[0] == asked_[cell(r, t)].num_bags && counts[1] == asked_[cell(r, t)].num_rows;
       case CollectivePhase::kGradients:
         if (counts[0] > mine) return false;
         if (!x.is_pushed) return counts[1] == 0 && counts[2] == 0;
-        // With kAsBefore, the kept requests have already passed these checks.
+        // With kAsBefore, the stored requests have already passed these checks.
         return counts[2] <=
                (is_before(counts[1]) ? asked_by_[kept(counts[1])][cell(r, t)] : counts[1]);
       case CollectivePhase::kSquares:
@@ -418,7 +420,7 @@ class Messages {
   std::vector<int32_t> slot_bits_;  // [T]
   int64_t num_tables_, head_width_;
   std::vector<uint32_t> heads_out_, heads_in_;
-  std::vector<Asked> asked_;        // [W * T] of the others, by this rank
+  std::vector<Asked> asked_;        // [W * T] by this rank from peers
   std::vector<uint32_t> asked_by_[kKept];  // [W * T]
   uint32_t newest_ = 0;                    // of the forward passes that are kept
   bool has_passed_back_[kKept] = {true, true};

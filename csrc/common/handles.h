@@ -24,11 +24,12 @@ using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
 
-// Objects that Python holds by number.
+// Objects that Python refers to by integer handles. Any thread may call any member: a mutex
+// protects the map, not the objects.
 template <class Object>
 class Handles {
  public:
-  // `first`: their lowest number, so that handles of different back ends are never equal.
+  // `first`: the lowest handle; its upper 32 bits distinguish the back ends.
   explicit Handles(int64_t first) : first_(first), next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -36,7 +37,7 @@ class Handles {
     return next_++;
   }
   Object& at(int64_t handle) { return *share(handle); }
-  // Lives as long as the caller holds it, even if it is closed meanwhile.
+  // Shared ownership: the object stays valid even if another thread closes the handle meanwhile.
   std::shared_ptr<Object> share(int64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = objects_.find(handle);

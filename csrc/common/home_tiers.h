@@ -1,4 +1,4 @@
-// The way back from a slot to a position: the rows of each tier that live on a rank.
+// Maps a slot back to its position: the rows of each tier that a rank owns.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace oper {
 
-// Rows of one tier that live on a rank: slot -> position.
+// Rows of one tier that a rank owns: slot -> position.
 struct HomeTier {
   int64_t slot_begin, slot_end;
   int64_t start, period;
-  std::vector<int64_t> offsets;  // offsets of one turn that are this rank's
+  std::vector<int64_t> offsets;  // offsets within a turn that the rank owns
 };
 
 // Tier k of a home map; `owner_begin`: [W + 1] first key of each rank.
@@ -25,7 +25,7 @@ inline HomeTier home_tier(const TableMap& home, const int64_t* owner_begin, int3
   const int64_t turns = (stop - tier.start) / tier.period, rest = (stop - tier.start) % tier.period;
   int64_t rows = 0;
   for (int64_t o = 0; o < tier.period; ++o) {
-    // A key past the rank's range may only come from an offset that the tier does not reach.
+    // A key past the rank's range only comes from an offset that a short tier does not have.
     if (tier.base[o] < first || tier.base[o] >= last) continue;
     if (turns == 0 && o >= rest) continue;
     if (found.offsets.empty()) found.slot_begin = tier.base[o] - first;

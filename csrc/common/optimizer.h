@@ -46,8 +46,8 @@ OPER_HD bool is_row_wise(Optimizer kind) {
          kind == Optimizer::kLarsSgd || kind == Optimizer::kPartialRowWiseLamb;
 }
 
-// Whether it is momentum SGD, LARS-SGD or a LAMB, which the kernels keep apart from the others: the
-// loops of those stay as short as they are.
+// Whether it is momentum SGD, LARS-SGD or a LAMB. Kernels handle these in separate loops, so that
+// the loops of the remaining optimizers stay short.
 OPER_HD bool has_velocity_or_trust(Optimizer kind) { return kind >= Optimizer::kMomentumSgd; }
 
 enum class Decay : int32_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
@@ -60,10 +60,10 @@ struct OptimizerArgs {
   float weight_decay = 0.0f;
   float beta1 = 0.0f, beta2 = 0.0f;
   float correction1 = 1.0f, correction2 = 1.0f;  // 1 - beta^t
-  float max_norm = 0.0f;                         // of a row's gradient; 0 = any
+  float max_norm = 0.0f;                         // of a row's gradient; 0 = no clipping
 };
 
-// Factor that clips a gradient with this sum of squares; 1 where it is short enough.
+// Factor that clips a gradient with this sum of squares; 1 if its norm is below max_norm.
 OPER_HD float clip_factor(float sum_of_squares, float max_norm) {
   const float factor = max_norm / (sqrtf(sum_of_squares) + 1e-6f);
   return factor < 1.0f ? factor : 1.0f;
@@ -86,8 +86,8 @@ OPER_HD float partial_adam_root(float* state, float sum_of_squares, int32_t dim,
   return sqrtf(moment / args.correction2) + args.eps;
 }
 
-// Rate of LARS-SGD, from the sums of squares of a row and of its gradient. 0 where FBGEMM divides 0 by
-// 0, of a row without decay whose gradient is 0.
+// Rate of LARS-SGD, from the sums of squares of a row and of its gradient. 0 where FBGEMM divides
+// by 0, e.g. for a gradient of 0 without weight decay.
 OPER_HD float lars_rate(float weights, float gradient, const OptimizerArgs& args) {
   const float norm = sqrtf(weights);
   const float below = sqrtf(gradient) + args.weight_decay * norm;

@@ -1,9 +1,9 @@
 // Philox4x32-10, a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3", SC 2011). Shared by host and device.
 //
-// A draw depends only on its key and its purpose: there is no state, and neither order nor threads
-// matter. Two runs, two plans and two machines draw the same number for the same row, column and
-// step.
+// A draw depends only on its key, counter and purpose: there is no state, so that neither the order
+// of draws nor the number of threads matters. Any run, plan or machine draws the same number for
+// the same row, column and step.
 #pragma once
 
 #include "common/platform.h"
@@ -34,9 +34,9 @@ OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
   return {{a, b, c, d}};
 }
 
-// Purposes of draws, part of their input in addition to the key: no two uses draw the same numbers.
+// Purposes of draws, which are part of the counter, so that different uses draw different numbers.
 constexpr uint32_t kRoundingRows = 0x4f504552u;
-constexpr uint32_t kRoundingMessages = 0x80000000u;  // and 31 bits more: between whom, and what
+constexpr uint32_t kRoundingMessages = 0x80000000u;  // lower 31 bits: sender, receiver and contents
 
 // The source of random numbers for rounding one table's rows in one step.
 struct RoundingKey {

@@ -1,4 +1,4 @@
-// Reading a batch, and small things that several kernels need.
+// Reading a batch, and helpers shared by several kernels.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace oper::device {
 
-constexpr int kTile = 32;  // bags or ids that a warp takes at a time
+constexpr int kTile = 32;  // bags or ids per tile, which a warp processes
 
 OPER_DEVICE int64_t id_at(const Batch& batch, int64_t i) {
   return batch.ids_are_32_bit ? static_cast<const int32_t*>(batch.ids)[i]
@@ -24,7 +24,8 @@ OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
   }
 }
 
-// The first error stays. Nothing else is ordered by this: the host reads it at its next call.
+// Stores an error unless there is one. Nothing synchronizes with it: the host reads it in the next
+// call.
 OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
   if (atomicCAS(error.claimed, 0, 1) != 0) return;
   volatile ErrorWord* word = error.word;
@@ -162,7 +163,7 @@ OPER_DEVICE bool outbox_is_full(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 
-// Sets bytes of device memory.
+// Fills a range of device memory with a byte.
 inline void clear(void* data, int value, int64_t num_bytes, cudaStream_t stream) {
   check(cudaMemsetAsync(data, value, static_cast<size_t>(num_bytes), stream),
         "cannot clear device memory");

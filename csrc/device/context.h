@@ -1,4 +1,4 @@
-// What the operators of one rank keep between calls.
+// State of one rank's operators between calls.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace oper::device {
 
-// What only device memory has: addresses of all ranks' signal pads [W], this rank's arena, and which
+// Addresses that only device memory has: all ranks' signal pads [W], this rank's arena, and which
 // ranks' memory can be addressed [W].
 struct Shared {
   const int64_t* pads;
@@ -25,7 +25,7 @@ struct HostWords {
   int64_t duplication[2];  // pairs and runs of the last batch that was planned
 };
 
-// Device memory, cleared, that is given back all at once.
+// An allocator of zeroed device memory, all of which is freed with it.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -67,27 +67,29 @@ struct Context {
   std::vector<Messages::Table> message_tables;
   UpdateArgs* optimizers;                          // device memory, in the order of keys
   std::vector<int32_t> logical;  // the collection's number of every feature (of a column piece)
-  std::vector<bool> near;        // [W] whose memory can be addressed
+  std::vector<bool> near;        // [W] whether this rank can address a rank's memory
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
   int64_t inbox_capacity;        // entries of one rank in the inbox
   int64_t output_columns = 0, unpooled_columns = 0;
   int64_t max_row_bytes = 0;
   int32_t max_dim = 0;
   bool updates_at_once, has_push = false;
-  // Where kernels look for what ranks of other domains have for this one, in device memory: the headers
-  // of their outboxes, one rank's after the other's; sums of squares of rows of theirs, for column
-  // pieces (two rounds), [T, W]; and FarMasters [T, W].
+  // Data received from ranks of other domains, in device memory, where kernels read it: headers of
+  // their outboxes in rank order; sums of squares of their rows for column pieces (two rounds), [T,
+  // W]; and FarMasters [T, W].
   char* mirrors;
   std::vector<float*> far_squares;
   FarMasters* far_masters;
 
   ErrorWord error() const { return words_->error; }
-  // Forgets an error of one batch, so that the next ones' are found. A lost peer stays lost.
+  // Clears the error of one batch, so that errors of later batches are reported. A lost peer stays
+  // lost.
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return words_->duplication; }
-  // Whether the last planned batch had 1.5 ids or more per distinct row. From there on rows of peers are
-  // fetched once (to be measured between devices: a row is then written and read once more in local
-  // memory, at ten times the speed of a link), and kernels expect several gradients for a row.
+  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, rows of peers are
+  // fetched once (a row is then written and read once more in local memory, at ten times the speed
+  // of a link; the threshold has not been measured between devices), and kernels expect several
+  // gradients per row.
   bool rows_repeat() const {
     return static_cast<double>(words_->duplication[0]) >
            1.5 * static_cast<double>(words_->duplication[1]);
@@ -107,7 +109,7 @@ struct Context {
   int64_t deadline_ms_;
 };
 
-// Device memory of one batch plan and of what works on it, out of `block`.
+// Device memory of one batch plan and its work buffers, allocated within `block`.
 struct Workspace {
   BatchPlan plan;
   LongRuns long_runs;
@@ -115,7 +117,7 @@ struct Workspace {
   int64_t bytes;
 };
 Workspace lay_out(const Context& context, const Batch& batch, void* block);
-// What an owner needs between steps, out of `block`.
+// Memory that an owner retains between steps, allocated within `block`.
 Inbox lay_out_inbox(const Context& context, void* block);
 
 }  // namespace oper::device

@@ -1,9 +1,9 @@
-// The device back end: what kernels see, and the steps that the operators launch.
+// The device back end: data structures of kernels, and the steps that operators launch.
 //
-// The phases, the order of sums and the optimizer arithmetic are those of the host back end. Nothing
-// here waits for the device: sizes that only the device knows stay there, launches cover the upper
-// bound that the host knows, and errors are left in a word of host memory that is read at the next
-// call. So every step can be captured in a CUDA graph.
+// Phases, order of sums and optimizer arithmetic are those of the host back end. No function waits
+// for the device: sizes known only to the device stay there, launches cover the host's upper
+// bounds, and kernels store errors in a word of host memory that the next call reads. Every step
+// can therefore be captured in a CUDA graph.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +26,14 @@ namespace oper::device {
 // Throws with the name of `what` when a CUDA call has failed.
 void check(cudaError_t status, const char* what);
 
-// Rows that one instance of a kernel handles: `lanes` lanes, each with `vectors` parts of 16 bytes;
-// lanes 0: rows that are no multiple of 16 bytes, element by element.
+// Rows that one instance of a kernel handles, with `lanes` lanes of `vectors` parts of 16 bytes
+// each. lanes = 0: rows whose size is not a multiple of 16 bytes, processed element by element.
 struct RowClass {
   RowType type;
   int32_t lanes, vectors;
   int32_t index;                   // of this class; Table::row_class
   int32_t table_begin, table_end;  // in the order of keys
-  int32_t dim;                     // columns of all its tables, or 0 where they differ
+  int32_t dim;                     // columns of all its tables, or 0 if they differ
   std::vector<int32_t> features;
   const int32_t* device_features;
 
@@ -47,16 +47,16 @@ struct HomePart {
   uint32_t num_offsets;
 };
 
-// Masters of replicated rows that a rank of another domain has updated in this step, and has sent: their
-// slots, and the rows side by side. Their Refresh has no address in `masters`.
+// Masters of replicated rows that a rank of another domain has updated in this step and sent:
+// slots, and contiguous rows. `masters` of their Refresh is null.
 struct FarMasters {
   const uint32_t* slots;
   const char* rows;
   int64_t count;
 };
 
-// A table, or a column piece of one. Keys number the rows of all tables: a table's rows follow each
-// other, owner after owner, slot after slot. 64 bits, since all ranks' rows count.
+// A table, or a column piece of one. Keys (64 bits) number the rows of all tables on all ranks: by
+// table, then by owner, then by slot.
 struct Table {
   TableMap read;  // id -> address of the row to read
   TableMap home;  // id -> home key
@@ -73,7 +73,7 @@ struct Table {
   const uint8_t* pushes;       // per tier
   const int32_t* pieces;       // [num_pieces] of the same row, in column order, or null
   int32_t num_pieces;
-  HeadIds head_ids;  // the way back from a position to its id
+  HeadIds head_ids;  // maps a position back to its id
   int32_t dim, row_columns, piece_start;
   int32_t mean;
   int32_t row_class;
@@ -81,7 +81,7 @@ struct Table {
   bool has_push, has_replicas;
 };
 
-// What a table's update takes at one step.
+// Arguments of a table's update in one step.
 struct UpdateArgs {
   OptimizerArgs optimizer;
   RoundingKey rounding;  // for rows of 16-bit elements
@@ -92,23 +92,23 @@ struct Feature {
   int64_t column;
 };
 
-// In host memory that the device maps; `code` is written last.
+// The error of a batch, in host memory that the device maps; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
   // exchange
   int32_t code;
-  int32_t rank;    // of whom; 4: number of the feature
+  int32_t rank;    // rank that failed; 4: index of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
 };
 
-// Where kernels leave errors: the first one to claim it writes the word.
+// Destination of kernels' errors: the first thread to set `claimed` writes the word.
 struct ErrorSink {
   ErrorWord* word;
-  int* claimed;  // device memory: 0, then 1, or kLost when a peer has not come
+  int* claimed;  // device memory: 0; 1 once an error is stored; kLost if a peer has not arrived
 };
 constexpr int kLost = 2;
 
-// One batch; all pointers are device memory. Unpooled: every id is a bag of its own.
+// One batch; all pointers are to device memory. Unpooled: every id is a separate bag.
 struct Batch {
   const void* ids;
   bool ids_are_32_bit;
@@ -141,7 +141,7 @@ OPER_HD constexpr int64_t outbox_header_bytes(int64_t num_tables, int64_t world_
          8 * num_tables;
 }
 
-// What the kernels know of a rank's tables; device memory.
+// Descriptions of a rank's tables for kernels, in device memory.
 struct View {
   const Table* tables;          // [T] in the order of keys
   const Feature* features;      // [F]
@@ -156,7 +156,7 @@ struct View {
   ErrorSink error;
 };
 
-// Keys in 32 bits where the number of all rows allows it, which halves what sorting moves.
+// Keys have 32 bits if the total number of rows allows it, which halves the traffic of sorting.
 struct Keys {
   void* data;
   bool wide;  // 64 bits
@@ -173,7 +173,7 @@ struct Keys {
   }
 };
 
-// Keys, sorted, with what belongs to each, and the runs of equal keys.
+// Sorted keys with their payloads, and the runs of equal keys.
 struct SortedPairs {
   // Sorting may leave its result in the spare arrays.
   void swap_spare() {
@@ -192,8 +192,9 @@ struct SortedPairs {
   bool is_swapped;  // the arrays have changed places with the spare ones
 };
 
-// Device memory of one batch plan: ids resolved, sorted, and cut into runs of equal rows. Made once
-// per batch, may be made ahead of it on another stream, and is used by forward and backward.
+// Device memory of one batch plan: ids resolved, sorted, and divided into runs of equal rows.
+// Computed once per batch, possibly in advance on another stream; used by the forward and backward
+// passes.
 struct BatchPlan : SortedPairs {
   int64_t* feature_begin;  // [F + 1] first pair of each feature
   int64_t* output_begin;   // [F] unpooled: first output row
@@ -206,7 +207,7 @@ struct BatchPlan : SortedPairs {
   int32_t bag_bits;  // payload = feature << bag_bits | bag
 };
 
-// What the reduction of long runs needs.
+// Buffers for the reduction of long runs.
 struct LongRuns {
   uint32_t* runs;      // [capacity] runs longer than kChunk
   uint32_t* first;     // [capacity] first chunk of each
@@ -230,26 +231,27 @@ struct Output {
   int64_t stride;  // elements between rows
 };
 
-// ---- steps; what CUDA refuses is thrown ----------------------------------------------------------
+// ---- steps; they throw if a launch fails
+// ---------------------------------------------------------
 
-// What all steps of a rank take.
+// Arguments of all steps of a rank.
 struct Launch {
   const View& view;
   const std::vector<RowClass>& classes;
   const UpdateArgs* optimizers;  // [T] in the order of keys
   cudaStream_t stream;
-  bool all_row_wise_adagrad = false;  // so are they, which has a kernel of its own
-  bool rows_repeat = false;           // in batches: most rows get several gradients
+  bool all_row_wise_adagrad = false;  // all optimizers are, for which there is a separate kernel
+  bool rows_repeat = false;           // most rows of a batch get several gradients
 };
 
-// Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
+// Copies of the distinct rows of peers that a batch reads; `plan.places` maps pairs to copies.
 struct Staging {
   char* data;     // null: none
-  int64_t bytes;  // rows that find no room are read where they are
+  int64_t bytes;  // capacity; rows beyond it are read in place
 };
 constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
-// No row is staged yet; before the others.
+// Marks all rows as not staged; must precede `stage` and `place_far_rows`.
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
 void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
            bool skip_pushed);
@@ -262,12 +264,12 @@ struct FarRows {
   int64_t num_ranges, num_rows;
   const char* rows;
 };
-// Copies them to where aligned loads find them.
+// Copies far rows into the staging memory, where loads are aligned.
 void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
                     const Staging& staging);
 
-// Arrays of numbers that go into a message, side by side, or come out of one. In this rank's memory
-// their entries lie side by side, too, or where `kRows` says.
+// Arrays of numbers to pack into a message or unpack from it, contiguous in the message. In this
+// rank's memory their entries are contiguous, or at the indices of `kRows`.
 struct WireParts {
   enum Column { kFirst, kMemory, kRows, kWire, kPerEntry, kKind, kLimit, kWidth };
   enum Kind : int64_t {
@@ -289,7 +291,8 @@ void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream
 // tables that have such tiers.
 void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Output& out,
           const Staging& staging, bool skip_pushed);
-// Only feature_begin, output_begin and tile_begin; `pool` of an unpooled batch needs them.
+// Computes only feature_begin, output_begin and tile_begin, which `pool` of an unpooled batch
+// needs.
 void lay_out_features(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Gradient of the per-sample weights, float [num_ids].
 void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
@@ -297,12 +300,12 @@ void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan
 
 void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan);
 
-// Sums gradients by row. One rank: and updates; else into the outbox.
+// Sums gradients by row: with one rank into the update, otherwise into the outbox.
 void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
             const LongRuns& long_runs, bool update_at_once);
 
-// What all ranks left for this one: entries, in chains of those of one row. Entry number
-// r * capacity + i is the i-th of rank r's list.
+// Gradients from all ranks for this rank's rows: entries, linked into one list per row. Entry
+// r * capacity + i is the i-th of rank r.
 constexpr uint32_t kNoEntry = ~0u;
 struct Inbox {
   int64_t* list_begin;  // [W, T + 1] first entry of each table in each rank's list
@@ -321,12 +324,12 @@ void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale
 // Copies updated rows of replicated tiers into this rank's copies.
 void refresh(const Launch& on);
 
-// Waits until all ranks have come as often as this one. `pads`: [W] each rank's words, of which
-// rank r writes word r; `epoch`: this rank's count, in its own memory.
+// Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's words, of which
+// rank r writes word r; `epoch`: this rank's number of arrivals, in its memory.
 void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
                      int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
-// Push: what a reader asks of the owners, in its symmetric memory.
+// Push: a reader's request to the owners, in the reader's symmetric memory.
 struct RequestHeader {
   int64_t num_runs;
   int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes
@@ -361,9 +364,10 @@ void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const E
                  cudaStream_t stream);
 int64_t sum_scratch_bytes(int64_t count);
 
-// Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.
+// Number of blocks of `per_block` groups for `groups` groups, limited to those that fill the
+// device.
 int blocks_for(int64_t groups, int64_t per_block);
-// Whether a kernel may be launched before the one in front of it has ended.
+// Whether a kernel may be launched before its predecessor on the stream has finished.
 bool kernels_overlap();
 // Threads that the device holds at once when each takes 128 registers; the hot kernels take 60 to 128.
 int64_t resident_threads();

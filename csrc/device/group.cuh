@@ -1,4 +1,4 @@
-// Groups of lanes that handle a row together, and how they hold it.
+// Groups of lanes that process a row together, and the distribution of a row over their registers.
 #pragma once
 
 #include <type_traits>
@@ -8,9 +8,10 @@
 
 namespace oper::device {
 
-// G consecutive lanes of a warp. All of them must call every member together; `in_step`: all groups of
-// the warp must, each with its own values. An exchange between the lanes of a mask that the compiler
-// does not know takes several instructions more, and groups that have parted take turns.
+// G consecutive lanes of a warp, which must call every member together. `in_step`: all groups of
+// the warp run in lockstep and call members together, each with its own values. Without lockstep,
+// shuffles with a mask that is unknown at compile time take several more instructions, and
+// divergent groups run one after another.
 template <int G>
 struct Group {
   int lane;
@@ -22,11 +23,11 @@ struct Group {
     lane = in_warp % G;
     mask = G == 32 || in_step ? ~0u : ((1u << (G % 32)) - 1u) << (in_warp / G * G);
   }
-  // Whether it holds for this group, or, in step, for any group of the warp.
+  // Whether `holds` is true for this group or, in lockstep, for any group of the warp.
   OPER_DEVICE bool any(bool holds) const {
     return in_step ? __ballot_sync(mask, holds) != 0 : holds;
   }
-  // This group's number, or, in step, the largest of the warp's groups.
+  // This group's `number` or, in lockstep, the maximum over the warp's groups.
   OPER_DEVICE int most(int number) const {
     if (!in_step) return number;
 #pragma unroll
@@ -62,8 +63,8 @@ struct Group {
 
 OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
 
-// All lanes together; in the widest parts that size and addresses allow. Rows have 2-byte elements or
-// wider ones.
+// Copies bytes with all lanes, in the widest parts that size and addresses allow; at least 2 bytes
+// each.
 template <int G>
 OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int64_t num_bytes) {
   const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) |
@@ -84,8 +85,8 @@ OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int
 
 // ---- parts of rows -----------------------------------------------------------------------------
 
-// How a group holds a row: lane l has the columns (i * G + l) * E .. + E for i < V. E is what fits
-// 16 bytes of the row's type T, or 1 where rows are not made of 16-byte parts.
+// Distribution of a row over a group: lane l has columns (i * G + l) * E .. + E for i < V. E
+// elements of type T take 16 bytes, or E = 1 if the size of rows is not a multiple of 16 bytes.
 template <class T_, int E_, int G_, int V_>
 struct Shape {
   using T = T_;
@@ -93,8 +94,8 @@ struct Shape {
   static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
 };
 
-// The same rows over half the lanes where that leaves a lane 32 bytes: what is done once for each row is
-// then done for twice as many rows at a time.
+// The same rows over half as many lanes, if a lane then has 32 bytes: a warp processes twice as
+// many rows at a time.
 template <class S>
 using Halved =
     std::conditional_t<sizeof(typename S::T) == 4 && S::V == 1 && S::E == 4 && (S::G >= 8),
@@ -104,7 +105,7 @@ using Halved =
 template <class Shape>
 constexpr int kBlocks = Shape::V * Shape::E <= 16 ? 2 : 1;
 
-// E consecutive elements as they lie in memory: held so, rows in flight take few registers.
+// E consecutive elements in their memory format, in which rows in flight take few registers.
 template <class S, int E>
 struct Part {
   static constexpr bool kWords = E * sizeof(S) % 16 == 0;
@@ -181,7 +182,7 @@ struct Row {
   float v[Shape::V][Shape::E];
 
   OPER_DEVICE void zero() { fill(0.0f); }
-  // To add rows to: a row plus -0 is that row, with the sign of its zeros.
+  // The neutral element of addition: x + (-0) is x, including the sign of zeros.
   OPER_DEVICE void begin() { fill(-0.0f); }
   OPER_DEVICE void fill(float value) {
     each([=](float& a) { a = value; });
@@ -237,7 +238,7 @@ template <class Shape, class S>
 struct RawRow {
   Part<S, Shape::E> parts[Shape::V];
 
-  // Lanes beyond the row load its first part instead, which is not used: a branch would cost more.
+  // Lanes beyond the row load its first part without using it, which is faster than a branch.
   OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
@@ -342,7 +343,7 @@ void with_shape_of(const RowClass& row_class, Body body) {
   }
 }
 
-// Calls body(Shape) with the one that fits a class of rows.
+// Calls body(Shape) with the shape of a class of rows.
 template <class Body>
 void with_shape(const RowClass& row_class, Body body) {
   switch (row_class.type) {

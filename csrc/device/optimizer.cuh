@@ -75,8 +75,8 @@ OPER_DEVICE uint32_t round_plain_pair(BFloat16, float first, float second, uint3
 }
 #endif
 
-// What `apply` takes of a row beside its numbers: its slot; row-wise Adagrad's state; the id that
-// stochastic rounding goes by.
+// Arguments of `apply` in addition to a row's elements: its slot; row-wise Adagrad's state; the id
+// that determines stochastic rounding.
 struct RowFacts {
   int64_t slot;
   float state;
@@ -92,7 +92,7 @@ OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) 
   return facts;
 }
 
-// `kKind`: the optimizer of all tables, where it is known when the kernel is chosen; kNone: it is not.
+// `kKind`: the optimizer of all tables if they have the same one, else kNone.
 template <class Shape, Optimizer kKind = Optimizer::kNone>
 class RowOptimizer {
  public:
@@ -136,7 +136,7 @@ class RowOptimizer {
   }
 
   // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers;
-  // `w`: the row, which becomes the new one. `writes`: false for a group that only keeps in step.
+  // `w`: the row, which is updated. `writes`: false for a group that only stays in lockstep.
   OPER_DEVICE void apply(const Row<Shape>& g, float squares, Row<Shape>& w, const RowFacts& facts,
                          bool writes = true) const {
     if (kind() == Optimizer::kNone) return;
@@ -225,7 +225,7 @@ class RowOptimizer {
 
   OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
                                     float state, bool writes) const {
-    // Every lane computes it, one writes it back.
+    // Every lane computes the state, and one writes it back.
     const float multiplier =
         rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);
     group_.sync();  // all have read it
@@ -311,7 +311,7 @@ class RowOptimizer {
     store_state(table_.momentum1, slot, m);
   }
 
-  // Its step takes the gradient's place.
+  // The step overwrites the gradient.
   OPER_DEVICE void lamb(int64_t slot, Row<Shape> g, float squares, Row<Shape>& w) const {
     moments(slot, g, squares, w, args_.kind == Optimizer::kPartialRowWiseLamb,
             [&](int i, int e, float step) { g.v[i][e] = step; });

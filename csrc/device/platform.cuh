@@ -1,5 +1,5 @@
-// What the device code is written in: CUDA, or, in tests on machines without a GPU, an emulation of
-// the few parts of CUDA that it uses (tests/cuda/emulation.h).
+// Platform of the device code: CUDA or, in tests on machines without a GPU, an emulation of the
+// parts of CUDA that it uses (tests/cuda/emulation.h).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include "emulation.h"
 #else
 #include <cuda_runtime.h>
-// `kernel`: in parentheses where its name has a comma. Throws what the launch has met.
+// `kernel` must be in parentheses if it contains a comma. Throws if the launch fails.
 #define OPER_LAUNCH(kernel, grid, block, stream, ...)                \
   do {                                                               \
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
@@ -62,7 +62,7 @@ OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #endif
 }
 
-// Copies 4 or 16 aligned bytes into shared memory while the lane goes on. Copies belong to the next
+// Copies 4 or 16 aligned bytes into shared memory asynchronously. Copies belong to the next
 // `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane sees it.
 template <int kNumBytes>
 OPER_DEVICE void copy_async(void* shared, const void* from) {

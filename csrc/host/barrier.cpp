@@ -67,7 +67,7 @@ Barrier::Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vect
       process_(static_cast<int>(getpid())) {}
 
 Barrier::~Barrier() {
-  if (getpid() != process_) return;  // a forked child's copy; its parent goes on
+  if (getpid() != process_) return;  // a forked child's copy; the parent still takes part
   BarrierLine& mine = lines_[rank_];
   uint32_t present = kPresent;
   if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);

@@ -22,7 +22,7 @@ struct alignas(128) BarrierLine {
   // at a barrier before all have arrived at the previous one, so a word is kept until all have read
   // it.
   std::atomic<uint32_t> phase[2];
-  // Which rank this one found to be behind before it gave up (0 = none); Python packs it, see desync.py.
+  // The rank that this one found to lag before it gave up (0 = none), packed by Python's desync.py.
   std::atomic<int64_t> verdict;
 };
 static_assert(sizeof(BarrierLine) == 128);
@@ -39,35 +39,36 @@ class Barrier {
     kPeerLost = 1,
     kDeadline = 2,
     kPeerGaveUp = 6,
-    kOtherPhase = 8,  // all have arrived, but not for the same thing
+    kOtherPhase = 8,  // all ranks have arrived, but in different phases
     kPeerClosed = 12,
-    kRefused = 13,  // all have arrived, one of them to say that it cannot take part this time
+    kRefused = 13,  // all ranks have arrived, but at least one refuses to take part this time
   };
 
   // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
   // watched (this rank, or a virtual rank of the same process).
   Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
           int64_t deadline_ms);
-  // Ranks that wait for this one from now on learn that it has closed.
+  // Marks this rank as closed: ranks that wait for it from now on get kPeerClosed.
   ~Barrier();
   Barrier(const Barrier&) = delete;
   Barrier& operator=(const Barrier&) = delete;
 
-  // Everything written by any rank before its arrive() is seen by all ranks after theirs. `phase`
-  // says what for, and must be the same on all ranks. Returns a Result and, on failure, the rank that is
-  // missing, or one that came for something else. A failed barrier stays failed.
-  // With `refuses` all ranks get kRefused and the lowest one that refuses, and may go on.
+  // Release-acquire: writes of any rank before arrive() are visible to all ranks after it returns.
+  // `phase` must be equal on all ranks. Returns a Result and, on failure, the rank that is missing
+  // or in another phase. A failed barrier stays failed. If any rank passes `refuses`, all ranks get
+  // kRefused and the lowest such rank; the barrier stays usable.
   Status arrive(uint32_t phase, bool refuses = false);
-  // Its two halves: in between, a rank may do work for which the others need not wait.
+  // The two halves of arrive(): in between, a rank may do work for which its peers need not wait.
   void come(uint32_t phase, bool refuses = false);
   Status wait();
 
-  // This rank will not arrive any more: ranks that wait for it fail at once and find `verdict`.
+  // Announces that this rank will not arrive again: ranks that wait for it fail at once with
+  // `verdict`.
   void give_up(int64_t verdict = 0);
 
-  // This rank's rows are being updated from now on, or no longer.
+  // Records that an update of this rank's rows begins or has ended.
   void note_update(bool begins);
-  // Per rank: arrivals, what the last one was for, its Absence, its verdict, updates begun and ended.
+  // Per rank: number of arrivals, phase of the last one, Absence, verdict, updates begun and ended.
   std::vector<int64_t> positions() const;
 
  private:

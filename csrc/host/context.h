@@ -30,8 +30,8 @@ struct Feature {
   int64_t start;    // first column of the table's piece
 };
 
-// The constants of up to eight tiers, one vector each; tiers that are not there start behind all
-// positions. `base` and `step` hold all tiers' entries, those of tier k from `first[k]` on.
+// The constants of up to eight tiers, one vector each; unused tiers start behind all positions.
+// `base` and `step` have the entries of all tiers, those of tier k from `first[k]` on.
 struct FlatTiers {
   static constexpr int kTiers = 8, kInRegisters = 16;  // entries that two registers hold
   int64_t start[kTiers];
@@ -45,15 +45,15 @@ struct FlatTiers {
 // null when the map has more than `kTiers` tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// Gradients of rows, each row once and in ascending order: those that another rank has pushed to
-// this rank, or those of one part of a batch from all ranks.
+// Gradients of distinct rows, ascending: pushed by another rank, or of one micro-batch from all
+// ranks.
 struct PushedRows {
   std::vector<uint32_t> slots;
   std::vector<float> rows;
 };
 
-// In a table with rows of several types, places to read have the row's type and bytes above the address,
-// which has 48 bits. Others have zeros there.
+// In a table with rows of several types, the upper 16 bits of a read address, which has 48 bits,
+// have the row's type and bytes. They are zero in other tables.
 struct RowPlace {
   static constexpr int kBytesAt = 48, kTypeAt = 60;
   static constexpr int64_t kAddress = (int64_t{1} << kBytesAt) - 1;
@@ -78,43 +78,44 @@ struct Table {
   std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
-  float* momentum2;                  // likewise
+  float* momentum2;                  // as momentum1
   OptimizerArgs optimizer;           // set for every update
-  RoundingKey rounding;              // likewise; for rows of 16-bit elements
+  RoundingKey rounding;              // set for every update of 16-bit rows
   std::vector<int32_t> features;     // features that look up here
   std::vector<uint8_t> pushes;       // per tier: exchange mode push
   bool is_pushed;                    // any tier is
-  // Whether this rank asks owners to pool for it. Not where it owns the whole of a pushed table: its
-  // own lookups there are those of a pulled one, with the same bits.
+  // Whether this rank requests pooling from owners. False if it owns all rows of a pushed table: it
+  // then looks rows up as in a pulled table, with bitwise equal results.
   bool has_push;
-  bool all_pushed;  // every tier; then no id need be looked at one by one
+  bool all_pushed;  // every tier is, so that ids need not be checked one by one
   std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
   // A table split by columns: its pieces in column order, this one included; else empty. Row-wise
   // optimizers add up the pieces' squares through `squares`, one number per slot and rank.
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
-  int32_t row_columns;  // columns of the whole row
+  int32_t row_columns;  // columns of the entire row
   int32_t first_column;  // of this piece in the whole row
-  HeadIds head_ids;      // the way back from a position to its id
+  HeadIds head_ids;      // maps a position back to its id
   std::vector<HomeTier> home_tiers;
   std::vector<PushedRows> pushed;  // [W]
-  // What `leave` has collected for this rank's rows since the last update: by kind (reduced rows, those
-  // of pushed tiers) and part of the batch, in order. Parts beyond Context::num_left are memory to reuse.
+  // Gradients that `leave` has collected for this rank's rows since the last update: [0] reduced
+  // rows, [1] those of pushed tiers; one entry per micro-batch. Entries from Context::num_left on
+  // are unused memory.
   std::vector<PushedRows> left[2];
   bool has_replicas = false;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
-  // A bit per slot of this rank whose row an update has changed since they were last taken; null =
-  // not asked for.
+  // A bit per slot of this rank, set if an update has changed its row since take_changes(); null =
+  // changes are not tracked.
   uint64_t* changed = nullptr;
   TableCounters counters;
   const Arenas* arenas;
-  // Across memory domains: per rank, the rows of the slots in `touched`, side by side; null where
-  // the masters can be read in place. Empty in a single domain.
+  // Across memory domains: per rank, the contiguous rows of the slots in `touched`; null if this
+  // rank can address the masters. Empty in a single domain.
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
-  // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
+  // Gradients, pooled rows and partial sums are fp32 for every row type.
   bool is_pushed_key(uint32_t key) const {
     bool found = false;
     for (const auto& range : pushed_keys) found |= key >= range.first && key < range.second;
@@ -150,7 +151,7 @@ struct Table {
   bool clips() const { return optimizer.max_norm > 0.0f; }
 };
 
-// Per-thread memory that only grows.
+// Memory of one thread at a time that only grows.
 class Scratch {
  public:
   template <class T>
@@ -174,7 +175,8 @@ class Scratch {
   std::vector<int64_t> rows_read_;
 };
 
-// Where a rank leaves its reduced gradients: a header, then per table slots and gradient rows.
+// A rank's outbox, in which peers read its reduced gradients: a header, then slots and gradient
+// rows of each table.
 struct OutboxHeader {
   int64_t used_bytes;  // high-water mark, for the readers' huge pages
   int64_t reserved[7];
@@ -193,7 +195,7 @@ struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
   int64_t gradients_offset;           // float [bags, dim], backward only
-  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // likewise
+  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
 };
 
 // The sums that an owner has pooled for one reader: the bags of which it owns rows, ascending, and
@@ -219,7 +221,7 @@ struct Context {
   std::vector<int32_t> domain;       // ranks of the barrier
   std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
   PhaseTimes times;
-  // Bytes sent to other memory domains so far, while the rank is traced; else 0.
+  // Bytes sent to other memory domains so far if the rank is traced; otherwise 0.
   int64_t traced_bytes() const;
   // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
   // read; and forward and backward passes. No batch may be running.
@@ -238,13 +240,13 @@ struct Context {
     const std::vector<int64_t>& begin = tables[table].owner_begin;
     return begin[rank + 1] - begin[rank];
   }
-  // Marks from now on which rows change, or no longer; nothing is marked at first.
+  // Starts (without any marks) or stops marking the rows that updates change.
   void mark_changes(bool on);
-  // How many slots of this rank are marked.
+  // Number of marked slots of this rank.
   int64_t num_changes(int64_t table) const;
-  // Writes them to `slots` [num_changes], ascending, and clears the marks.
+  // Writes the marked slots to `slots` [num_changes], ascending, and clears the marks.
   void take_changes(int64_t table, uint32_t* slots);
-  // Called once tables and outboxes are known.
+  // Must be called after tables and outboxes are set up.
   void start_counting();
   auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
   // The outbox is one range of addresses: headers; what is written before an exchange (reduced
@@ -254,8 +256,8 @@ struct Context {
   T* in_outbox(int32_t owner_rank, int64_t bytes) const {
     return reinterpret_cast<T*>(outbox[owner_rank] + bytes);
   }
-  // Its headers: an OutboxHeader; of each table an OutboxTable; likewise a RequestTable; likewise
-  // PartialTable [W]. Bytes of so many of these.
+  // Byte sizes of the outbox's headers: an OutboxHeader; then of each table an OutboxTable, a
+  // RequestTable and PartialTable [W].
   int64_t header_bytes(int64_t outboxes, int64_t requests, int64_t partials) const {
     constexpr int64_t kHeader = sizeof(OutboxHeader), kOutbox = sizeof(OutboxTable),
                       kRequest = sizeof(RequestTable), kPartial = sizeof(PartialTable);
@@ -293,15 +295,15 @@ struct Context {
     std::function<void()> first, last;
   };
   BesideUpdate beside_update;
-  size_t num_left = 0;    // parts of a batch that `leave` has collected since the last update
+  size_t num_left = 0;    // micro-batches that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
-  std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are
+  std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read in place
 
   // Forget the last batch's gradients.
   void reset_outbox();
-  // Room for `count` gradient rows and slots of a table; false when the outbox is full.
+  // Allocates `count` gradient rows and slots of a table; false if the outbox is full.
   bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
-  // Huge pages behind the part of a rank's outbox that is in use and has none yet.
+  // Backs the used part of a rank's outbox by huge pages where it is not yet.
   void collapse_outbox(int32_t owner_rank);
 
  private:
@@ -313,15 +315,15 @@ struct Context {
   }
   std::atomic<int64_t> outbox_cursor_{0};
   std::atomic<int64_t> partial_cursor_{0};
-  std::vector<int64_t> outbox_collapsed_;  // [W] bytes that were asked to be huge pages
+  std::vector<int64_t> outbox_collapsed_;  // [W] bytes for which huge pages were requested
 };
 
-// Notes the phases of a pass, one after another, from its construction on.
+// Measures consecutive phases of a pass, the first of which starts at construction.
 class PhaseClock {
  public:
   explicit PhaseClock(Context& context)
       : context_(context), begin_ns_(PhaseTimes::now_ns()), sent_(context.traced_bytes()) {}
-  // Ends a phase, which has taken the time since the last one ended.
+  // Ends a phase: records the time since the preceding one ended.
   void end(Phase phase) {
     const int64_t now_ns = PhaseTimes::now_ns(), sent = context_.traced_bytes();
     context_.times.note(phase, begin_ns_, now_ns, sent - sent_);
@@ -340,7 +342,7 @@ struct FeatureBags {
   const int64_t* bounds;  // [num_bags + 1]
   int64_t num_bags;
   int64_t out_begin;  // floats
-  // Addresses of the rows of the ids from bounds[0] on, where they are known already, or null.
+  // Addresses of the rows of the ids from bounds[0] on if already resolved, else null.
   const int64_t* rows = nullptr;
   // In a backward pass: the gradient of bag b is at gradients[b * gradient_stride].
   const float* gradients = nullptr;
@@ -348,11 +350,11 @@ struct FeatureBags {
   int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
-// One table's ids of a batch in the order of their home keys, as the backward pass takes them.
-// Places of arrays are bytes from `base`, see `at`.
+// One table's ids of a batch in the order of their home keys, as the backward pass processes them.
+// Arrays are given by byte offsets from `base`, see `at`.
 struct TableOrder {
-  int64_t n;          // ids that this rank reduces: all but those in pushed tiers
-  int64_t num_bags;   // of all the table's features, which number them through
+  int64_t n;          // ids that this rank reduces: those outside pushed tiers
+  int64_t num_bags;   // of all features of the table, numbered consecutively
   int64_t num_rows;   // distinct keys
   int32_t key_bits, payload_bits;
   int32_t pair_bytes;  // 4 or 8: sorted pairs (key, payload); 0: keys in input order
@@ -368,16 +370,16 @@ struct TableOrder {
   }
 };
 
-constexpr int64_t kAddressesAhead = 64;  // readable behind the last address, for prefetches
+constexpr int64_t kAddressesAhead = 64;  // readable entries behind the last address, to prefetch
 
-// A batch whose ids were resolved ahead: nothing in it depends on what the rows hold.
+// The resolved ids of a batch; they do not depend on the contents of rows.
 struct Resolved {
   const int64_t* addresses;             // of the rows of all features, in order
   std::vector<int64_t> first;           // [F] where each feature's begin
   char* order;                          // TableOrder [T] and their arrays, or null
 };
 
-// The bag of each sample of a batch, by feature of the collection, where samples share bags.
+// For batches whose samples share bags: the bag of each sample, by feature of the collection.
 struct Samples {
   const int64_t* bags;  // [num_features, count]
   int64_t num_features, count;
@@ -390,13 +392,14 @@ struct Samples {
   Kind kind(int64_t feature, int64_t limit) const;
 };
 
-// Where the sums of a feature's gradients by bag go; nowhere, if `data` is null.
+// Output for the sums of a feature's gradients by bag; null `data` = none.
 struct BagSums {
   float* data;
   int64_t num_bags, stride;
 };
 
-// Gradients of samples, rows `stride` floats apart, which are added up by bag: one of `sums` per feature.
+// Gradients of samples, rows `stride` floats apart, to be summed by bag into one of `sums` per
+// feature.
 struct SampleGradients {
   Samples samples;
   const float* data;
@@ -404,8 +407,8 @@ struct SampleGradients {
   std::vector<BagSums> sums;
 };
 
-// One batch of lookups; all pointers stay the caller's. An unpooled lookup is one of bags that
-// hold one id each.
+// One batch of lookups; the caller owns the memory of all pointers. An unpooled lookup has one bag
+// per id.
 struct Batch {
   const void* ids;
   bool ids_are_32_bit;
@@ -414,13 +417,13 @@ struct Batch {
   int64_t num_rows = 0;               // of the output
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
-  const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
-  // Where not null: the features' bounds lie in `offsets`, one feature's beside the other's, and only
-  // those that every kTaskBags bags of a feature begin with are there; pooling makes the others.
+  const Resolved* resolved = nullptr;  // null: ids are resolved during the pass
+  // If `lengths` is not null, `offsets` has the bounds of all features in order, of which only every
+  // kTaskBags-th of a feature is computed yet; pooling computes the rest.
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
-  const SampleGradients* shared = nullptr;  // what features' gradients are made of first, or null
+  const SampleGradients* shared = nullptr;     // source of features' gradients, or null
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
@@ -433,7 +436,7 @@ struct Batch {
   }
 };
 
-constexpr int64_t kTaskBags = 1024;  // of a feature, that a thread takes at a time
+constexpr int64_t kTaskBags = 1024;  // bags of a feature per task
 
 // Rows of one table in a batch that this rank cannot address.
 struct FarRows {
@@ -444,7 +447,7 @@ struct FarRows {
   int64_t num_keys;
 };
 
-// Rows of neighbours that one table's ids need, each once.
+// Distinct rows of neighbours that one table's ids need.
 struct DistinctRows {
   int64_t* places;   // by id through the table's features: address, or -1 - index in `sources`
   int64_t* sources;  // addresses of the distinct rows, in the order of their first ids
@@ -458,18 +461,18 @@ struct DistinctRows {
 // row is read directly.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
-// Called instead of `forward` by a rank that cannot take part: no rank then looks this batch up.
+// Called instead of `forward` by a rank that cannot take part; then no rank looks up this batch.
 void refuse_forward(Context& context, bool collective);
 
-// Rows of bags, as `forward` leaves them, to those of samples; `out` may be `pooled` where samples are in
-// order.
+// Copies pooled rows of bags, the output of `forward`, to rows of samples. `out` may equal `pooled`
+// if no sample's bag has a larger index than the sample.
 void spread(Context& context, const Samples& samples, const float* pooled, float* out);
 
 // Sums by bag, in the order of the samples.
 void add_up(Context& context, const SampleGradients& shared);
 
-// Id-only work of a batch, which may run ahead of it, on another thread too: `resolved.addresses` and,
-// unless null, `resolved.order`, which has room for `order_bytes(context, batch)`.
+// Work on a batch that only depends on ids, and may run earlier and on another thread: fills
+// `resolved.addresses` and, unless null, `resolved.order` [order_bytes(context, batch)].
 int64_t order_bytes(const Context& context, const Batch& batch);
 void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved);
 
@@ -477,15 +480,14 @@ void resolve(Context& context, const Batch& batch, int64_t* addresses, const Res
 // its bag. `grad` is laid out as the output of `forward`.
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
-// Segment-reduce gradients into the outbox and exchange them; their owners keep the sums of all ranks
-// until the next `backward`. Collective over the ranks.
+// Segment-reduce gradients into the outbox and exchange them; owners store the sums over ranks
+// until the next `backward`. Collective.
 void leave(Context& context, const Batch& batch);
 
-// Called instead of `leave` or `backward` by a rank that cannot take part: no rank makes this
-// update.
+// Called instead of `leave` or `backward` by a rank that cannot take part; then no rank updates.
 void refuse_backward(Context& context);
 
-// As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
+// As `leave`, then update with the sum over all micro-batches, scaled by `gradient_scale`.
 void backward(Context& context, const Batch& batch, float gradient_scale);
 
 }  // namespace oper::host

@@ -29,12 +29,13 @@ bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 // MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
 size_t collapse_huge(void* data, size_t bytes);
 
-// Ask for huge pages behind private memory, whole ones, as it is touched.
+// Advise the kernel to back the entire huge pages within a private range by huge pages on first
+// touch.
 void want_huge(void* data, size_t bytes);
 
-// What this machine's processes together may count on of its last cache: all of it, but no more than
-// what a processor has for each core that is online. A virtual machine of few cores is told of the whole
-// processor's, which others fill.
+// Effective bytes of the last-level cache for all processes of this machine: its size, limited to
+// the processor's share per core times the online cores. A virtual machine with few cores reports
+// the entire processor's cache, which other machines use, too.
 int64_t last_level_cache_bytes();
 
 // Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs
@@ -43,7 +44,7 @@ int64_t last_level_cache_bytes();
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
-// Memory that only grows, without keeping its content; at the start of a cache line.
+// A cache-line aligned block that only grows; growing discards the contents. Not thread-safe.
 class Buffer {
  public:
   Buffer() = default;

@@ -1,4 +1,4 @@
-// Work of one batch, cut into tasks that torch's threads take in turn.
+// Run the work of one batch as tasks on torch's threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -11,8 +11,8 @@
 
 namespace oper::host {
 
-// What tasks of this rank have found: the smallest index of an id out of range, or -1; an outbox that is
-// full.
+// Errors found by this rank's tasks, from any thread: the smallest index of an id out of range, or
+// -1; whether the outbox is full.
 struct Found {
   std::atomic<int64_t> bad{-1};
   std::atomic<bool> full{false};
@@ -29,9 +29,9 @@ struct Found {
   }
 };
 
-// Runs `task(index, scratch)` for index in [0, count), largest tasks first when the caller orders
-// them so; each thread takes the next one. Results do not depend on who takes what. `small`: not
-// worth waking other threads.
+// Runs `task(index, scratch)` for index in [0, count). Threads take indices in ascending order, so
+// callers put large tasks first; results must not depend on the thread. `small`: run on the calling
+// thread, because waking others takes longer.
 template <class Task>
 void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   std::atomic<int64_t> next{0};
@@ -46,7 +46,7 @@ void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   }
 }
 
-// Calls body(x) for all x of `all`; each thread takes a contiguous part of them.
+// Calls body(x) for all x of `all`; each thread gets a contiguous range.
 template <class All, class Body>
 void run_all(All&& all, bool small, const Body& body) {
   const int64_t count = std::ranges::ssize(all);

@@ -1,5 +1,5 @@
-"""Comparisons with other systems and with physical limits.
+"""Benchmarks: OPER compared with other systems and with physical limits.
 
-`core` holds what all benchmarks share, `verbs` the command line, and one package per theme the
-cases.
+`core` is the code shared by all benchmarks, `verbs` the command line, and each remaining package
+has the cases of one topic.
 """

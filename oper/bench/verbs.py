@@ -1,4 +1,4 @@
-"""``oper bench``: compare with other systems and with physical limits."""
+"""``oper bench``: run one of the benchmarks and write its record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from oper.bench.core.report import report
 from oper.errors import InvalidInputError
 from oper.support.files import check_target
 
-# A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
-# tables of its report, see `report`. It may have ``NOTE``, a text to print below them;
-# ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
-# ``totals(entries)`` where the record has more than its cases, and ``remarks(entries)`` for what no
-# table says.
+# A benchmark is a module with ``cases`` (a function whose parameters are names of flags) and
+# ``FIGURES`` (the tables of its report, see `report`). Optional are ``NOTE`` (text printed below
+# the tables), ``configure(parser)`` (adds flags), ``run(args, cases)`` (replaces `measured`),
+# ``totals(entries)`` (further items of the record) and ``remarks(entries)`` (text printed last).
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
@@ -44,8 +43,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 
 
 class _LazyParser(argparse.ArgumentParser):
-    """Adds a benchmark's own arguments only when that benchmark is run, because its module is slow
-    to load."""
+    """Adds a benchmark's arguments only if that benchmark is run, since its module loads slowly.
+    ``place`` is the module's name."""
 
     place = ""
 
@@ -58,7 +57,7 @@ class _LazyParser(argparse.ArgumentParser):
 
 
 def configure_bench(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper bench``."""
+    """Add the arguments of ``oper bench``."""
     subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True,
                                  parser_class=_LazyParser)
     for name, (place, help_line) in BENCHMARKS.items():
@@ -76,7 +75,8 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run one benchmark; returns 1 if a case could not be verified."""
+    """Run one benchmark; returns 1 if a case fails or its results are wrong, otherwise 0. Raises
+    InvalidInputError if no case matches ``--only``."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     every = module.cases(**{flag: getattr(args, flag)
                             for flag in inspect.signature(module.cases).parameters})
@@ -90,7 +90,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.json:
         check_target(args.json)
     load = load_before = record.load_average()
-    # What is known comes first: none of it is lost if the run ends early.
+    # Resumed entries come first, so that an interrupted run does not lose any of them.
     entries: list[dict[str, Any]] = list(known.values())
 
     def write() -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run_bench(args: argparse.Namespace) -> int:
         load = entries[-1]["load_after"]
         print(f"{len(entries)}/{len(known) + len(left)} {entry['name']} done", file=sys.stderr,
               flush=True)
-        totals = write()  # after every case: an interrupted run keeps what it has
+        totals = write()  # after every case, so that an interrupted run keeps finished cases
     shown = [*entries, {"name": "all", **totals}] if totals else entries
     print(report(shown, module.FIGURES) + getattr(module, "NOTE", ""), end="")
     if hasattr(module, "remarks"):

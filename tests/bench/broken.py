@@ -1,4 +1,4 @@
-"""Cases for tests: what is measured is wrong, or what it is compared with."""
+"""Cases for tests with wrong results, or with a wrong reference."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from oper.bench.tables.train import TrainCase
 
 @dataclass(frozen=True, slots=True)
 class BrokenTrainCase(TrainCase):
-    """Row 3 of OPER's first table is off by one."""
+    """A case in which 1 is added to row 3 of OPER's first table."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """As `TrainCase.measure`."""
@@ -36,7 +36,7 @@ class BrokenTrainCase(TrainCase):
 
 @dataclass(frozen=True, slots=True)
 class BrokenDynamicCase(DynamicCase):
-    """The records of dynamic tables are read as those of other rows."""
+    """A case that reads the wrong rows for the keys of dynamic tables."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """As `DynamicCase.measure`."""

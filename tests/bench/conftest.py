@@ -1,4 +1,4 @@
-"""Children of benchmarks are forked, but for tests of these processes themselves."""
+"""Fork the benchmarks' child processes, except in tests of the processes themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks as tests run them, and what runs in processes that these start."""
+"""Helpers to run benchmarks in tests, and functions for the child processes of tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oper.bench.core.launch import Progress
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A case that fails where it has a name."""
+    """A case whose measurement raises ValueError."""
 
     name: str
     world_size: ClassVar[int] = 1
@@ -28,20 +28,19 @@ class Failing:
 
 
 def doubles(pipe: Any) -> None:
-    """A helper process with one useful command."""
+    """A child process with a single command."""
     commands = {"double": lambda x: 2 * x, "end": lambda: os._exit(3)}
     while obey(pipe, commands):
         pass
 
 
 def dies(pipe: Any) -> None:
-    """One that says that it is ready, and is gone."""
+    """A child process that reports that it is ready and exits."""
     pipe.send(None)
 
 
 def bench(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, Any]], str]:
-    """The entries of the record of ``oper bench``, which stays in the folder, and what was printed.
-    """
+    """Run ``oper bench``; returns the entries of its record (written to the folder) and stdout."""
     from tests.support import run_here
 
     out = folder / "record.json"

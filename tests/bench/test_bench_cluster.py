@@ -1,4 +1,4 @@
-"""The cluster benchmark: emulated hosts, what runs on them, and what is left when it is killed."""
+"""The cluster benchmark: emulated hosts, its cases, and the cleanup after it is killed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_hosts_measure_and_verify() -> None:
 @emulated
 @pytest.mark.slow
 def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
-    """Under torchrun on each of two hosts: nobody types the bandwidth."""
+    """``oper calibrate`` under torchrun on two hosts measures the bandwidth between them."""
     links, target = Links(2, 50), tmp_path / "hosts.toml"
     with cluster(links) as rank_options:
         network.set_rates(links, True)
@@ -189,7 +189,7 @@ def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 class _Refused(Contender):
-    """A contender that cannot be built."""
+    """A contender whose `build` raises an error."""
 
     error: Exception
 

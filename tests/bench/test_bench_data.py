@@ -1,4 +1,4 @@
-"""The benchmark of data on a small log."""
+"""``oper bench data`` on a small log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks on a device, end to end: on a GPU, or on small cases with emulated kernels."""
+"""The GPU benchmarks end to end, on a GPU or with emulated kernels on small cases."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_cases() -> None:
 
 
 def test_quality_on_a_log_that_drifts() -> None:
-    """Equal bytes, every day but the first counted, and the same scores when it is repeated."""
+    """Contenders have equal bytes, the first day does not count, and repetition scores equally."""
     (case,) = train.cases(True, tables="drift")
     (entry,) = measured([replace(case, num_rows=1500, num_seeds=2, dim=4)])
     assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
@@ -71,7 +71,7 @@ def test_quality_on_a_log_that_drifts() -> None:
 
 @pytest.mark.parametrize("rule", drift.RULES)
 def test_a_directory_costs_what_it_takes(rule: str) -> None:
-    """The bytes of its table are those that such a table has in memory."""
+    """`directory_bytes` equals the memory of a table's directory."""
     bag = oper.shard(torch.nn.EmbeddingBag(1001, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
                      dynamic=drift.RULES[rule])
     of = drift._num_bytes(drift.DriftCase("synthetic", dim=4), rule)

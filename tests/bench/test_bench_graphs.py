@@ -1,4 +1,4 @@
-"""Graphs over concepts beside the true ones."""
+"""``oper bench graphs``: fitted graphs over concepts compared with the true ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_graph_is_compared_edge_by_edge(found: np.ndarray, shd: int, undirecte
 
 
 def test_users_follow_their_graph() -> None:
-    """Effects of the causes alone; twice the same users from one seed, others from another."""
+    """Effects depend only on their causes; equal seeds give equal users, different ones do not."""
     case = Case("x", num_edges=2.0, num_concepts=4, num_users=20_000, activity=0.0)
     for seed in range(5):
         truth, counts = simulate(case, seed)
@@ -63,7 +63,7 @@ def test_counts_find_what_shares_invent() -> None:
 
 
 def test_users_choose_by_their_tastes() -> None:
-    """Tastes, mean places and histories are of the same users, whatever their new numbers."""
+    """Tastes, mean positions and histories belong to the same users after renumbering."""
     case = TastesCase("x", Case("x", num_concepts=3, num_users=400, mean=8.0), num_items=50)
     data, tastes, places = histories_of(case, 1)
     assert tastes.shape == places.shape == (data.num_users - 1, 3)

@@ -13,7 +13,7 @@ from oper.bench.core.launch import Progress, measured
 
 @dataclass(frozen=True)
 class FailingCase:
-    """Rank 1 fails before rank 0 has its result, after that, or not at all."""
+    """A case in which rank 1 fails before rank 0 has its result, after that, or not at all."""
 
     name: str
     world_size: ClassVar[int] = 2
@@ -30,7 +30,7 @@ class FailingCase:
 
 
 def test_a_case_that_fails_on_one_rank_is_the_one_that_is_told() -> None:
-    """Also where rank 0 has its figures by then; the other cases are measured all the same."""
+    """Also if rank 0 already has its figures; the remaining cases are still measured."""
     before, after, neither = measured([FailingCase(n) for n in ("before", "after", "neither")])
     for found in (before, after):
         assert not found["verified"] and "as rank 1 knows" in found["failed"], found

@@ -1,4 +1,4 @@
-"""The recommenders' benchmarks, small."""
+"""Small runs of the recommenders' training and simulator benchmarks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_users_of_hstu_have_as_many_items_as_those_of_movielens() -> None:
 
 
 def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
-    """What a KJT caches on first use must not speed up later calls; all tables are updated, also
-    those whose optimizers run apart from the backward pass."""
+    """Results that a KJT caches on first use must not speed up later calls. All tables are updated,
+    also those whose optimizers run after the backward pass."""
     task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=2).config())
     model = task.build()
     tables = SparseTableOptimizer(model, "rowwise_adagrad", 0.5, 1e-8)

@@ -1,4 +1,4 @@
-"""`oper bench off-policy`: coverage on simulated logs, and Open Bandit's where it is."""
+"""``oper bench off-policy``: coverage on simulated logs, and Open Bandit if its files exist."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support import run_here
 
 
 def write_log(folder: Path, forwards: bool = True) -> None:
-    """Two tastes, 80 users, 40 films; backwards the same ratings in the opposite order."""
+    """Write ratings of 80 users with two tastes for 40 films; `backwards` reverses their order."""
     rng = np.random.default_rng(0)
     lines = [f"{u}::{1 + 2 * i + u % 2:07d}::{8 + i % 3}::"
              f"{1_380_000_000 + 1000 * (t if forwards else 10 - t) + u}"
@@ -25,7 +25,7 @@ def write_log(folder: Path, forwards: bool = True) -> None:
 
 
 def run(folder: Path, cases: str, *more: str) -> tuple[list[dict[str, Any]], str]:
-    """The entries of a record, and what was printed."""
+    """Run the benchmark; returns the record's entries and stdout."""
     return bench(folder, "recommenders", "--only", cases, *(more or ["--quick"]), "--runs",
                  str(folder / "runs"), OPER_DATA=str(folder))
 
@@ -54,7 +54,7 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
 
 
 def test_kept_runs_alone(tmp_path: Path) -> None:
-    """`--seeds 0` reports what is there, and trains nothing."""
+    """``--seeds 0`` reports stored runs and trains nothing."""
     write_log(tmp_path)
     for seeds, cases in (("2", "*/last-two/popularity"), ("1", "*/time/popularity")):
         run(tmp_path, cases, "--seeds", seeds)
@@ -68,7 +68,7 @@ def test_kept_runs_alone(tmp_path: Path) -> None:
 
 
 def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
-    """Though it has as many users, items and interactions."""
+    """Not even if the numbers of users, items and interactions are equal."""
     entries = []
     for forwards in (True, False):
         write_log(tmp_path, forwards)
@@ -78,7 +78,7 @@ def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_runs_of_other_sources_are_not_taken() -> None:
-    """A digest of every module that a model's result depends on, and of no other model's."""
+    """The digest covers all modules on which a model's result depends, and no other model's."""
     every = {"evaluate", "harness", "jagged", "metrics", "registry", "batches", "base"}
     for model, own in {
             "popularity": {"popularity"}, "sasrec": {"sasrec", "next_item", "transformer"},
@@ -117,7 +117,7 @@ def test_without_logs_there_is_nothing_to_run(tmp_path: Path) -> None:
 
 
 def test_protocols_of_published_tables(tmp_path: Path) -> None:
-    """Genuine formats, read and measured as the tables have it."""
+    """Logs in the original formats are read and measured as in the published tables."""
     rng = np.random.default_rng(0)
     rows = [(u, 1 + 2 * int(i) + u % 2, 1 + int(i) % 5, 1_000_000_000 + 1000 * t + u)
             for u in range(1, 61) for t, i in enumerate(rng.permutation(20)[:12])]
@@ -151,7 +151,8 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
 
 
 def test_ablations_are_every_combination_once() -> None:
-    """Five of returns and reward head with the causal backbone, four with the other, and states."""
+    """Five combinations of returns and reward head with the causal backbone, four with the
+    interleaved one, each with every loss; and every state."""
     found = {name: model for name, model in recommenders.MODELS.items() if model.ablation}
     assert len(found) == 3 * (5 + 4) + 4
     plain = recommenders.MODELS["cdt4rec"].config

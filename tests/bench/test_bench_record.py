@@ -1,4 +1,4 @@
-"""Records, timings and the comparison that a benchmark rests on."""
+"""Records, interleaved timing, comparison of tensors, and child processes of benchmarks."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The serving benchmark: its search, its clients, and short forms of what it measures."""
+"""The serving benchmark: its rate search, its client, and shortened cases."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_search_finds_the_capacity(first: float) -> None:
 
 
 def searched(run: Callable[[float, int], loadgen.Result], start: float, votes: int = 2) -> Search:
-    """A search by itself; a run is told its rate and how often it was tried before."""
+    """Run a single search; `run` gets the rate and its number of earlier runs."""
     found = Search(start, votes)
     search({"a": found}, lambda _, rate, before: run(rate, before))
     return found
@@ -79,7 +79,7 @@ def searched(run: Callable[[float, int], loadgen.Result], start: float, votes: i
 @pytest.mark.parametrize("votes", [2, 3])
 @pytest.mark.parametrize("offset", range(5))
 def test_disturbances_decide_nothing(votes: int, offset: int) -> None:
-    """Every fifth run is disturbed, at whatever rate."""
+    """Every fifth run is disturbed at any rate, which does not change the result."""
     count = iter(range(offset, 1000))
     found = searched(lambda rate, _: result(next(count) % 5 > 0 and rate <= 100.0, rate), 60.0,
                      votes)
@@ -174,7 +174,7 @@ def test_growth_is_noticed(last: tuple[int, int], grows: bool) -> None:
 
 
 def verified(case: Any) -> dict[str, Any]:
-    """Its entry, which can be written and read by a person."""
+    """Measure a case; returns its entry, which must be valid JSON and printable by `report`."""
     entry, = measured([case])
     assert entry["verified"], entry
     json.dumps(entry)
@@ -289,7 +289,7 @@ def test_every_round_has_a_delta(rounds: int) -> None:
 
 
 def test_torn_answers_are_found(tmp_path: Path) -> None:
-    """Scores of one epoch under the number of another, or of an epoch that there never was."""
+    """Responses with the scores of another epoch, or with an epoch that did not exist, are torn."""
     case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, every_s=0.0, rounds=1)
     trainer = Child(_train, (case, str(tmp_path / "run")), "the training process")
     try:
@@ -309,7 +309,7 @@ def test_torn_answers_are_found(tmp_path: Path) -> None:
 
 
 def test_queries_are_sent_again_and_what_fails_is_counted() -> None:
-    """A server that cuts connections, is overloaded, ends connections, refuses, and scores."""
+    """A server that breaks connections, is overloaded, closes connections, refuses, and scores."""
     body, length = encode_scores(np.zeros(SMALL.candidates, np.float32), 1, "bench")
     ok = (f"HTTP/1.1 200 OK\r\noper-worker: 7\r\n{HEADER_LENGTH}: {length}\r\ncontent-length: "
           f"{len(body)}\r\n").encode()

@@ -16,7 +16,7 @@ from oper.tables import TableSpec
 
 
 def test_seconds_are_the_slowest_ranks_bytes_over_published_rates() -> None:
-    """Eight ranks read one row each that rank 0 owns."""
+    """Eight ranks each read one row of rank 0."""
     table = TableSpec("t", 8, 4, ("f",), "sum", optimizer="sgd")
     plan = uniform_plan((table,), 8, "owned")
     owner = plan.tables[0].pieces[0].tiers[0].ranks[0]

@@ -1,4 +1,4 @@
-"""Fat binaries keep one architecture; libraries without device code stay as they are."""
+"""Packing keeps one architecture of fat binaries, and libraries without device code unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _container(*entries: bytes) -> bytes:
 
 
 def _elf(section: bytes) -> bytes:
-    """The least 64-bit ELF file with a `.nv_fatbin` section."""
+    """A minimal 64-bit ELF file with a `.nv_fatbin` section."""
     names = b"\0.nv_fatbin\0.shstrtab\0"
     body_at, names_at = 64, 64 + len(section)
     table_at = names_at + len(names)

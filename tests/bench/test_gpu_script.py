@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: parts that fail or hang stop nothing, and a later call goes on."""
+"""benchmarks/gpu.py: failed or hanging parts do not stop a run, and a later call resumes it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_call_survives_its_parts_and_the_next_goes_on(
 
 def test_the_first_parts_are_the_most_telling(
         gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The build, exactness, the pipeline, processes and a graph come before any figure."""
+    """The build and tests of exactness, pipeline, processes and graphs precede all timings."""
     assert call(gpu, monkeypatch, "--out", "unused", "--list") == 0
     names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:7] == ["machine", "driver", "build", "tests-first", "first-pipeline",

@@ -1,4 +1,4 @@
-"""The tables of the pages about records are what the records say."""
+"""The generated tables of the pages equal the records."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def find_nvcc() -> str:
 
 @functools.cache
 def checked_library() -> Path:
-    """The CUDA library with its host code, and kernels that are checked but not compiled: built in
-    seconds, not minutes."""
+    """The CUDA library with compiled host code and kernels that are only checked, which takes
+    seconds to build instead of minutes."""
     checked = [f"-arch=compute_{ARCHS[-1]}", "-fdevice-syntax-only", "-O2"]
     return _library("liboper_cuda.so", [find_nvcc(), *_NVCC_FLAGS, *checked], [], ["-lcudart"])
 

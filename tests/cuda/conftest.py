@@ -11,7 +11,7 @@ from tests.cuda import emulated
 
 @pytest.fixture
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The device library is the emulated one; built here, while no rank waits for another."""
+    """Use the emulated device library, and build it before ranks wait for each other."""
     emulated.load()
     monkeypatch.setattr("oper.shmem.library.load_device", emulated.load)
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(4 << 20))

@@ -40,12 +40,12 @@ def load() -> Any:
 
 
 def replace_library() -> None:
-    """Have this process' tables use it; for processes that end with their test."""
+    """Make this process use the emulated library until it exits."""
     library.load_device = load
 
 
 class _HostLookup(torch.autograd.Function):
-    """A lookup whose backward pass runs on the caller's thread: its tensors are the host's.
+    """A lookup whose backward pass runs on the caller's thread, since its tensors are on the CPU.
 
     Autograd has one thread per device, in which virtual ranks could not wait for each other.
     """
@@ -72,7 +72,7 @@ class _HostLookup(torch.autograd.Function):
 
 
 class FromHost:
-    """Tables on a GPU that take batches in host memory and give results there, as tests do."""
+    """Tables on a GPU that copy batches from host memory and results back, as tests expect."""
 
     def __init__(self, tables: Any) -> None:
         self._tables = tables
@@ -114,7 +114,7 @@ def device_tables(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def on_devices(patches: pytest.MonkeyPatch) -> Iterator[None]:
-    """`open_tables` and what builds on it open tables of the device back end meanwhile."""
+    """Within the block, `open_tables` and its callers open tables of the device back end."""
     with patches.context() as patch:
         patch.setattr(runtime_support, "ShardedTables", device_tables)
         yield
@@ -122,7 +122,7 @@ def on_devices(patches: pytest.MonkeyPatch) -> Iterator[None]:
 
 def both(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
          steps: int = 3, domains: tuple[int, ...] | None = None) -> tuple[Result, Result]:
-    """One training run on the host back end, in one memory domain, and on devices."""
+    """Run one training on the host back end in one memory domain, and on the device back end."""
     batches = make_steps(case, plan.world_size, steps)
     host = train_virtual(case, plan, batches, optimizer)
     with on_devices(patches):

@@ -22,7 +22,7 @@ from tests.cuda import emulated
 
 
 class Stream:
-    """As `torch.cuda.Stream`; by its number, an existing one."""
+    """Stands in for `torch.cuda.Stream`; `number` refers to an existing stream."""
 
     created: ClassVar[list[int]] = []
 
@@ -72,7 +72,7 @@ def is_current_stream_capturing() -> bool:
 
 
 class _Operators:
-    """The emulated operators; what they are given lives until no work of a stream is left."""
+    """The emulated operators; their arguments are kept alive until all streams are idle."""
 
     def __init__(self, operators: Any, given: list[object]) -> None:
         self._operators, self._given = operators, given
@@ -123,7 +123,7 @@ class StreamedTables(DeviceTables):
 
 @contextmanager
 def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
-    """Tables of `runtime_support` are such ones, each rank's on a stream of its own."""
+    """Make `runtime_support` open these tables, with one stream per rank."""
     import sys
 
     given: list[object] = []

@@ -1,4 +1,4 @@
-"""What the CUDA compiler makes of the kernels, where there is one: no GPU is needed."""
+"""Properties of the kernels that the CUDA compiler generates; needs nvcc, but no GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _sass(arch: str) -> dict[str, str]:
 
 
 def _copies(arch: str, kernel: str) -> dict[str, int]:
-    """Copies from global to shared memory of a kernel by width in bits."""
+    """Number of copies from global to shared memory in a kernel, by width in bits."""
     code = [text for name, text in _sass(arch).items() if kernel in name]
     assert len(code) >= 1, kernel
     widths: dict[str, int] = {}

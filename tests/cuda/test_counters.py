@@ -1,4 +1,4 @@
-"""What is read on devices, counted: as much as the replay and the host back end say."""
+"""The device back end's counters of read data equal the replay's and the host back end's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def counted(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
 @pytest.mark.parametrize("size", [1, 2])
 def test_pulled_and_replicated_rows_and_column_pieces(
         emulation: pytest.MonkeyPatch, on_device: None, size: int) -> None:
-    """Unit for unit the replay's."""
+    """All counters equal the replay's."""
     case = small_case("rowwise_adagrad", weighted=size == 2)
     steps = make_steps(case, size, 2)
     for plan in (plans_for(case.tables, size)["mixed1"],
@@ -61,7 +61,7 @@ def test_pulled_and_replicated_rows_and_column_pieces(
 
 
 def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.MonkeyPatch) -> None:
-    """The host's, which reads what it cannot address in messages as well."""
+    """Counters equal the host back end's, which also reads rows of other domains from messages."""
     case = small_case("rowwise_adagrad")
     steps = make_steps(case, 4, 2)
     plan = pulled(rich_plan(case.tables, 4, 1, columns=True))
@@ -76,7 +76,7 @@ def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.Mon
 
 
 def test_pushed_rows(emulation: pytest.MonkeyPatch) -> None:
-    """The forward pass as on the host; gradients reduced by row."""
+    """The forward pass counts as on the host; gradients are counted after reduction by row."""
     case = small_case("sgd", weighted=True)
     steps = make_steps(case, 2, 2)
     plan = rich_plan(case.tables, 2, 2, columns=False)

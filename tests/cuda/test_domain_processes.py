@@ -1,4 +1,4 @@
-"""Processes over gloo, each a host of its own, with tables on devices: the bits of one host."""
+"""Device tables of processes that act as separate hosts are bitwise equal to those of one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in device memory in several memory domains give the bits of one; virtual ranks."""
+"""Device tables in several memory domains are bitwise equal to those in one; with virtual ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small_case(optimizer: str, **fields: Any) -> Case:
 
 def check(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
           domains: tuple[int, ...], steps: int = 2) -> None:
-    """The host's one domain, and the device's several."""
+    """Compare the host back end in one domain with the device back end in several."""
     host, device = both(patches, case, plan, optimizer, steps, domains)
     same_bits(device, host, replicas=True)
 
@@ -101,7 +101,7 @@ HEADER_BYTES = 1024  # of a phase of few tables
 
 @pytest.mark.parametrize("bits", [32, 16, (32, 16), (16, 32)], ids=str)
 def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any) -> None:
-    """Of pulled tiers every kind; of pushed ones those of the forward pass."""
+    """Compares all bytes of pulled tiers, and those of the forward pass of pushed ones."""
     case = small_case("sgd")
     steps = make_steps(case, 4, 2)
     domains = (0, 1, 0, 1)
@@ -132,7 +132,7 @@ def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any
 
 def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_device: None
                                              ) -> None:
-    """An id out of range is this rank's error at its next phase, and a lost peer for others."""
+    """For an id out of range, this rank raises its error in the next phase, peers a lost peer."""
     case = small_case("sgd")
     plan = plans_for(case.tables, 2)["striped"]
     (batches,) = make_steps(case, 2, 1)
@@ -154,7 +154,7 @@ def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_d
 
 
 class _Liar:
-    """A transport that puts other numbers into a message of this rank, its first or its second."""
+    """A transport that corrupts numbers in this rank's first or second message."""
 
     def __init__(self, inner: Any, wrong: int) -> None:
         self._inner, self._wrong, self._count = inner, wrong, 0
@@ -176,7 +176,7 @@ class _Liar:
     (1, "has sent invalid data"), (2, "are not where they should be")])
 def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
                                           wrong: int, problem: str) -> None:
-    """Counts before anything is taken by them, slots before a row is read."""
+    """Invalid counts are refused before memory is allocated, slots before rows are read."""
     case = small_case("sgd")
     plan = plans_for(case.tables, 2)["striped"]
     (batches,) = make_steps(case, 2, 1)

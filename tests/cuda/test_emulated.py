@@ -1,4 +1,4 @@
-"""The kernels of the device back end, on a GPU or run by an emulation, give the host's bits."""
+"""The device back end's kernels, on a GPU or emulated, are bitwise equal to the host back end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_optimizers(emulation: pytest.MonkeyPatch, world_size: int, optimizer: s
 
 
 def test_scaled_gradients(emulation: pytest.MonkeyPatch) -> None:
-    """On one rank sums are scaled where they end, while other rows' sums go on beside them."""
+    """On one rank, a row's sum is scaled when it is complete, while sums of other rows continue."""
     emulation.setattr(runtime_support, "open_tables",
                       functools.partial(open_tables, gradient_scale=0.5))
     case = dlrm_case("rowwise_adagrad")
@@ -104,7 +104,7 @@ def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, world_size: int, dtype: 
 
 
 class _Staging:
-    """Tables that fetch rows of peers once, and in how many passes they did."""
+    """Tables that fetch rows of peers once and count the passes in which they did."""
 
     def __init__(self, patch: pytest.MonkeyPatch, choice: bool | None = True,
                  room: int | None = None) -> None:
@@ -183,7 +183,7 @@ def test_dims(emulation: pytest.MonkeyPatch, dim: int) -> None:
 
 
 def _run_of(tables: ShardedTables, batch: Lookup, seed: int = 0) -> list[torch.Tensor]:
-    """Two training steps on a batch; outputs, then rows."""
+    """Run two training steps on a batch; returns the outputs and the rows."""
     outputs = []
     for k in range(2):
         out = tables.lookup(batch)
@@ -286,7 +286,7 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_tables_go_on_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
-    """A bad id poisons nothing: the next batches train as if it had not been there."""
+    """After a batch with a bad id, later batches train as if it had not been submitted."""
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
     case = dlrm_case("rowwise_adagrad")
     plan = plans_for(case.tables, size)["mixed1"]
@@ -317,7 +317,7 @@ def test_tables_go_on_after_a_refused_batch(emulation: pytest.MonkeyPatch, size:
 
 
 def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
-    """A batch that was resolved ahead is resolved anew where its weights were exchanged."""
+    """A batch that was resolved in advance is resolved again if its weights were replaced."""
     case = dlrm_case("sgd", weighted=True)
     plan = plans_for(case.tables, 1)["mixed0"]
     batch = make_steps(case, 1, 1)[0][0].lookup(case)

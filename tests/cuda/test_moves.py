@@ -1,4 +1,4 @@
-"""Moving tables in device memory to another plan while they are trained: the same bits."""
+"""Moving device tables to another plan during training does not change any bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, START = 7, 1
     ("partial_rowwise_adam", "mixed0", "replicated", 150_000)])
 def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer: str, first: str,
                                         other: str, budget: int) -> None:
-    """Against the host's run that stays; the switch comes on all ranks after the same step."""
+    """Compared with the host back end without a move; all ranks switch after the same step."""
     case = small_case(optimizer)
     chosen = ALL_OPTIMIZERS[optimizer]
     steps = make_steps(case, 2, STEPS)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: processes that share it, graphs, streams, memory of the host."""
+"""Tests that need a GPU: processes that share it, CUDA graphs, streams, rows in host memory."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _pipeline(rank: int, world_size: int, pipelined: bool) -> list[float]:
     import oper
 
     class Late(Batch):
-        """A batch whose copy waits on its stream for longer than all the rest of a step takes."""
+        """A batch whose copy is delayed on its stream for longer than the rest of a step takes."""
 
         def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
             torch.cuda._sleep(100_000_000)

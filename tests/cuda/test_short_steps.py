@@ -1,4 +1,4 @@
-"""A step on a device takes few kernels, and no more of Python than one on the host."""
+"""A step on a device launches few kernels, and makes no more Python calls than one on the host."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ pytestmark = pytest.mark.skipif(has_gpu(), reason="the emulation counts")
 
 
 def one_class(num_rows: int = 2**18) -> Case:
-    """Two tables of one shape of rows."""
+    """Two tables whose rows have the same shape."""
     tables = tuple(TableSpec(n, num_rows, 16, (n,), "sum", "float32", "rowwise_adagrad")
                    for n in ("a", "b"))
     return Case(tables, ("a", "b"))
 
 
 def batch_of(case: Case, size: int, seed: int = 0) -> Lookup:
-    """Bags of four ids: more than are summed in one go of a long run."""
+    """Bags of four random ids; the batch has more ids than one chunk of a long run."""
     g = torch.Generator().manual_seed(seed)
     return Lookup(torch.randint(0, 2**18, (8 * size,), generator=g),
                   torch.full((2 * size,), 4), case.key_of, size)
 
 
 def launches(size: int) -> list[tuple[int, int]]:
-    """Kernels of a forward and a backward pass, by rank; of the second step. The host waits for
-    none of them."""
+    """Kernels that the second step launches, by rank; the host must not wait for any of them."""
     case = one_class()
     plan = uniform_plan(case.tables, size, "striped")
     ops = torch.ops.oper_emulated
@@ -79,13 +78,13 @@ def test_few_kernels_on_one_rank(on_device: None) -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
-    """Beside two barriers, which virtual ranks have none of."""
+    """Without the two barriers, which virtual ranks do not launch."""
     for forward, backward in launches(size):
         assert 0 < forward + backward + 2 <= 30
 
 
 def step_of(case: Case) -> tuple[list[tuple[str, str]], list[str]]:
-    """Our functions and our operators in a step of one rank."""
+    """OPER's Python functions and operators that a step of one rank calls."""
     tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(), OPTIMIZER)
     batch = batch_of(case, 64)
 
@@ -112,7 +111,7 @@ def test_as_little_python_as_on_the_host(emulation: pytest.MonkeyPatch) -> None:
 
 def test_the_benchmarks_look_at_kernels_runs(
         emulation: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """To its end, without a GPU, whose kernels it then does not see."""
+    """It completes without a GPU, but then lists no kernels."""
     text = (ROOT / "benchmarks/gpu.py").read_text(encoding="utf-8")
     script = text.split('_KERNELS = """')[1].split('"""')[0]
     found = tmp_path / "kernels.json"

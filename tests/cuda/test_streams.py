@@ -1,4 +1,4 @@
-"""Streams are ordered by nothing but events: every wait that a step needs is there."""
+"""Steps contain every event wait that they need: emulated streams are ordered only by events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZER = OPTIMIZERS["rowwise_adagrad"]
 
 
 def check(patch: pytest.MonkeyPatch, case: Case, plan: str, size: int, ahead: str | None) -> None:
-    """The host's bits, from ranks whose streams work as late as they can."""
+    """Compare the host back end with ranks whose streams run as late as possible."""
     chosen = rich_plan(case.tables, size, 1, True) if plan == "rich" else (
         plans_for(case.tables, size)[plan])
     steps = make_steps(case, size, 3)

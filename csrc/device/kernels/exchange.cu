@@ -7,7 +7,8 @@
 namespace oper::device {
 namespace {
 
-// The row of a table that item number k belongs to; the first column says how many come before each.
+// The row of a table of ranges to which item k belongs; its first column is the number of items
+// before it.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });

@@ -60,7 +60,8 @@ class Reducer {
       : a_(args), group_(group), gradients_(shared), rows_(shared + Gradients::kBytes) {}
 
   // Calls finish(whether there is one, table, sum, row of the table, its facts) for every run of equal
-  // keys among the pairs [begin, end); in step also for a group that has none where others have one.
+  // keys among the pairs [begin, end); in lockstep also for a group without pairs if another has
+  // any.
   template <class Finish>
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
     const int count = static_cast<int>(end - begin);
@@ -136,7 +137,7 @@ class Reducer {
 
   OPER_DEVICE Pair locate(const Raw& raw) const {
     Pair pair{};
-    pair.table = a_.table_begin;  // of this class of rows, also where groups only keep in step
+    pair.table = a_.table_begin;  // of this class of rows, also in a group without pairs
     if (!raw.is_there) return pair;
     pair.is_last = raw.after != raw.key;
     pair.divisor = pair.weight = 1.0f;
@@ -206,7 +207,7 @@ OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t 
   for (uint32_t k = 0; k < chunks; ++k) long_runs.chunk_run[first + k] = at;
 }
 
-// `is_there`: false for a group that only keeps in step.
+// `is_there`: false for a group that only stays in lockstep.
 template <class Shape, To kTo>
 OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64_t run,
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,

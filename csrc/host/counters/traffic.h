@@ -13,7 +13,7 @@ namespace oper::host {
 // The order is that of KINDS in oper/rows/traffic.py.
 enum Moved {
   kRows,           // forward: rows read one by one, of this rank's copy where there is one
-  kIds,            // forward: ids that a reader asks this owner to pool
+  kIds,            // forward: ids that a reader requests this owner to pool
   kIdWeights,      // forward: their weights
   kPooledRows,     // forward: rows that this owner pools for readers
   kPartialSums,    // forward: partial sums that owners have left for this reader

@@ -163,7 +163,7 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   }
 }
 
-// Rounding of gradients: their sender and receiver, slot or bag, columns and step make a draw of its own.
+// Rounding of gradients: sender, receiver, slot or bag, columns and step determine a separate draw.
 Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
   const Table& table = context_.tables[part.table];
   const uint32_t from = static_cast<uint32_t>(context_.rank), to = static_cast<uint32_t>(part.rank);

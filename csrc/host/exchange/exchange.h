@@ -1,8 +1,7 @@
-// Exchange with ranks whose memory this rank cannot address, over a transport of bytes.
+// Exchange with far ranks, whose memory this rank cannot address, over a transport of bytes.
 //
-// The data of such a rank for this one is received into private buffers and laid out as a mirror of
-// its outbox, so that the kernels read it like that of a neighbour. For the contents of each phase
-// see common/exchange.h.
+// Data from a far rank is received into private buffers, with headers laid out like its outbox, so
+// that kernels read it like a neighbour's. See common/exchange.h for the contents of each phase.
 #pragma once
 
 #include <memory>
@@ -35,7 +34,7 @@ class Exchange {
   Exchange(Context& context, ExchangeSetup setup);
   ~Exchange();
 
-  // Whether some rows of a table cannot be addressed; `pulled`: some of those that no owner pools.
+  // Whether a table has rows on far ranks; `pulled`: in tiers that owners do not pool.
   bool has_far_rows(const Table& table, bool pulled) const {
     return (pulled ? pulls_far_ : is_far_)[table.index];
   }
@@ -46,7 +45,7 @@ class Exchange {
   // -1 or the position of an id that is out of range; and fills in the addresses.
   int64_t list_far_rows(const Batch& batch, Moved kind, bool collective);
   void address_rows(Batch& batch);
-  // `mine` is an error of this rank, if any; all ranks learn of it.
+  // `mine`: this rank's error, if any, which is sent to all ranks.
   void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
   const ExchangeSetup setup;
   Messages messages;
@@ -54,7 +53,7 @@ class Exchange {
  private:
   using Part = Messages::Part;
   static constexpr uint32_t kAsBefore = Messages::kAsBefore;
-  static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
+  static constexpr int64_t kSmallBytes = 64 << 10;  // messages below this are handled on one thread
   // Received arrays have an inbox for each phase, and one for the rows of a gather.
   static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
@@ -74,7 +73,7 @@ class Exchange {
     int64_t n = 0;
     int32_t slot_bits = 32;
   };
-  // What was received, and the arrays of it that had to be unpacked.
+  // A received message, and those of its arrays that had to be unpacked.
   struct Inbox {
     Buffer message, unpacked;
   };
@@ -95,7 +94,7 @@ class Exchange {
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
   }
-  // Fills in the counts of what this rank has for the others.
+  // Fills in the counts of this rank's arrays for each peer.
   void count(CollectivePhase phase, bool weighted);
   void count_table(CollectivePhase phase, bool weighted, int64_t table);
   void list_squares(int64_t table);
@@ -112,12 +111,13 @@ class Exchange {
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
   void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                const char* const* arrays);
-  // Distinct rows of a table that this rank asks a rank for.
+  // Number of distinct rows of a table that this rank requests from a rank.
   uint32_t num_far_rows(int32_t peer, int64_t table) const {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether bags, and lists that contain their own length, are possible for a rank of this job.
+  // Whether received bags, and lists that contain their own length, are within the limits of a
+  // batch.
   bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
                  const char* const* arrays) const;
   // Calls the transport and returns its result. `send_bytes`, `recv_bytes`: [W].

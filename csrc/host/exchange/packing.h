@@ -23,7 +23,7 @@ struct WireArray {
   const Draws* draws = nullptr;  // null: to nearest; bfloat16 always is
 };
 
-// Entries `rows` (or, when null, 0..n) of `from`, side by side.
+// Packs entries `rows` of `from` (null: 0..n) contiguously.
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array);
 void unpack(char* to, const char* from, const WireArray& array);
 
@@ -32,7 +32,7 @@ void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
 void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
 
 // Bags of ids that follow each other, uint32 [n], as one bit per id: set where another bag begins.
-// They come back numbered 0, 1, ...
+// Unpacking numbers them 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);
 void unpack_runs(uint32_t* bags, const char* from, int64_t n);
 

@@ -2,9 +2,9 @@
 // pooled from the copies. The results are bitwise the same. Between domains this is always done,
 // see exchange.h.
 //
-// Whether it pays off is decided table by table from measured duplication. Numbering ids and
-// copying rows take time, which is saved only if reads of neighbours' memory are slower: ranks on
-// one memory read each other's rows as fast as their own, and caches keep repeated rows.
+// Measured duplication decides for each table whether to copy. Numbering ids and copying rows only
+// pays off if reads of neighbours' memory are slower: ranks on one NUMA node read each other's rows
+// as fast as their own, and caches retain repeated rows.
 #pragma once
 
 #include <deque>
@@ -30,9 +30,9 @@ class PeerRows {
       : tables(context.tables.size()), choice_(choice), costs_(costs) {
     for (OfTable& of : tables) of.is_chosen = choice == kAlways;
   }
-  // Copies the rows of the tables where that was chosen, and gives the batch their addresses. Counts
-  // duplication now and then. Only under `turn`, which is held until the batch has been looked up: of
-  // lookups at once, the others read rows where they are.
+  // Copies the rows of the tables for which copying was chosen, and gives the batch their
+  // addresses. Every kCountEvery passes it also counts duplication. The caller must hold `turn`
+  // until the batch has been looked up; concurrent lookups that do not get it read rows in place.
   Status stage(Context& context, Batch& batch, bool collective);
   std::mutex turn;
 

@@ -25,7 +25,7 @@ constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
 // Least window in segments (64 KiB each on loopback): receivers delay the ACK of fewer than two.
 constexpr int64_t kLeastSegments = 4;
 constexpr double kBdpMultiple = 2;  // window size as a multiple of the bandwidth-delay product
-// Above this round trip TCP is left to size the window: ours would be capped by wmem_max.
+// Above this round-trip time TCP sizes the window, since wmem_max would cap an explicit one.
 constexpr int64_t kWideUs = 1000;
 constexpr int64_t kMinSampleBytes = 256 << 10;  // smaller exchanges are too short to measure a rate
 constexpr double kRateDecay = 0.9;              // of the rate's estimate, per exchange

@@ -1,7 +1,7 @@
 // All-to-all exchanges of bytes over TCP connections, one for each pair of ranks.
 //
-// The calling thread moves the bytes itself: no other thread has to be woken. Both sides of an
-// exchange know the sizes, so a sender need not ask for permission.
+// The calling thread sends and receives; there are no other threads to wake. Both sides of an
+// exchange know the sizes, so there is no handshake.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@ class Sockets {
     kDone,
     kWaits,       // not finished in time: call run() again
     kLost,        // a connection has ended
-    kUnexpected,  // a peer is at another exchange, or sends another number of bytes
+    kUnexpected,  // a peer is in a different exchange, or sends a different number of bytes
   };
 
-  // Connections by rank, non-blocking and with TCP_NODELAY; -1 for this rank. The caller keeps them.
+  // Connections by rank, non-blocking and with TCP_NODELAY; -1 for this rank. The caller owns them.
   explicit Sockets(const std::vector<int64_t>& connections);
 
   // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it.
   // Segments lie in rank order, sizes in bytes; both buffers must last until it is done. Returns
   // false, and begins nothing, if the previous exchange is unfinished.
   bool begin(const char* send, const int64_t* send_bytes, char* recv, const int64_t* recv_bytes);
-  // Moves bytes until all have come and gone, or for about `timeout_ms`.
+  // Sends and receives until the exchange is complete, or for about `timeout_ms`.
   Result run(int timeout_ms);
   // The peer that caused the last kLost or kUnexpected.
   int64_t culprit() const { return culprit_; }
@@ -59,7 +59,7 @@ class Sockets {
   uint32_t sequence_ = 0;
   bool is_under_way_ = false;
   int64_t begun_ns_ = 0, sent_ = 0;
-  double bytes_per_ns_ = 0;  // sent, as fast as it went lately
+  double bytes_per_ns_ = 0;  // recent sending rate
 };
 
 }  // namespace oper::host

@@ -60,7 +60,8 @@ OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t
   out[n] = first;
 }
 
-// Stores whole cache lines past the caches. No other thread writes or reads these bounds at the same time.
+// Stores entire cache lines, bypassing the caches. No other thread may access these bounds
+// meanwhile.
 OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(to) % 64 == 0)

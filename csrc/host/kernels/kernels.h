@@ -38,7 +38,8 @@ struct GatherJob {
   bool stream;       // write past the caches; needs dim % 16 == 0 and 64-byte aligned bags
 };
 
-// Samples of one feature: sample b has bag bags[b]. Rows, of bags and of samples, are `stride` floats apart.
+// Samples of one feature: sample b has bag bags[b]. Rows of bags and samples are `stride` floats
+// apart.
 struct SampleJob {
   const int64_t* bags;  // [count]
   int64_t count, stride, dim;
@@ -69,7 +70,8 @@ struct Kernels {
   // its rows; see interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
-  // Its gradient for one sample, by the first row [dim] and by the others [num_rows - 1, dim].
+  // Its gradient for one sample with respect to the first row [dim] and the rest [num_rows - 1,
+  // dim].
   void (*interact_gradient)(const float* first, const float* others, const float* gradient,
                             int num_rows, int dim, float* first_out, float* others_out,
                             Scratch& scratch);

@@ -223,7 +223,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
 
 // Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
-// `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
+// `kPrefetch` ahead of the current bags: meanwhile, memory serves the prefetched rows.
 template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {

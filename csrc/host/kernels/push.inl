@@ -1,7 +1,7 @@
 // Push mode: owners pool what they hold of each bag. Part of kernels.inl.
 //
 // Forward: a reader publishes, per owner, the slots and bags of its ids in pushed tiers; owners pool
-// them into one partial sum per bag; the reader adds these in rank order to what it read itself.
+// them into one partial sum per bag; the reader adds these in rank order to its own partial sum.
 // Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
 
 // The ids of a batch in pushed tiers. Returns the first bad id's index, or -1.

@@ -23,7 +23,7 @@ struct TableBatch {
 
 class Outbox {
  public:
-  // Allocates space for `count` rows of `table`; `ok()` tells whether there was enough.
+  // Allocates space for `count` rows of `table`; `ok()` is false if there was not enough.
   Outbox(Context& context, const Table& table, int32_t index, int64_t count)
       : owner_begin_(table.owner_begin.data()),
         world_size_(context.world_size),
@@ -85,7 +85,7 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   float* sums = scratch.get<float>(2, num_rows * dim);
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
-  // Bags follow each other `output_columns` apart: too far for the processor to fetch ahead itself.
+  // Rows of bags are `output_columns` apart, too far for the hardware prefetcher.
   const int64_t row_bytes = table.gradient_bytes();
   const int64_t ahead = rows_ahead(row_bytes, 12);
   int64_t i = 0;
@@ -182,7 +182,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
-  // How often a row comes is not known in advance: the branch that asks costs more than storing a
+  // The number of a row's occurrences is unpredictable: a branch on it costs more than storing a
   // narrow row's sum after every one of its gradients.
   if constexpr (N != 0 && N <= 4) {
     Row<N> sum;

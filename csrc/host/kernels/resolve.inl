@@ -17,7 +17,8 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
 }
 
 // One tier spread evenly over a power of two of ranks, ids in order: its constants hoisted. Tells
-// whether all ids are valid. Places of others are never used, but found: without a sign, where no
+// whether all ids are valid. Places of invalid ids are computed but never used: without a sign,
+// where no
 // number is too large.
 template <class Id, class Out>
 bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {

@@ -202,7 +202,7 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] += other.v[i];
   }
-  // Past the caches, to a place that starts at a cache line; rows of whole lines only.
+  // Stores bypassing the caches, to a cache-line aligned address; rows must fill entire lines.
   OPER_INLINE void stream(float* p, int dim) const {
     const int n = full(dim);
     for (int i = 0; i < n; ++i) stream_lanes(p + 16 * i, v[i]);
@@ -240,7 +240,8 @@ struct Row {
   }
 };
 
-// Rows to fetch ahead, at most `most`: as many as leave most of the first-level cache alone.
+// Number of rows to prefetch, at most `most`, which occupy only a small part of the first-level
+// cache.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
@@ -295,7 +296,7 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
 
 // ---- rows of numbers to rows of codes, as FBGEMM makes them --------------------------------------
 
-// The nearest float16; of two equally near ones, the even one. Infinite beyond the largest float16.
+// Rounds to the nearest float16, ties to even; infinite beyond the largest float16.
 OPER_INLINE Float16 nearest_half(float value) {
   const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
   const uint32_t sign = (bits >> 16) & 0x8000u;

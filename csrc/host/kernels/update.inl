@@ -128,7 +128,7 @@ class Merge {
   struct Entry {
     int64_t slot;
     int32_t count;  // ranks that have it
-    const float* const* rows;  // theirs, in rank order
+    const float* const* rows;  // rows of these ranks, in rank order
   };
 
   Merge(const Table& table, std::vector<Incoming>& in)
@@ -197,7 +197,7 @@ class Merge {
   int64_t found_ = 0, taken_ = 0;
 };
 
-// x + (-0.0) is x, bit for bit: what is added where only one rank has a row.
+// x + (-0.0) is bitwise x: the addend if only one rank has a row.
 template <int N>
 struct Neutral {
   alignas(64) float v[16 * (N > 0 ? N : 1)];
@@ -231,7 +231,7 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
 // pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
-  // Where this rank owns the whole of a pushed table, its own rows are among the reduced ones.
+  // If this rank owns all rows of a pushed table, its own rows are among the reduced ones.
   const bool at_once = table.is_pushed && !table.has_push;
   std::vector<Incoming> in;
   if (pushed ? !table.is_pushed : at_once) return in;

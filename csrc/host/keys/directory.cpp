@@ -272,7 +272,8 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
       ++changes.refused;
       continue;
     }
-    // Lookups without gradients may come across it: whole numbers, old or new ones.
+    // Concurrent lookups without gradients may read it: atomically either the old or the new
+    // number.
     __atomic_store_n(&bucket.hash(slot), key.hash, __ATOMIC_RELAXED);
     bucket.tags[slot] = tag_of(key.hash);
     bucket.ages[slot] = {clock, saturated(key.count)};

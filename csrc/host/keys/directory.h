@@ -52,14 +52,14 @@ struct KeyRules {
   }
 };
 
-// How often a batch has a key with a row, by the place of its slot, and one without.
+// Occurrences in a batch of keys with a row (by slot) and without one.
 struct PlaceCount {
   uint32_t place, count;
 };
 struct KeyCount {
   uint64_t hash, count;
 };
-// A row that has begun anew for a key; or, as -row, one that a key has lost to nobody.
+// A row that was reset for a new key; or -row for a row that a key lost without a successor.
 struct NewRow {
   int64_t row, key;
 };
@@ -77,7 +77,7 @@ struct KeyChanges : KeyEvents {
   std::vector<NewRow> rows;  // by bucket
 };
 
-// What a checkpoint has of a slot or candidate; free ones have the clock -1.
+// The checkpointed state of a slot or candidate; free ones have clock -1.
 struct KeyRecord {
   int64_t key, count, clock;
 };
@@ -96,7 +96,8 @@ class Divisor {
   uint64_t inverse_;  // of 1: none
 };
 
-// `total` things, fewer than 2^32, divided among `parts` in order, the first ones getting one more.
+// Divides `total` < 2^32 items into `parts` contiguous ranges, of which the first ones have one
+// item more.
 struct Shares {
   int64_t size, larger;
   Divisor by_size, by_larger_size;
@@ -142,7 +143,7 @@ struct FindKeys {
   uint32_t clock;
   void* rows;  // [n], 0 = none
   bool are_rows_32_bit;
-  int64_t* missed;  // [n], the keys without a row, one behind the other; null: nobody asks
+  int64_t* missed;  // [n], consecutive keys without a row; null: not needed
 };
 
 // The distinct keys of a part of a batch, numbered in the order in which they come first.

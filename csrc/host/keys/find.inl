@@ -125,7 +125,8 @@ OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* has
       });
 }
 
-// A number that the compiler knows nothing about, so that it makes no branch of what it depends on.
+// Hides a number's value from the compiler, so that it does not turn a selection by it into a
+// branch.
 OPER_INLINE uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;

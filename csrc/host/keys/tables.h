@@ -1,8 +1,8 @@
-// The directories of a collection's dynamic tables, and the data that its ranks exchange about
-// their keys.
+// The directories of a collection's dynamic tables, and the data that ranks exchange about keys.
 //
-// A rank's arena has, one behind the other: its buckets of every table; what it has seen in its batch, for
-// the owners of the buckets; and what its buckets have given to new keys, for everyone.
+// A rank's arena has three consecutive areas: its buckets of every table; the keys of its batch,
+// for the owners of their buckets; and the rows that its buckets have assigned to new keys, for all
+// ranks.
 #pragma once
 
 #include <atomic>
@@ -28,8 +28,8 @@ struct KeyTableRules {
   RowRules rows;
 };
 
-// Keys of one table in a batch, how many of them had no row, and how many distinct ones had one; or, where
-// some are repeated, how many numbers of such keys there are.
+// Keys [begin, end) of one table in a batch; `missed` of them had no row, and `counted` distinct
+// keys had one. With `has_repeats`, `counted` is the number of entries of such keys.
 struct KeyPart {
   int64_t table, begin, end, missed, counted, has_repeats;
 };

@@ -106,7 +106,7 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
 }
 
 void refuse_backward(Context& context) {
-  // It tells the others, and is this rank's own error, which is raised already.
+  // Sent to peers only: this rank's error has already been raised.
   status_of([&] { synchronize(context, CollectivePhase::kGradients, Batch{}, {4, -1}); });
 }
 

@@ -88,7 +88,7 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
   if (context.peer_rows) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
   if (copies.owns_lock()) {
     const Status status = context.peer_rows->stage(context, found, collective);
-    // A rank that cannot look up learns of it where it synchronizes with the others.
+    // A rank that cannot look up fails when it synchronizes with its peers.
     if (!pushes) raise(status);
   }
   context.count_pass(0);
@@ -99,7 +99,7 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
 }
 
 void refuse_forward(Context& context, bool collective) {
-  const Status mine{4, -1};  // told to the others; the caller raises this rank's own error
+  const Status mine{4, -1};  // sent to peers; the caller raises this rank's error
   status_of([&] {
     if (collective && context.has_push) {
       synchronize(context, CollectivePhase::kRequests, Batch{}, mine);

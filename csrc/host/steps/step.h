@@ -20,10 +20,11 @@ bool is_small(const Batch& batch);
 // Tables with pushed tiers, one task each: those that any rank asks for, or this one.
 std::vector<int32_t> push_tables(const Context& context, bool of_this_rank);
 
-// Ids that the ranks have asked this owner for, whose weights and rows go with them.
+// Number of ids that ranks request from this owner, with their weights and rows.
 void count_requests(Context& context, const std::vector<int32_t>& tables, bool is_forward);
 
-// Waits for the ranks of this memory domain. `refuses`: this rank leaves the batch out, and so do all.
+// Waits for the ranks of this memory domain. `refuses`: this rank, and therefore all, skip the
+// batch.
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
 // The second half of it, behind `Barrier::come`.
 Status wait_for_domain(Context& context);

@@ -1,1 +1,1 @@
-"""The constants of the cost model, measured on this machine."""
+"""``oper calibrate``: measure the cost model's constants on this machine."""

@@ -1,8 +1,8 @@
-"""``oper calibrate``: measures the cost model's constants on this machine, with their residuals.
+"""``oper calibrate``: measure the cost model's constants on this machine, and report residuals.
 
-Bandwidths come from bare gathers of rows, fixed and per-id costs from the runtime's phase timers
-over a few workloads, fitted by least squares on relative errors. With ``--check`` the fitted model
-then predicts steps of workloads and placements that the fit did not use.
+Bandwidths are measured by bare gathers of rows. Fixed costs and costs per id are fitted, by least
+squares on relative errors, to the runtime's phase timers over several workloads. With ``--check``
+the fitted model then predicts steps of workloads and placements that the fit did not use.
 """
 
 from __future__ import annotations
@@ -36,38 +36,39 @@ from oper.support.files import check_target, write_text
 from oper.support.flags import whole
 from oper.topology import Costs, Domain, Topology
 
-#: Placements that the fit sees: what each constant shows in.
+#: Placements of the fit; each constant affects at least one of them.
 _FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
            "head replicated, tail pushed")
 _PHASES = ("forward", "backward", "update")
-#: Costs that the fit finds, in nanoseconds of compute. Of sorting and reducing only the sum shows
-#: in the phase clock; it is split evenly.
+#: Compute costs that the fit determines: fields of `Costs` and their share of the fitted value. The
+#: phase timers only show the sum of sorting and reducing, which is split evenly.
 _COMPUTE: tuple[dict[str, float], ...] = (
     {"id_ns": 1.0}, {"sort_ns": 0.5, "reduce_ns": 0.5}, {"update_ns": 1.0}, {"run_ns": 1.0},
     {"refresh_ns": 1.0}, {"tier_ns": 1.0}, {"push_tier_ns": 1.0}, {"push_ns": 1.0},
     {"push_bag_ns": 1.0}, {"odd_ns": 1.0}, {"table_us": 1.0}, {"sort_table_us": 1.0})
-_WARM_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)  # that are tried
-_SLOWER = (0.5, 4.0)
-_FASTEST_CACHE = 50.0  # times memory; where reads from cache show no bytes at all
-_LARGE = 0.1  # relative errors beyond this count linearly
-_IDLE_US = 5.0  # phases below this have done nothing
+_WARM_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)  # candidates of Costs.warm_share
+_SLOWER = (0.5, 4.0)  # range of a memory byte's cost, relative to the bare gather's
+_FASTEST_CACHE = 50.0  # upper limit of cache bandwidth / memory bandwidth
+_LARGE = 0.1  # relative errors above this count linearly instead of quadratically
+_IDLE_US = 5.0  # shorter phases are taken as without work
 _QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
 Residuals = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One workload under one placement, measured.
+    """Measured steps of one workload under one placement.
 
     Attributes:
         work: the workload.
-        kind: one of `worker.KINDS`.
+        kind: the placement, one of `worker.KINDS`.
         stats: access statistics of the workload, from batches that are not measured.
-        wall_us: median of the slowest rank's undisturbed steps.
-        phases_us: float64 [3, W], medians of forward, backward and update in microseconds, without
-            waiting.
-        bytes_read: bytes read by all ranks per pass, by phase and link; see `planning.bytes_read`.
-        quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see `Placements`.
+        wall_us: median time (us) of the undisturbed steps, each that of its slowest rank.
+        phases_us: median time (us) of forward, backward and update by rank without waiting, float64
+            [3, W].
+        bytes_read: bytes read by all ranks per pass, see `planning.bytes_read`.
+        quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see
+            `worker._summary`.
     """
 
     work: Workload
@@ -85,7 +86,7 @@ class Sample:
 
 
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper calibrate``."""
+    """Add the arguments of ``oper calibrate``."""
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
                         help="topology file (TOML) to write")
     parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",
@@ -104,7 +105,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """Measure, fit, write the topology, print constants and residuals."""
+    """Measure, fit and write the topology, print its constants and the residuals; returns 0."""
     for path in filter(None, (args.output, args.check)):
         check_target(path)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # torchrun has started several processes
@@ -138,7 +139,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace) -> int:
-    """Run as one of the ranks started by torchrun; rank 0 writes the file."""
+    """Calibrate as one of the ranks started by torchrun; rank 0 writes the topology."""
     import torch.distributed as dist
 
     if args.check or args.exchange != "shared":
@@ -159,11 +160,11 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
 
 def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
                     ) -> tuple[Topology, Residuals, list[Sample]]:
-    """Measure processes that share this machine and fit the cost model to them.
+    """Measure `world_size` processes that share this machine and fit the cost model to them.
 
     Returns:
-        The constants as a topology, the residuals of the fit, and the samples of the workloads
-            named by `checking`.
+        The fitted topology, the residuals (see `fit`), and the samples of the workloads `checking`,
+        which the fit does not use.
     """
     fitting = workloads(quick, world_size)
     samples: list[Sample] = []
@@ -184,8 +185,8 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
-    """The workloads of the fit: bags of 1 to 20 ids, narrow and wide rows, widths with and without
-    specialised kernels, few and many tables, uniform and skewed."""
+    """The workloads of the fit. They cover bags of 1 to 20 ids, dims of 16 to 128 with and without
+    specialised kernels, few and many tables, uniform and skewed ids."""
     def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float,
              batch_size: int = 2048) -> Workload:
         return Workload(num_rows, dim, batch_size * world_size, pooling, exponent)
@@ -203,8 +204,7 @@ def workloads(quick: bool, world_size: int) -> list[Workload]:
 
 
 def held_out(quick: bool, world_size: int) -> list[Workload]:
-    """Workloads of the comparison, which the fit does not use: other tables, batches, bags and
-    skews."""
+    """The workloads of ``--check``: other tables, batch and bag sizes and skews than the fit's."""
     rows = (250_000, 150_000, 80_000, 40_000, 10_000, 1_000, 100, 10)
     found = [Workload(rows, 64, 1536 * world_size, 8, 0.9)]
     if not quick:
@@ -217,8 +217,7 @@ def held_out(quick: bool, world_size: int) -> list[Workload]:
 
 
 def last_level_cache_bytes() -> int:
-    """Effective bytes of the last-level cache for lookups of all processes of this machine
-    together."""
+    """Effective size (bytes) of this machine's last-level cache, shared by all processes."""
     import torch
 
     from oper.shmem.library import load
@@ -228,7 +227,7 @@ def last_level_cache_bytes() -> int:
 
 
 def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, Problem]]:
-    """The plan and problem of each sample; statistics are read once per workload."""
+    """The plan and problem of each sample; samples of a workload share the problem."""
     world, problems, found = topology.world_size, dict[Workload, Problem](), []
     for s in samples:
         tables = s.work.tables()
@@ -240,28 +239,28 @@ def _stated(samples: Sequence[Sample], topology: Topology) -> list[tuple[Plan, P
 
 
 def _modelled(stated: Sequence[tuple[Plan, Problem]], topology: Topology) -> list[Evaluation]:
-    """The modelled steps of samples on machine `topology`, which has the same number of ranks."""
+    """The modelled steps on `topology`, whose number of ranks must be that of the plans."""
     machine = make_machine(topology)
     return [evaluate(plan, replace(problem, machine=machine)) for plan, problem in stated]
 
 
 def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, float]
         ) -> tuple[Topology, Residuals]:
-    """Constants by least squares on relative errors; none is negative.
+    """Fit the cost model's constants by nonnegative least squares on relative errors.
 
-    First the phases of every rank give the costs of bytes, ids, rows and tables; a read from cache
-    costs at most as much as one from memory. Then whole steps give the barriers, and how much
-    longer than its median a phase takes on the rank that happens to be slowest: one factor for all
-    costs. The share of the cache that stays warm between batches is the best of a few.
+    The phases of every rank determine the costs of bytes, ids, rows and tables; a byte from cache
+    costs at most as much as one from memory. Entire steps then determine the cost of a barrier, and
+    one factor for all costs: the slowest rank of a step takes longer than the median phase. The
+    cache share that stays warm between batches is the best of `_WARM_SHARES`.
 
     Args:
         samples: measured steps.
-        world_size: ranks.
-        bandwidth: ``read_gbps`` and ``cache_gbps`` of all ranks together in bare gathers.
+        world_size: number of ranks.
+        bandwidth: ``read_gbps`` (GB/s) of all ranks together in bare gathers.
 
     Returns:
-        The measured topology; median and largest relative error of a rank's modelled phase, by
-        phase, and of the modelled step.
+        The fitted topology; and, by phase and for ``"step"``, the median and largest relative error
+        of the modelled times.
     """
     base = Topology.this_host(world_size)
     read = bandwidth["read_gbps"]
@@ -298,15 +297,15 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
 
 
 def _solve(a: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, float]:
-    """The x >= 0 for which x @ a is closest to 1, and the remaining weighted loss.
+    """The x >= 0, float64 [k], that minimises the weighted loss of x @ a - 1, and that loss.
 
-    Squared errors, linear beyond `_LARGE` (Huber 1964) by reweighting. The cost of a byte from
-    memory, x[0] + x[1], is limited to `_SLOWER` times that of the bare gather, because small
-    workloads do not determine it.
+    The loss is quadratic up to `_LARGE` and linear beyond (Huber 1964), minimised by iterative
+    reweighting. The cost of a byte from memory, x[0] + x[1], is clipped to `_SLOWER` times that of
+    the bare gather, because small workloads do not determine it.
 
     Args:
-        a: float64 [k, n], modelled / measured.
-        weight: float64 [n].
+        a: modelled / measured time of each phase per unit of each cost, float64 [k, n].
+        weight: square root of each phase's weight in the loss, float64 [n].
     """
     w = weight
     for _ in range(20):
@@ -324,7 +323,7 @@ def _solve(a: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _whole_steps(clock: _Clock, phases: np.ndarray) -> tuple[float, float]:
-    """Factor >= 1 for all costs, and microseconds of a barrier, from whole steps."""
+    """Fit the factor >= 1 of all costs, and the time (us) of a barrier, to entire steps."""
     a = np.array([clock.slowest(phases), clock.num_fixed]) / clock.steps
     found = nonnegative_least_squares((a * clock.of_steps).T, clock.of_steps)
     if found[0] >= 1.0:
@@ -335,7 +334,7 @@ def _whole_steps(clock: _Clock, phases: np.ndarray) -> tuple[float, float]:
 
 def _columns(stated: Sequence[tuple[Plan, Problem]], topology: Topology
              ) -> tuple[np.ndarray, np.ndarray]:
-    """Microseconds of memory and of compute under `topology`; float64 [S, 3, W] each."""
+    """Modelled memory and compute times (us) by sample, phase and rank, float64 [S, 3, W] each."""
     found = [m.phases for m in _modelled(stated, topology)]
     return (np.array([[p.seconds[Term.MEMORY] * 1e6 for p in phases] for phases in found]),
             np.array([[p.seconds[Term.COMPUTE] * 1e6 for p in phases] for phases in found]))
@@ -343,14 +342,14 @@ def _columns(stated: Sequence[tuple[Plan, Problem]], topology: Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Clock:
-    """The measured times.
+    """The measured times of S samples.
 
     Attributes:
         busy: bool [S, 3, W], phases in which a rank did any work.
-        phases: float64 [n], microseconds of those.
-        steps: float64 [S], microseconds of whole steps.
-        num_fixed: float64 [S], calls and barriers of a step.
-        of_phases, of_steps: float64 [n] and [S], weights, smaller for less precise measurements.
+        phases: times (us) of those n phases, float64 [n].
+        steps: times (us) of entire steps, float64 [S].
+        num_fixed: number of barriers per step, float64 [S].
+        of_phases, of_steps: weights, float64 [n] and [S]; smaller for less precise measurements.
     """
 
     busy: np.ndarray
@@ -373,11 +372,11 @@ class _Clock:
                       np.broadcast_to(weight[:, None, None], busy.shape)[busy], weight)
 
     def slowest(self, phases: np.ndarray) -> np.ndarray:
-        """float64 [S], steps without barriers of modelled phases, float64 [S, 3, W]."""
+        """Times of steps without barriers, float64 [S], from those of phases, float64 [S, 3, W]."""
         return np.asarray(phases.max(axis=2).sum(axis=1))
 
     def residuals(self, phases: np.ndarray, barrier: float) -> dict[str, tuple[float, float]]:
-        """Median and largest relative error by phase and of the step."""
+        """Median and largest relative error by phase, and of ``"step"``."""
         error = np.abs(phases[self.busy] / self.phases - 1.0)
         number = np.broadcast_to(np.arange(len(_PHASES))[None, :, None], self.busy.shape)[self.busy]
         found = {name: error[number == k] for k, name in enumerate(_PHASES)}
@@ -386,9 +385,9 @@ class _Clock:
 
 
 def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x >= 0, float64 [k], that minimises |a x - y|^2; `a` float64 [n, k], `y` float64 [n].
+    """The x >= 0, float64 [k], that minimises |a x - y|^2 for `a` float64 [n, k], `y` float64 [n].
 
-    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
+    Uses the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, ch. 23).
     """
     scale = np.maximum(np.sqrt(np.square(a).sum(axis=0)), 1e-300)
     gram, right = (a / scale).T @ (a / scale), (a / scale).T @ y
@@ -412,13 +411,14 @@ def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def predicted_against_executed(samples: Sequence[Sample], topology: Topology) -> dict[str, Any]:
-    """How well the model predicts steps.
+    """Accuracy of the model's predicted steps.
 
     Returns:
-        ``median_error`` (relative), ``spearman`` (mean over workloads of the order of their
-        plans), ``spearman_all``, ``spread`` (largest / smallest measured step),
-        ``signed_error_by_kind`` (median of predicted / measured - 1), ``delayed`` (mean and largest
-        share of a plan's steps in which a rank waited for its core), ``plans``.
+        ``num_plans``; ``median_error`` (relative); ``spearman`` (rank correlation of a workload's
+        plans, mean over workloads with at least 3 plans, None without any); ``spearman_all`` (over
+        all plans); ``spread`` (largest / smallest measured step); ``signed_error_by_kind`` (median
+        of predicted / measured - 1); ``delayed`` (mean and maximum over plans of ``delayed``, see
+        `worker._summary`); ``plans`` (figures of each plan).
     """
     models = _modelled(_stated(samples, topology), topology)
     plans = [{"name": s.name, "kind": s.kind, "predicted_us": model.step_us,
@@ -448,7 +448,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def as_toml(topology: Topology) -> str:
-    """A topology whose domains are hosts, as the text of a topology file."""
+    """The text of a topology file (TOML); each domain of the topology must be one host."""
     lines = [f'name = "{topology.name}"', f'source = "{topology.source}"']
     if topology.hosts_share_links:
         lines.append("hosts_share_links = true")

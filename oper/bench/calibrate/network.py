@@ -1,7 +1,7 @@
-"""The costs of an exchange between hosts, and ``oper calibrate`` on several hosts.
+"""Measure an exchange between hosts, and run ``oper calibrate`` on several hosts.
 
-Processes on one machine exchange over its loopback interface: real processors, copies and system
-calls, but no wire. The bandwidth of real links is measured by `oper.shmem.group.links`.
+Processes on one machine exchange messages over its loopback interface, which includes the processor
+time of copies and system calls, but no wire. `oper.shmem.group.links` measures real links.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from oper.errors import InvalidInputError
 from oper.topology import Costs, Rack, Topology
 from oper.train.model import ranks
 
-_HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
+_HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to each peer
 _ROUNDS, _PER_ROUND = 13, 4
 _LOOPBACK_RANKS = 2  # enough to measure what a byte costs its sender and receiver
 
 
 def measure_network(world_size: int) -> dict[str, float]:
-    """Costs of an exchange among `world_size` processes.
+    """Costs of an exchange among `world_size` processes on this machine.
 
     Returns:
-        ``phase_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
-        receives, both directions at once.
+        ``phase_us``: time (us) of exchanging a header and a small payload. ``ns_per_byte``: time
+        (ns) per byte that a rank sends or receives, while it does both.
     """
     found, = run_workers([Exchange()], world_size)
     return found
@@ -50,12 +50,9 @@ class Exchange:
 
 
 def exchange_s(num_bytes: int) -> float:
-    """Median seconds of an exchange in which every rank sends `num_bytes` to every other rank.
-
-    Exchanges follow one another without a barrier, as in a step: after a barrier the difference in
-    the times at which ranks leave it would be counted too. The first round warms the connections
-    up. Collective.
-    """
+    """Median time (s) of an exchange in which each rank sends `num_bytes` to every peer.
+    Collective. There is no barrier between exchanges, as in a step: it would add the difference
+    between the times at which ranks leave it. The first round warms up and does not count."""
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import repeated_exchange
 
@@ -72,28 +69,29 @@ def exchange_s(num_bytes: int) -> float:
 
 
 def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
-    """A topology in which each rank of a measured memory domain is a host of its own.
+    """A topology in which each rank of a measured memory domain is a separate host.
 
     Args:
-        shared: measured costs of ranks that share memory.
+        shared: measured topology of ranks that share memory, with a single domain.
         network: the result of `measure_network`.
     """
     world_size, here = shared.world_size, shared.domains[0]
     each = replace(here, ranks=(0,), memory_bytes=here.memory_bytes // world_size,
                    read_gbps=here.read_gbps / world_size, cache_gbps=here.cache_gbps / world_size)
-    # Ranks spend the time of a byte themselves: a link of twice that speed never binds.
+    # The loopback interface has no wire: ranks spend ns_per_byte of processor time to send and
+    # again to receive. A link of 1 / ns_per_byte is therefore never the bottleneck.
     gbps = 1.0 / max(network["ns_per_byte"], 1e-3)
     return of_hosts([replace(shared, domains=(each,))] * world_size, [gbps] * world_size, network)
 
 
 def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[str, float],
              racks: tuple[Rack, ...] = ()) -> Topology:
-    """Combine measured hosts into one cluster whose costs are the means over the hosts.
+    """Combine measured hosts into one cluster, whose costs are the means over the hosts.
 
     Args:
-        hosts: per host, the costs of ranks that share its memory.
-        gbps: GB/s that its link carries in each direction, shared by its ranks.
-        network: ``phase_us`` and ``ns_per_byte``.
+        hosts: measured topology of each host, with a single domain.
+        gbps: bandwidth (GB/s) of each host's link in each direction, shared by its ranks.
+        network: ``phase_us`` and ``ns_per_byte``, see `measure_network`.
         racks: groups of hosts that share an uplink, if any.
     """
     domains, begin = [], 0
@@ -113,23 +111,24 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
 
 
 def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int = 0) -> Topology:
-    """Topology of the hosts in the default process group. Collective.
+    """Measure the topology of the default process group's hosts. Collective.
 
     Args:
-        measure_here: measures a number of ranks that share this host's memory; called on the first
-            rank of each host, while the others wait.
-        hosts_per_rack: hosts that share an uplink to others, in the order of their ranks; 0: none.
+        measure_here: function from a number of ranks to their measured topology on this host;
+            called on each host's first rank, while the host's remaining ranks wait.
+        hosts_per_rack: number of consecutive hosts (in rank order) that share an uplink; 0 = no
+            racks.
 
     Raises:
-        InvalidInputError: the ranks of a host are not numbered consecutively.
+        InvalidInputError: the ranks are not numbered host by host.
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup
 
     domain_of = find_domains(ProcessGroup())
     if sorted(domain_of) != domain_of:
-        raise InvalidInputError("cannot calibrate", "hosts of the ranks", domain_of,
-                                "ranks numbered host by host", "start them with torchrun")
+        raise InvalidInputError("cannot calibrate", "host of each rank", domain_of,
+                                "ranks numbered host by host", "start the ranks with torchrun")
     rank, _ = ranks()
     mine = None
     if domain_of.index(domain_of[rank]) == rank:
@@ -145,13 +144,13 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
 
 def joined(hosts: Sequence[Topology], host_of: Sequence[int], rack_of: Sequence[int],
            ns_per_byte: float) -> Topology:
-    """Measure links, uplinks and phases; returns the hosts as one cluster. Collective.
+    """Measure links, uplinks and exchanges; returns the hosts as one cluster. Collective.
 
     Args:
-        hosts: per host, the costs of ranks that share its memory.
+        hosts: measured topology of each host, with a single domain.
         host_of: host of each rank.
-        rack_of: rack of each host; hosts of several racks share an uplink.
-        ns_per_byte: processor time of a rank per byte that it sends or receives.
+        rack_of: rack of each host. With several racks, the hosts of each share its uplink.
+        ns_per_byte: processor time (ns) of a rank per byte that it sends or receives.
     """
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import link_gbps, uplink_gbps

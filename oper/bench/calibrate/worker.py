@@ -1,5 +1,4 @@
-"""The measurements that every rank makes for ``oper calibrate``: gathers, and steps under given
-placements."""
+"""Measurements of every rank for ``oper calibrate``: bare gathers, and steps under placements."""
 
 from __future__ import annotations
 
@@ -26,30 +25,30 @@ from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 
-#: Placements that a step is measured under; pulled ones first.
+#: Placements under which steps are measured; those with pushed rows come last.
 KINDS = ("striped", "owned on one rank", "owned, balanced", "striped 3:1", "replicated",
          "head replicated", "head on one rank", "half owned", "pushed", "owned, pushed",
          "head replicated, tail pushed")
-_HEAD = 0.02  # share of a table's rows that counts as its head
-_BAG = 16  # rows summed per bag in the bare gather: little is written
+_HEAD = 0.02  # share of a table's rows in its head
+_BAG = 16  # rows summed per bag in the bare gather, so that reads dominate writes
 _GATHER_ROWS = 1 << 19
-_HELD_BYTES = 4 << 30  # tables that are open at a time
-_LEAD_IN, _TIMED = 2, 3  # steps of a plan in each round
-_FEWEST = 8  # undisturbed steps that make a median
-_DELAYED = 0.02  # share of an undisturbed step that a rank may have waited for its core
+_HELD_BYTES = 4 << 30  # limit of the tables that are open at the same time
+_LEAD_IN, _TIMED = 2, 3  # untimed and timed steps of a plan per round
+_FEWEST = 8  # steps for a median, at least
+_DELAYED = 0.02  # a step in which a rank waited for its core for a larger share is disturbed
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-INTERVAL = 0.03  # half a median's 95 % interval, relative: what rounds are repeated for
-_PATIENCE = 4  # times the rounds asked for, at most
+INTERVAL = 0.03  # rounds repeat until half the 95 % interval of each median is below this share
+_PATIENCE = 4  # limit of the number of rounds, relative to the requested number
 
 
 def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
-    """A plan with the same placement for every table; if tables have a single owner, the ranks own
-    them in turn."""
+    """A plan that places every table by `kind`, one of `KINDS`; except in ``owned on one rank``,
+    the owners of entire tables alternate."""
     entries = []
     for k, spec in enumerate(tables):
         tiers = tuple(_tiers(kind, k, spec.num_rows, world_size))
         ids = np.zeros(0, np.int64)
-        if not stats.ids_in_hotness_order:  # as in the planner's plans, no more than tiers need
+        if not stats.ids_in_hotness_order:  # like the planner, list only the ids before the tail
             ids = stats.tables[spec.name].head_ids[:tiers[-1].start]
         entries.append(TablePlan(spec, (Piece(0, spec.dim, tiers),), ids))
     return Plan(world_size, tuple(entries))
@@ -83,30 +82,30 @@ def _tiers(kind: str, number: int, num_rows: int, world_size: int) -> list[Tier]
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Bandwidths of bare gathers, GB/s of all ranks together: ``read_gbps`` and ``cache_gbps``.
+    """Case that measures the bandwidth of bare gathers from memory and from cache.
 
     Attributes:
-        cache_bytes: effective size of the last-level cache for lookups.
+        cache_bytes: effective size of the last-level cache, see `last_level_cache_bytes`.
     """
 
     cache_bytes: int
     name: ClassVar[str] = "bandwidth"
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Measure the bandwidths; rank 0 returns them. Collective."""
+        """Return ``read_gbps`` and ``cache_gbps`` (GB/s of all ranks together). Collective."""
         progress("reading rows at random")
         return _gather(default_group(), self.cache_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Steps of a workload under given placements.
+    """Case that times steps of a workload under several placements.
 
     Attributes:
         work: the workload.
-        kinds: placements, each one of `KINDS`.
+        kinds: the placements, each one of `KINDS`.
         rounds: see `_rounds`.
-        stats: the file to which its statistics are written.
+        stats: file to which rank 0 writes the workload's access statistics.
     """
 
     work: Workload
@@ -116,21 +115,20 @@ class Placements:
 
     @property
     def name(self) -> str:
-        """Name of the workload."""
+        """The name of the workload."""
         return self.work.name
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Time the steps; rank 0 returns `_summary` of each kind, and ``bytes_read``. Collective.
-        """
+        """Time the steps; returns `_summary` and ``bytes_read`` by kind. Collective."""
         work, group = self.work, default_group()
         stats = joint_stats(work, 8)
         if group.rank == 0:
             stats.save(self.stats)
-        # As many batches as keep repeated steps from finding all of their rows in cache.
+        # Enough batches that repeated steps do not find all of their rows in cache.
         batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
                    for k in range(8)]
         plans = {kind: plan_of(kind, work.tables(), stats, group.world_size) for kind in self.kinds}
-        # Copies of a replicated table and its masters: all that a plan may hold of the tables.
+        # Upper limit of a plan's memory: the masters and one copy per rank.
         each = (1 + group.world_size) * sum(t.num_bytes for t in work.tables())
         together = max(1, _HELD_BYTES // each)
         found: dict[str, Any] = {}
@@ -148,7 +146,7 @@ def _lookup(work: Workload, ids: np.ndarray, group: Group) -> Lookup:
 
 
 def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedTables:
-    """Open the tables under a plan, with all their pages in memory."""
+    """Open the tables of a plan and write all rows, so that all pages are resident."""
     tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.01, eps=1e-8),
                            1.0 / group.world_size)
     for spec in tables.specs.values():
@@ -162,10 +160,9 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
 
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
             group: Group, rounds: int) -> dict[str, Any]:
-    """Time steps under all plans in turn, so that disturbances of the machine affect all of them.
-
-    After `rounds` turns, more are made until every plan's median is known within `INTERVAL`.
-    """
+    """Time steps of all plans in alternation, so that disturbances of the machine affect all plans.
+    After `rounds` rounds, further ones follow until every median is known within `INTERVAL`, up to
+    `_PATIENCE * rounds`."""
     features = [(f, f"t{k}") for k, f in enumerate(work.features)]
     tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
     taken: dict[str, list[tuple[float, list[int], float]]] = {kind: [] for kind in plans}
@@ -174,13 +171,14 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
     found: dict[str, Any] = {}
     for turn in range(1 + _PATIENCE * rounds):
         for kind in plans:
-            # The first steps touch the outbox for the first time; later on, caches fill again.
+            # Untimed steps: in the first round they fault in the outbox's pages, later they refill
+            # the caches.
             for k in range((4 if turn == 0 else _LEAD_IN) + _TIMED):
                 timed = _step(tables[kind], batches[number % len(batches)], gradient)
                 number += 1
                 if k >= _LEAD_IN and turn > 0:
                     taken[kind].append(timed)
-        if turn >= rounds:  # all ranks have the same numbers, and decide alike
+        if turn >= rounds:  # summaries are equal on all ranks, so all ranks stop in the same round
             found = {kind: _summary(steps, group) for kind, steps in taken.items()}
             if all(x["interval"] < INTERVAL for x in found.values()):
                 break
@@ -194,9 +192,12 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
 
 def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
           ) -> tuple[float, list[int], float]:
-    """Run one step, which all ranks begin together; returns its seconds, nanoseconds by phase of
-    the runtime's clock, and the seconds in which this rank was ready to run but other programs had
-    its core."""
+    """Run one step from a barrier on.
+
+    Returns:
+        Its wall time (s), its ``phase_ns()`` values, and the time (s) that this thread was runnable
+        but waited for a core.
+    """
     tables.barrier()
     delayed = _run_delay()
     begin = time.perf_counter()
@@ -215,16 +216,17 @@ def _run_delay() -> float:
 
 
 def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> dict[str, Any]:
-    """Times of the undisturbed steps of one plan, see `_step`. Collective.
+    """Summarize one plan's results of `_step`. Collective.
 
-    A step is undisturbed if no rank waited for its core for more than a share `_DELAYED` of it. If
-    there are too few such steps, those with the shortest waits are used instead.
+    A step is undisturbed if no rank waited for a core for more than the share `_DELAYED` of it.
+    Medians are over undisturbed steps, or over the `_FEWEST` steps with the shortest waits if there
+    are fewer undisturbed ones.
 
     Returns:
-        ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
-        interval, relative: McGill, Tukey and Larsen 1978), ``num_steps``, ``num_undisturbed``,
-        ``delayed`` (mean share of all steps that a rank waited for its core) and ``phases_us``,
-        float [W][6] (medians).
+        ``wall_us``: median time (us) of the slowest rank. ``interval``: half the width of its 95 %
+        interval, relative (McGill, Tukey and Larsen 1978). ``num_steps``, ``num_undisturbed``.
+        ``delayed``: share of a step that the most delayed rank waited for a core, mean over all
+        steps. ``phases_us``: median time (us) by rank and runtime phase, float [W][6].
     """
     every = group.all_gather([np.array(x, float) for x in zip(*steps, strict=True)])
     seconds, clocks, delays = (np.stack(x) for x in zip(*every, strict=True))
@@ -242,8 +244,8 @@ def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> d
 
 
 def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
-    """GB/s of all ranks together: gathers of rows of 256 bytes from memory, and repeated gathers
-    from cache."""
+    """Measure gathers of 256-byte rows, in GB/s of all ranks together: ``read_gbps`` over a table
+    much larger than the cache, ``cache_gbps`` over rows that fit into it."""
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
     near = max(1024, cache_bytes // group.world_size // 4 // 256)

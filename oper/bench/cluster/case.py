@@ -1,4 +1,4 @@
-"""One case of the cluster benchmark, as every rank runs it."""
+"""One case of the cluster benchmark on one rank."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
 from oper.train.model import ranks
 
-HEADER_BYTES = 66  # of a packet: Ethernet, IPv4 and TCP with time stamps
+HEADER_BYTES = 66  # headers of a packet: Ethernet, IPv4 and TCP with time stamps
 _SCREENED_STEPS = 3
-_TIMED_SHARE = 1.5  # contenders within this of the best are timed
-_NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
+_TIMED_SHARE = 1.5  # contenders up to this times slower than the fastest are timed
+_NEAR_SHARE = 1.15  # as are TorchRec's plans up to this times slower than its fastest
 _COUNTED_STEPS = 2
-_PER_ROUND = 4  # timed steps of a turn
-_ROUNDS = (3, 10)  # at least, and at most
+_PER_ROUND = 4  # timed steps per contender and round
+_ROUNDS = (3, 10)  # minimum and maximum
 
 
 @dataclass(frozen=True, slots=True)
 class Case(OnHosts):
-    """One case.
+    """A workload on an emulated cluster.
 
     Attributes:
         objective: ``"training"`` (steps) or ``"inference"`` (lookups).
-        memory_share: share of the bytes of all tables that a rank may hold; 0 = no limit.
-        whole_model: a DLRM instead of the collection alone, for training.
-        timed_s: approximate time for which all contenders together are timed.
+        memory_share: memory of a rank as a share of the size of all tables; 0 = the default of
+            `measured_topology`.
+        whole_model: whether to train a DLRM instead of the collection alone.
+        timed_s: approximate total time (s) for timing all contenders.
     """
 
     objective: str = "training"
@@ -63,7 +64,7 @@ class Case(OnHosts):
     timed_s: float = 12.0
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Measure the cluster, plan, build, verify and time; rank 0's result is the case's record.
+        """Plan, build, verify and time all contenders; rank 0 returns the record's entry.
         Collective."""
         runner = _Runner(self, progress)
         try:
@@ -75,8 +76,8 @@ class Case(OnHosts):
 
 @dataclass(frozen=True, slots=True)
 class _Unsharded:
-    """State shared by the cases of one workload: the unsharded reference model, on rank 0, and the
-    results of comparing placements with it."""
+    """State shared by the cases of one workload: the unsharded model (rank 0) and the verdicts of
+    comparing contenders with it, by `Contender.key`."""
 
     checks: Checks
     reference: Reference | None
@@ -99,7 +100,7 @@ class _Runner(Run):
         self.links, self.trains = case.links, case.objective == "training"
         self.sides: dict[str, Side] = {}
         self.given: list[Any] = []  # the timed batches
-        self.machine: dict[str, Any] = {}  # what TorchRec's planner is told
+        self.machine: dict[str, Any] = {}  # machine description for TorchRec's planner
 
     @property
     def unsharded(self) -> _Unsharded:
@@ -125,7 +126,7 @@ class _Runner(Run):
         every, self.machine = planned.contenders, planner_machine(self.links, topology)
         screened = self._screen(every, planned, problem)
         seconds, phases = self._time(screened)
-        # What is sent for dense gradients is not simulated.
+        # The simulator does not cover the exchange of dense gradients.
         wire = {"bytes_ratio": None, "bytes_ratio_without_headers": None} if (
             self.case.whole_model) else self._wire(next(c for c in every if c.name == "oper"))
         dropped = num_dropped(self.links) if self.rank == 0 else 0
@@ -142,11 +143,11 @@ class _Runner(Run):
             "seconds": round(time.perf_counter() - begin, 1),
             "other_busy_cores": self.others[""]}
 
-    # ---- same numbers ----------------------------------------------------------------------------
+    # ---- verification ----------------------------------------------------------------------------
 
     def _verify(self, contender: Contender, side: Side) -> bool:
-        """Whether a side's numbers are those of the unsharded model; on all ranks. Links are not
-        limited meanwhile, since results do not depend on the links' speed."""
+        """Whether a side's results agree with the unsharded model's. Collective. Rate limits are
+        lifted during the comparison, which does not depend on them."""
         kept = self.unsharded
         if contender.key not in kept.verdicts:
             limit(self.links, False)
@@ -166,7 +167,7 @@ class _Runner(Run):
         verdict, kept = Verdict(), self.unsharded
         for step in range(len(kept.checks.ids)):
             ours = joint(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
-            if kept.reference is not None:  # it is never trained
+            if kept.reference is not None:
                 verdict.compare("pooled", ours,
                                 kept.reference.step(step, torch.zeros_like(ours))[0])
         return verdict.to_json()
@@ -180,12 +181,11 @@ class _Runner(Run):
 
     def _screen(self, every: list[Contender], planned: Planned, problem: Problem | None
                 ) -> dict[str, float]:
-        """Milliseconds of each contender's fastest step of a few; contenders that are far behind
-        are closed.
+        """Build and verify all contenders, and close those that are too slow to be timed.
 
-        The fastest step counts because the first steps on links that have just been limited may
-        send first in one direction, then in the other. A contender that cannot be built is left out
-        with the reason.
+        Returns the time (ms) of each contender's fastest step of `_SCREENED_STEPS`. The minimum is
+        used because the first steps on newly limited links may send in one direction, then in the
+        other. A contender that cannot be built moves to `planned.left_out` with the reason.
         """
         found: dict[str, float] = {}
         for contender in list(every):
@@ -203,8 +203,8 @@ class _Runner(Run):
         return found
 
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
-        """Open sides that will not be timed. OPER's side (also with micro-batches) and TorchRec's
-        best are always timed."""
+        """Names of the open sides that are too slow to be timed; never OPER's (with and without
+        micro-batches) or TorchRec's fastest."""
         limit = _TIMED_SHARE * min(screened.values())
         theirs = {n: ms for n, ms in screened.items() if n.startswith("torchrec-")}
         near = _NEAR_SHARE * min(theirs.values(), default=0.0)
@@ -212,8 +212,8 @@ class _Runner(Run):
                 and not theirs.get(n, math.inf) <= near]
 
     def _open(self, contender: Contender, problem: Problem | None) -> str:
-        """Build and verify a side; returns the reason if that is not possible, the same on all
-        ranks."""
+        """Build and verify a side. Returns ``""``, or on all ranks the reason if it cannot be
+        built."""
         reason, side, extra = "", None, None
         try:
             side, extra = contender.build(self.work, self.case.objective,
@@ -235,20 +235,20 @@ class _Runner(Run):
             return reason
         if not self.trains:
             side.gradient = torch.empty(0)
-        elif not self.case.whole_model:  # the loss of a whole model gives the gradient
+        elif not self.case.whole_model:  # a DLRM's gradient comes from its loss
             self.set_gradient([side], self.given[0])
         self.sides[contender.name] = side
         contender.placed = side.plan.get("tables")
         self._verify(contender, side)
         if side.pipeline is not None:
             side.pipeline.num_parts, run, step = None, self._call(side), 0
-            while side.pipeline.num_parts is None:  # it first measures which number is fastest
+            while side.pipeline.num_parts is None:  # the pipeline first measures which is fastest
                 run(step)
                 step += 1
         return ""
 
     def _time(self, screened: dict[str, float]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Milliseconds by contender and call, measured in turns, and OPER's times by phase."""
+        """Times (ms) of interleaved steps by contender, and OPER's `median_phases`."""
         runs = {name: self._call(side) for name, side in self.sides.items()}
         once = sum(screened[name] for name in runs) / 1e3 * _PER_ROUND
         rounds = gather(int(np.clip(self.case.timed_s / once, *_ROUNDS)))[0]
@@ -266,12 +266,12 @@ class _Runner(Run):
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _wire(self, contender: Contender) -> dict[str, Any]:
-        """Bytes that OPER's step sends: as counted by every host's interface, and as simulated."""
+        """Bytes of one of OPER's steps, counted on all hosts' interfaces and simulated."""
         run = self._call(self.sides["oper"])
         is_first = self.rank % self.links.ranks_per_host == 0
         dist.barrier()
         before = record.interface_counters(INTERFACE)
-        dist.barrier()  # a host's other ranks send nothing before
+        dist.barrier()  # no rank sends before all counters have been read
         for k in range(_COUNTED_STEPS):
             run(k)
         dist.barrier()
@@ -311,7 +311,7 @@ class _Runner(Run):
         oper = found["oper"]
         theirs = [n for n, x in found.items() if x["runtime"] == "torchrec"]
         peers = [n for n, x in found.items() if x["runtime"] == "oper" and n != "oper"]
-        # The fastest step of screening is no median of steps in turn with the others.
+        # Timed contenders come first: the minimum of screening is not comparable with a median.
         best, peer = (min(names, key=lambda n: (found[n]["is_screened_only"],
                                                 found[n]["executed_ms"]), default=None)
                       for names in (theirs, peers))
@@ -328,15 +328,15 @@ class _Runner(Run):
             "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
-            # A step of whole batches over one in parts, whose exchanges overlap with dense layers.
+            # Step time of whole batches / that with micro-batches, which hide exchanges.
             "overlap_ratio": parted and round(step_ms / parted["executed_ms"], 4),
             "overlap_parts": side and side.pipeline and side.pipeline.num_parts,
             "contenders": found}
 
-    # ---- ends ------------------------------------------------------------------------------------
+    # ---- closing ---------------------------------------------------------------------------------
 
     def close(self, name: str) -> None:
-        """Free a side."""
+        """Close a side and free its memory. Collective."""
         side = self.sides.pop(name)
         if side.tables is not None:
             dist.barrier()
@@ -346,7 +346,7 @@ class _Runner(Run):
 
 
 def _paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:
-    """Geometric mean of a contender's steps over OPER's on the same batches, and the 95 % interval
-    of it (bootstrap over batches)."""
+    """Geometric mean of a contender's step time / OPER's on the same batch, with its 95 % bootstrap
+    interval over batches: ``mean``, ``low``, ``high``."""
     found = difference(np.log(times), np.log(ours))
     return {k: round(float(np.exp(getattr(found, k))), 4) for k in ("mean", "low", "high")}

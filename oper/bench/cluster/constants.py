@@ -1,9 +1,9 @@
-"""The constants of an emulated cluster, measured on it and given to the planners.
+"""Measure the constants of an emulated cluster, for the planners.
 
-The costs of a single rank come from ``oper calibrate`` (processes that share this machine). This
-module measures, with all ranks at once: how much slower a rank computes because ranks outnumber
-cores; the costs of a phase of an exchange and of a byte on links without limit; and the bandwidth
-of the limited links while all hosts send and receive, headers and congestion included.
+The costs of a single rank come from ``oper calibrate``, for processes that share this machine. With
+all ranks active, this module measures how much slower a rank computes because ranks outnumber
+cores; the costs per exchange and per byte on unlimited links; and the bandwidth of the limited
+links while all hosts send and receive, including headers and congestion.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
 def measured_topology(links: Links, constants: str, memory_bytes: int | None = None
                       ) -> tuple[Topology, dict[str, Any]]:
-    """Measure the cluster that this process is a rank of. Collective; leaves the links limited.
+    """Measure the emulated cluster of this process. Collective; leaves the links limited.
 
     Args:
         links: the cluster's hosts and link rates.
-        constants: constants of processes that share this machine, as the text written by ``oper
-            calibrate``.
-        memory_bytes: memory of each rank for rows and buffers.
+        constants: topology file (TOML text) that ``oper calibrate`` writes for processes that share
+            this machine.
+        memory_bytes: memory of each rank for rows and buffers; None = `_MEMORY_BYTES` per host.
 
     Returns:
-        The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
-        ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several; and
-        ``assumed``: names of the costs between hosts that `constants` lacks and defaults replace.
+        The topology, and the measured ``contention`` (slowdown of a rank), ``ns_per_byte``,
+        ``phase_us``, ``link_mbits`` by host, and with several racks ``uplink_mbits`` by rack; also
+        ``assumed``, the names of costs that `constants` lacks, for which defaults are used.
     """
     alone = Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
@@ -59,7 +59,7 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
 
 
 def limit(links: Links, is_limited: bool = True) -> None:
-    """Apply or remove the limits of the links. Collective: ranks synchronise before and after."""
+    """Apply or remove the links' rate limits. Collective: ranks synchronise before and after."""
     gather(None)
     if ranks()[0] == 0:
         set_rates(links, is_limited)
@@ -68,7 +68,7 @@ def limit(links: Links, is_limited: bool = True) -> None:
 
 def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | None
            ) -> list[Topology]:
-    """The hosts one by one; their ranks take `slower` times as long as those of `alone`."""
+    """The topology of each host, whose ranks compute `slower` times as long as those of `alone`."""
     here, per_host = alone.domains[0], links.ranks_per_host
     share = per_host / (alone.world_size * slower)
     far_ns = alone.costs.far_ns or Topology.of_domains(range(2)).costs.far_ns
@@ -86,8 +86,9 @@ def _hosts(links: Links, alone: Topology, slower: float, memory_bytes: int | Non
 
 @functools.lru_cache(maxsize=8)
 def _unlimited(links: Links, base: int) -> dict[str, float]:
-    """Costs of a rank that do not depend on the limits. They are measured again for every limit,
-    which takes a second and records the state of the machine at that time."""
+    """``ns_per_byte`` and ``contention`` on unlimited links, with `base` ranks as the reference.
+    They do not depend on `links.mbits`, but are measured again for every rate: that takes a second
+    and shows the state of the machine at that time."""
     rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)
@@ -98,7 +99,7 @@ def _unlimited(links: Links, base: int) -> dict[str, float]:
 
 
 def _gather_s(takes_part: bool) -> float:
-    """Seconds until all ranks that gather rows have finished. Collective."""
+    """Time (s) until all participating ranks have gathered `_GATHERS` times. Collective."""
     rows, at = torch.ones(1 << 17, 64), torch.randint(0, 1 << 17, (1 << 15,))
     gather(None)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The contenders on a cluster: OPER's plan, the plans of its peers, TorchRec, data parallelism."""
+"""The contenders on a cluster: OPER's plan, peer planners' plans, TorchRec, data parallelism."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from oper.topology import Topology
 from oper.train.model import ranks
 
 IN_PARTS = "oper-micro-batches"
-_TORCHREC = "torchrec-"  # before the kind of its plan, in names
-_COMPARED_PARTS = 3  # of a batch, with the unsharded model; how many are timed is measured
-# Dense gradients that are averaged at once where exchanges hide: about a layer. One bucket for all
-# begins when the backward pass has ended.
+_TORCHREC = "torchrec-"  # prefix of TorchRec's contenders; the kind of plan follows
+_COMPARED_PARTS = 3  # micro-batches during verification; for timing the pipeline chooses
+# DDP's bucket size (MiB) with micro-batches: about one layer, so that averaging overlaps with the
+# backward pass. A single bucket would be averaged only after it.
 _BUCKET_MB = 0.4
-_DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
+_DENSE_S = 10.0  # DDP is left out if its gradients keep a link busy for longer, seconds per step
 
 
 @dataclass(slots=True)
@@ -46,13 +46,13 @@ class Contender:
     """A contender, before it is built.
 
     Attributes:
-        name: for the record.
+        name: the contender's name in the record.
         runtime: the runtime that executes it: ``"oper"``, ``"oper in parts"``
             (`MicroBatchPipeline`), ``"torchrec"`` or ``"torch"``.
-        plan: the plan, if OPER's runtime executes it.
-        predicted_ms: step of its plan by OPER's cost model; None if it has no such plan.
-        also: peers that propose the same plan.
-        placed: TorchRec's placement of the tables, once built.
+        plan: the plan that OPER's runtime executes; None on other runtimes.
+        predicted_ms: step time (ms) predicted by OPER's cost model; None without a prediction.
+        also: names of peers that propose the same plan.
+        placed: TorchRec's placement by table; None before `build` and for other runtimes.
     """
 
     name: str
@@ -64,14 +64,13 @@ class Contender:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for equal placements on the same runtime."""
+        """A hashable key, equal for equal placements on the same runtime."""
         if self.plan is None:
             return self.name, *sorted((self.placed or {}).items())
         return self.runtime, placement_of(self.plan)
 
     def refusals(self) -> tuple[type[Exception], ...]:
-        """Errors by which its planner or runtime refuses a case; all others are bugs of this
-        program."""
+        """Exceptions by which the planner or runtime rejects a case; any other is a bug."""
         if self.runtime != "torchrec":
             return (OperError,)
         from torchrec.distributed.planner.types import PlannerError
@@ -80,8 +79,7 @@ class Contender:
 
     def build(self, work: Workload, objective: str, whole_model: bool, machine: Mapping[str, Any]
               ) -> tuple[Side, Any]:
-        """Build the side to measure and, for TorchRec, its plan as `from_torchrec` reads it.
-        Collective.
+        """Build the side to measure; returns it and TorchRec's `ShardingPlan` or None. Collective.
 
         Args:
             work: the workload.
@@ -107,14 +105,14 @@ class Contender:
 
 @dataclass(slots=True)
 class Planned:
-    """The result of planning, made on rank 0.
+    """The result of planning on rank 0.
 
     Attributes:
-        contenders: all that can run, OPER's plan first; plans that are equal are kept once.
-        left_out: why a contender cannot run, by name.
+        contenders: the contenders that can run, OPER's plan first, without equal plans.
+        left_out: for each contender that cannot run, the reason.
         lower_bound_ms: OPER's certified lower bound; None if its plan is not certified.
-        phases_ms: modelled phases of OPER's plan.
-        binding: binding resource of each phase.
+        phases_ms: modelled time (ms) of each phase of OPER's plan.
+        binding: resource that limits each of these phases.
     """
 
     contenders: list[Contender]
@@ -125,14 +123,14 @@ class Planned:
 
 
 def placement_of(plan: Plan) -> Any:
-    """A key that is equal for plans that place all rows alike."""
+    """A hashable key, equal for plans that place all rows equally."""
     return tuple((t.table.name, t.pieces, t.head_ids.tobytes()) for t in plan.tables)
 
 
 def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
              whole_model: bool) -> Planned:
-    """Make the contenders: OPER's plan as ``oper plan`` chooses it, peers' plans that fit, and
-    other systems.
+    """Make the contenders: the plan that ``oper plan`` chooses, peer planners' plans that fit into
+    the memory, TorchRec, and DDP.
 
     Steps of a whole DLRM are not predicted, since the cost model covers only its tables.
     """
@@ -175,17 +173,15 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
 
 def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: Dense | None = None
                ) -> Side:
-    """The tables of a workload under a plan, alone or in a DLRM, on OPER's runtime. Collective."""
+    """OPER's side of a workload under a plan, with the dense part `dense` if any. Collective."""
     return build_oper(work, dense, plan, False, objective, _collection(work))[0]
 
 
 @functools.lru_cache(maxsize=1)
 def _collection(work: Workload) -> Any:
-    """The tables from which all sides of OPER's runtime copy their rows. Collective.
-
-    All ranks are on one machine and map the same memory of rank 0, because a copy for each of
-    sixteen ranks would not fit. The memory has no name that could outlive the processes.
-    """
+    """The unsharded tables from which all sides of OPER's runtime copy their rows. Collective. All
+    ranks run on one machine and map the same memory of rank 0, since a copy per rank would not fit.
+    The memory is anonymous (memfd), so that the kernel frees it with the processes."""
     collection = make_collection(work, "meta")
     bags = collection.embedding_bags.values()
     numel, file = sum(bag.weight.numel() for bag in bags), -1
@@ -199,7 +195,7 @@ def _collection(work: Workload) -> Any:
                    make_collection(work, "cpu").embedding_bags.values()], out=flat)
     gather(None)
     if file >= 0:
-        os.close(file)  # all have mapped it
+        os.close(file)  # all ranks have mapped it
     for bag in bags:
         weight = flat[at:at + bag.weight.numel()].view(bag.weight.shape)
         bag.weight, at = torch.nn.Parameter(weight), at + weight.numel()
@@ -207,8 +203,8 @@ def _collection(work: Workload) -> Any:
 
 
 def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
-    """The machine description for TorchRec's planner: the same bandwidths, as a mean if hosts
-    differ."""
+    """Fields of TorchRec's planner `Topology` (bytes per ms), with the mean bandwidths of the
+    hosts."""
     mean = [sum(getattr(d, k) for d in topology.domains) / len(topology.domains) * 1e6
             for k in ("link_gbps", "cross_gbps", "read_gbps")]
     return {"local_world_size": links.ranks_per_host, "intra_host_bw": mean[0],
@@ -216,7 +212,7 @@ def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
 
 
 def _dense_s(work: Workload, links: Links, topology: Topology) -> float:
-    """Seconds that a ring all-reduce of whole tables keeps the slowest link busy."""
+    """Time (s) that a ring all-reduce of all tables keeps the slowest link busy."""
     num_bytes = sum(t.num_bytes for t in work.tables())
     slowest = min(d.cross_gbps * len(d.ranks) for d in topology.domains)
     return 2 * (links.num_hosts - 1) / links.num_hosts * num_bytes / (slowest * 1e9)

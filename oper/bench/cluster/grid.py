@@ -1,5 +1,4 @@
-"""``oper bench cluster``: plans executed on emulated hosts, compared with other planners' plans and
-with TorchRec."""
+"""``oper bench cluster``: OPER's plans on emulated hosts, compared with peers' and TorchRec's."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ _QUICK_ROWS = (20_000, 5_000, 800, 40)
 _LENGTHS = {"1": (1,) * len(_ROWS), "20": (20,) * len(_ROWS),
             "mixed": tuple(1 if k % 2 == 0 else 20 for k in range(len(_ROWS)))}
 _HOSTS, _MBITS, _GRID_HOSTS = (2, 4, 8), (100, 200, 400), 4
-_MEMORY_SHARE = 0.5  # of all tables, a rank's in the cases of inference
-_DIFFERENT = 1.05  # pairs of contenders whose order counts differ by more
-_CALIBRATED = 2  # processes, whose constants are measured first
+_MEMORY_SHARE = 0.5  # a rank's memory in inference cases, relative to the size of all tables
+_DIFFERENT = 1.05  # ratio of executed steps above which the order of two contenders is checked
+_CALIBRATED = 2  # processes with which the constants of this machine are measured
 FIGURES = (
     ("oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms", "ratio_step",
      "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts"),
@@ -45,10 +44,8 @@ def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) ->
 
 
 def cases(quick: bool) -> list[Any]:
-    """The cases of the grid, and others on less regular clusters; two small ones if `quick`.
-
-    They are ordered by cluster, since cases of one cluster share its processes.
-    """
+    """The cases of the grid and on irregular clusters; if `quick`, two small ones. Cases with the
+    same hosts are consecutive, because they share processes."""
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
                      num_batches=8, num_stats_batches=8, timed_s=2.0)
@@ -83,9 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Run the cases; one entry each. Cases of one cluster share its processes.
+    """Run the cases; yields the entry of each.
 
-    If this machine cannot run a case, its entry gives the reason and counts as verified.
+    If this machine cannot limit processor time, the entries of cases that need it come last, are
+    ``skipped`` with the reason and count as verified.
+
+    Raises OperError if this machine cannot emulate a cluster.
     """
     check_possible()
     alone, reason = _alone(args), why_no_quota()
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 
 def _alone(args: argparse.Namespace) -> str:
-    """The constants of processes that share this machine, as the text of a topology file."""
+    """The topology file (TOML text) of processes that share this machine."""
     if args.constants:
         return as_toml(Topology.from_toml(args.constants))
     if args.quick:
@@ -107,15 +107,15 @@ def _alone(args: argparse.Namespace) -> str:
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy of the predicted steps.
+    """Accuracy of the predicted steps of contenders on OPER's runtime.
 
-    Only contenders executed by OPER's runtime are counted, since the cost model describes no other.
-    They are taken from the cases of the grid, or from all cases if none belongs to the grid.
+    Counts the cases of the grid, or all cases if none of them is in the grid.
 
     Returns:
-        ``median_error`` and ``worst_error``, relative to the executed step; and ``ordered``, the
-            share of pairs of such contenders within a case, with executed steps more than 5 %
-            apart, that the model puts in the right order. None if there is nothing to count.
+        ``median_error``, ``worst_error``: relative to the executed step. ``num_predicted``: their
+        number. ``ordered``: among the ``num_ordered_pairs`` pairs of a case's contenders whose
+        executed steps differ by more than 5 %, the share whose order is predicted correctly. A
+        figure is None if there is nothing to count.
     """
     errors, pairs = [], []
     for entry in [e for e in entries if e.get("in_grid")] or entries:
@@ -131,14 +131,14 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def remarks(entries: Sequence[dict[str, Any]]) -> str:
-    """Summary of the grid, and the cases in which a peer's plan is better."""
+    """Text: ratios over the grid, and the cases in which a peer's plan is faster by over 2 %."""
     done, text = [e for e in entries if "contenders" in e], ""
     for objective in ("training", "inference"):
         ratios = [e["ratio_step"] for e in done
                   if e["objective"] == objective and e["in_grid"] and e["ratio_step"]]
         if ratios:
             text += (f"{objective}, {len(ratios)} cases of the grid: TorchRec's best / OPER median "
-                     f"{statistics.median(ratios):.2f}, least {min(ratios):.2f}\n")
+                     f"{statistics.median(ratios):.2f}, minimum {min(ratios):.2f}\n")
     behind = [e["name"] for e in done
               if any(x["runtime"] == "oper" and x.get("over_oper", {}).get("high", 1) < 0.98
                      for x in e["contenders"].values())]

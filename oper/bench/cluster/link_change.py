@@ -1,4 +1,4 @@
-"""`oper.Replanner` executed on a link that slows down during training."""
+"""Measure `oper.Replanner` when a link slows down during training."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from oper.replanning import Event, Replanner, WatchOptions
 from oper.topology import Topology
 
 _WINDOW = 8  # steps
-_BEFORE = 4 * _WINDOW  # steps on the links as they were
-_MOST_STEPS = 300  # after the change; tables that a move does not pay for stay
-_ROUNDS = (6, 4)  # rounds, steps per round: moved tables, and tables built under the new plan
-_TOLERANCE = 1e-4  # of rows, since the order of additions changes where tiers are pushed
+_BEFORE = 4 * _WINDOW  # steps before the change
+_MOST_STEPS = 300  # limit of the steps after the change, in case the replanner moves no rows
+_ROUNDS = (6, 4)  # rounds, and steps per contender and round
+_TOLERANCE = 1e-4  # relative error of rows; pushed tiers change the order of additions
 
 
 @dataclass(frozen=True, slots=True)
 class LinkChange(OnHosts):
-    """One case: host 0's link loses speed while a model trains.
+    """A case in which host 0's link slows down during training.
 
     Attributes:
-        share_after: share of its rate that host 0's link keeps.
+        share_after: rate of host 0's link after the change, relative to that before.
     """
 
     share_after: float = 0.25
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, slow the link down, and compare; rank 0 returns the record's entry. Collective."""
+        """Train, slow the link down and compare; rank 0 returns the record's entry. Collective."""
         progress("measuring the links")
         links, slower = self.links, replace(self.links, slow_host_share=self.share_after)
         topology, measured = measured_topology(links, self.constants)
@@ -61,7 +61,7 @@ class LinkChange(OnHosts):
         progress("comparing rows with a run that never moved")
         error = begun.difference(side, first)
         limit(slower)
-        progress("timing beside a plan that is made for these links")
+        progress("comparing step times with those of a plan made for these links")
         now, _ = measured_topology(slower, self.constants)
         fresh = begun.side(begun.plan(now))
         both = {"moved": side, "fresh": fresh}
@@ -102,8 +102,6 @@ class LinkChange(OnHosts):
 
 
 class _Run(Run):
-    """One rank's run of the case."""
-
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)
         self.given = self.batches()
@@ -111,22 +109,23 @@ class _Run(Run):
         self.step_ms: list[float] = []
 
     def plan(self, topology: Topology) -> Plan:
-        """OPER's plan. Collective."""
+        """OPER's plan for a topology. Collective."""
         return planned(self.work, self.stats, "training", topology)[0]
 
     def side(self, plan: Plan) -> Side:
-        """The tables under a plan."""
+        """Build the tables under a plan. Collective."""
         side = build_plan(self.work, plan)
         self.set_gradient([side], self.given[0])
         return side
 
     def step(self, side: Side, k: int) -> None:
-        """Step number k."""
+        """Run step `k` (batch `k` modulo the number of batches)."""
         side.step(self.given[k % len(self.given)])
 
     def train(self, side: Side, watch: Replanner, num_steps: int,
               until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
-        """Train under `oper.Replanner`; returns its events. Collective."""
+        """Train for `num_steps`, or up to the first event for which `until` is true; returns the
+        replanner's events. Collective."""
         events = []
         for _ in range(num_steps):
             taken = record.elapsed(functools.partial(self.step, side, len(self.step_ms)))
@@ -140,8 +139,8 @@ class _Run(Run):
         return events
 
     def difference(self, side: Side, first: Plan) -> float:
-        """Largest difference of a row's number, relative to the largest number of its table, from a
-        run of the same steps under the first plan. Collective."""
+        """Repeat all steps under the plan `first` and compare the tables. Collective. Returns the
+        maximum over tables of max|a - b| / max|b|, where b is the repeated run's."""
         other = self.side(first)
         for k in range(len(self.step_ms)):
             self.step(other, k)

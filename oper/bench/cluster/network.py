@@ -1,9 +1,9 @@
-"""Hosts on one machine: network namespaces, joined by bridges over rate-limited links.
+"""Emulate hosts on one machine: network namespaces, connected through rate-limited links.
 
-Every host is a namespace with one interface, whose other end is a port of a switch: a bridge in a
-namespace of its own, so that nothing in the machine's own network changes. A token bucket (tbf) at
-either end of a link limits one direction each. All names begin with `PREFIX`, by which the next run
-removes the leftovers of one that was killed.
+Every host is a namespace with one veth interface, whose peer is a port of a switch. A switch is a
+bridge in a separate namespace, so that the machine's network does not change. A token bucket (tbf)
+at each end of a link limits one direction. All names begin with `PREFIX`; a run removes the
+namespaces that a killed run has left behind.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from oper.support.locks import locked
 
 PREFIX = "oper-cluster-"
 INTERFACE = "eth0"
-_SUBNET = "10.213.7."  # inside the namespaces alone
+_SUBNET = "10.213.7."  # only used inside the namespaces
 _UPLINK = "uplink"
 _NAMESPACES = Path("/run/netns")
-_BURST_S = 0.001  # a token bucket holds so much of its rate: idle time buys no speed
-_LEAST_BURST_BYTES = 72 << 10  # more than one segment of a network card (GSO): none is cut up
-_QUEUE_BYTES = 32 << 20  # more than TCP keeps under way: nothing is dropped
-_PERIOD_US = 20_000  # of CPU quotas
+_BURST_S = 0.001  # capacity of a token bucket; short, so that idle time saves up little bandwidth
+_LEAST_BURST_BYTES = 72 << 10  # larger than a GSO segment, which tbf would otherwise split
+_QUEUE_BYTES = 32 << 20  # larger than TCP's data in flight, so that no packet is dropped
+_PERIOD_US = 20_000  # period of CPU quotas
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A cluster: hosts, their ranks, and the links between them.
+    """An emulated cluster.
 
     Attributes:
-        num_hosts: hosts.
-        mbits: Mbit/s of every host's link, in each direction.
-        ranks_per_host: processes of each host.
-        slow_host_share: share of that rate that host 0's link has.
-        uplink_mbits: Mbit/s between two racks with half of the hosts each; 0 = a single rack.
-        host_0_cpu: share of a core that each rank of host 0 may use at most; 1 = no limit.
+        num_hosts: number of hosts.
+        mbits: rate (Mbit/s) of every host's link, in each direction.
+        ranks_per_host: number of ranks of each host.
+        slow_host_share: rate of host 0's link relative to `mbits`.
+        uplink_mbits: rate (Mbit/s) between two racks with half of the hosts each; 0 = one rack.
+        host_0_cpu: limit of the cores that each rank of host 0 may use; 1 = no limit.
     """
 
     num_hosts: int
@@ -61,7 +61,7 @@ class Links:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all hosts."""
+        """Total number of ranks."""
         return self.num_hosts * self.ranks_per_host
 
     @property
@@ -70,22 +70,22 @@ class Links:
         return [r // self.ranks_per_host for r in range(self.world_size)]
 
     def rack_of(self, host: int) -> int:
-        """The rack of a host, that is, the switch that it is connected to."""
+        """The rack of a host, which is the index of its switch."""
         return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class OnHosts:
-    """A case whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`.
+    """Base of cases whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`.
 
     Attributes:
-        name: for the record.
+        name: the case's name in the record.
         links: the cluster.
         work: the workload.
-        num_batches: distinct batches.
-        num_stats_batches: separate batches from which the statistics are taken.
-        in_grid: whether the case is part of the published grid.
-        constants: text of a topology file with the constants of processes on this machine.
+        num_batches: number of distinct timed batches.
+        num_stats_batches: number of untimed batches from which access statistics are collected.
+        in_grid: whether the case counts for the summary of the grid.
+        constants: topology file (TOML text) of processes that share this machine.
     """
 
     name: str
@@ -99,25 +99,24 @@ class OnHosts:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all hosts."""
+        """Total number of ranks."""
         return self.links.world_size
 
     @property
     def shape(self) -> tuple[int, int, bool, float]:
-        """A key that is equal for cases that can share processes and namespaces; the rates of links
-        may change between such cases."""
+        """A key, equal for cases that can share processes and namespaces: rates may differ."""
         links = self.links
         return links.num_hosts, links.ranks_per_host, links.uplink_mbits > 0, links.host_0_cpu
 
     def hosts(self) -> contextlib.AbstractContextManager[list[ProcessOptions]]:
-        """The hosts, see `cluster`."""
+        """The context manager that creates the hosts, see `cluster`."""
         return cluster(self.links)
 
 
 def why_not() -> str:
-    """Why namespaces cannot be created here; "" if they can."""
+    """The reason why network namespaces cannot be created here; ``""`` if they can."""
     if os.geteuid() != 0:
-        return "it takes root to make network namespaces and limit their links"
+        return "creating network namespaces and limiting their links requires root"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} (iproute2) are not installed"
@@ -127,8 +126,9 @@ def why_not() -> str:
 def check_possible() -> None:
     """Raise OperError, with the reason, if namespaces cannot be created."""
     if reason := why_not():
-        raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
-                        f"{reason}; run it as root, e.g. with sudo, or in a virtual machine")
+        raise OperError("cannot emulate a cluster", "user id", os.geteuid(),
+                        f"0 (root), with iproute2 installed ({reason})",
+                        "install iproute2 and run as root, e.g. with sudo or in a virtual machine")
 
 
 def _run(*words: str) -> str:
@@ -136,12 +136,12 @@ def _run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OperError("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
-                        f"it says: {done.stderr.strip()}")
+                        f"see its error: {done.stderr.strip()}")
     return done.stdout
 
 
 def host_name(host: int) -> str:
-    """Namespace of a host."""
+    """Name of a host's network namespace."""
     return f"{PREFIX}{host}"
 
 
@@ -150,7 +150,7 @@ def _switch_name(rack: int) -> str:
 
 
 def set_rates(links: Links, is_limited: bool) -> None:
-    """Limit the links of a running cluster, or remove the limits."""
+    """Apply the rate limits of `links` to a running cluster, or remove them."""
     ends = []
     for host in range(links.num_hosts):
         rate = links.mbits * (links.slow_host_share if host == 0 else 1.0)
@@ -170,7 +170,7 @@ def set_rates(links: Links, is_limited: bool) -> None:
 
 
 def num_dropped(links: Links) -> int:
-    """Packets that the limits of a cluster have dropped since they were last set."""
+    """Number of packets that the rate limits have dropped since they were last set."""
     spaces = [host_name(h) for h in range(links.num_hosts)]
     spaces += [_switch_name(rack) for rack in range(1 + (links.uplink_mbits > 0))]
     words = " ".join(_run("tc", "-n", space, "-s", "qdisc", "show") for space in spaces)
@@ -181,13 +181,13 @@ def num_dropped(links: Links) -> int:
 
 
 def why_no_quota() -> str:
-    """Why processor time cannot be limited here; "" if it can."""
+    """The reason why processor time cannot be limited here; ``""`` if it can."""
     return "" if _quota_root() else (
         f"no writable cgroup with the cpu controller under {str(_CGROUP)!r}")
 
 
 def _quota_root() -> tuple[Path, bool] | None:
-    """The cgroup that has the cpu controller, and whether it is of version 2."""
+    """The writable cgroup with the cpu controller and whether it is version 2; None if missing."""
     with contextlib.suppress(OSError):
         if "cpu" in (_CGROUP / "cgroup.subtree_control").read_text().split():
             return (_CGROUP, True) if os.access(_CGROUP, os.W_OK) else None
@@ -196,11 +196,11 @@ def _quota_root() -> tuple[Path, bool] | None:
 
 
 def _make_quota(cores: float) -> Path:
-    """A cgroup whose processes get that many cores."""
+    """Create a cgroup whose processes together may use up to `cores` cores."""
     root = _quota_root()
     if root is None:
-        raise OperError("cannot slow a host down", "cgroup", str(_CGROUP),
-                        "a writable one with the cpu controller", why_no_quota())
+        raise OperError("cannot limit a host's processor time", "cgroup", str(_CGROUP),
+                        "a writable one with the cpu controller", "leave out cases with host_0_cpu")
     folder = root[0] / f"{PREFIX}0"
     folder.mkdir(exist_ok=True)
     quota = str(round(cores * _PERIOD_US))
@@ -217,15 +217,14 @@ def _make_quota(cores: float) -> Path:
 
 @contextlib.contextmanager
 def cluster(links: Links) -> Iterator[list[ProcessOptions]]:
-    """Create namespaces, bridges and unlimited links, and remove them after the block; one at a
-    time.
+    """Create namespaces, bridges and unlimited links, and remove them after the block.
 
-    During the block SIGTERM ends the program as `sys.exit` does, so that they are removed then,
-    too. Yields the process options of each rank.
+    Yields the launch options of each rank. During the block SIGTERM raises `SystemExit`, so that
+    everything is removed then, too.
 
     Raises:
-        OperError: not root, ip or tc is missing, or the kernel refuses a request; says which.
-        InvalidInputError: another process already runs a cluster.
+        OperError: not root, ip or tc is missing, or one of their commands fails.
+        InvalidInputError: another process already runs a cluster on this machine.
     """
     check_possible()
     with locked(Path(tempfile.gettempdir()) / f"{PREFIX}lock", "cannot emulate a cluster"):
@@ -275,10 +274,10 @@ def _set_up(links: Links) -> list[ProcessOptions]:
 
 
 def remove_leftovers() -> None:
-    """End processes in this benchmark's namespaces, and remove the namespaces and the cgroup."""
+    """Kill the processes in this benchmark's namespaces; remove the namespaces and the cgroup."""
     names = [p.name for p in _NAMESPACES.glob(f"{PREFIX}*")] if _NAMESPACES.is_dir() else []
     for name in names:
-        # One of them may be half made: then it holds no processes either.
+        # `ip netns pids` fails for a partly created namespace, which has no processes.
         until = time.monotonic() + 10
         while time.monotonic() < until and (pids := subprocess.run(
                 ["ip", "netns", "pids", name], capture_output=True, text=True,
@@ -291,7 +290,7 @@ def remove_leftovers() -> None:
     if root is None:
         return
     folder = root[0] / f"{PREFIX}0"
-    for _ in range(50):  # a process leaves it a moment after its end
+    for _ in range(50):  # a killed process leaves the cgroup a moment later
         with contextlib.suppress(FileNotFoundError, OSError):
             folder.rmdir()
         if not folder.exists():

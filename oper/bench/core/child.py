@@ -1,4 +1,4 @@
-"""Child processes of a benchmark, each of which ends with its parent."""
+"""Child processes of a benchmark; each exits when its parent does."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from oper.serve.allocator import MALLOC
 from oper.support.processes import end_with_parent
 
 _ANSWER_S = 600.0
-# Environment of a process with one thread; Arrow takes its number of threads from OpenMP's.
+# Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.
 _ALONE = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """Where and how a process runs.
+    """How to launch a `Child`.
 
     Attributes:
-        command: prefix of its command line.
+        command: words in front of the Python command, such as ``taskset -c 0``.
         environment: environment variables added to, or replacing, those of this process; by default
-            the allocator's settings, unless the user has set them.
-        cgroup: file that its process id is written to.
-        log: file for its output.
-        sockets: sockets that it inherits, under the same descriptor numbers.
+            the allocator settings (`MALLOC`) that the user has not set.
+        cgroup: ``cgroup.procs`` file to which the child's process id is written, or None.
+        log: file for the child's stdout and stderr; None = those of this process.
+        sockets: sockets that the child inherits, under the same descriptor numbers.
     """
 
     command: tuple[str, ...] = ()
@@ -47,15 +47,14 @@ class ProcessOptions:
 
 
 class Child:
-    """A child process with a pipe to it.
+    """A child process connected to this process by a pipe.
 
     Args:
-        function: a top-level function of a module, called in the process with its end of the pipe
-            and `arguments`. It may send a message when it is ready, and returns when the pipe is
-            closed.
+        function: top-level function of a module. The child calls it with the child's end of the
+            pipe and `arguments`. It should return when the pipe is closed.
         arguments: arguments of `function`; must be picklable.
-        what: its name in errors.
-        options: where and how it runs.
+        what: name of the child in errors.
+        options: how to launch the child.
 
     Attributes:
         pipe: this process's end of the pipe.
@@ -66,7 +65,7 @@ class Child:
                  options: ProcessOptions | None = None) -> None:
         options = options or ProcessOptions()
         job = pickle.dumps((function, tuple(arguments)))  # before anything is started
-        # torchrun's own variables would make workers of one of its processes look for its store.
+        # If torchrun started this process, its variables would point the children to its store.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
@@ -86,7 +85,7 @@ class Child:
         self.pid = self._process.pid
         if options.cgroup is not None:
             options.cgroup.write_text(str(self.pid))
-        with contextlib.suppress(ConnectionError):  # what it has failed by is told when it is asked
+        with contextlib.suppress(ConnectionError):  # the next `wait` reports the failure
             self.pipe.send_bytes(job)
 
     def send(self, *words: Any) -> None:
@@ -94,8 +93,8 @@ class Child:
         self.pipe.send(words)
 
     def wait(self, seconds: float | None = _ANSWER_S) -> Any:
-        """Wait for the next answer; raises it if it is an exception, and OperError if none comes.
-        """
+        """Return the child's next message, or raise it if it is an exception. Raises OperError if
+        the child closes its pipe or `seconds` pass first; None = no limit."""
         try:
             if self.pipe.poll(seconds):
                 answer = self.pipe.recv()
@@ -103,21 +102,22 @@ class Child:
                     raise answer
                 return answer
         except (EOFError, ConnectionError):
-            pass
+            raise OperError(f"{self._what} has failed", "its pipe", "closed", "an answer",
+                            "see the traceback on its stderr") from None
         raise OperError(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
-                        "see its error above")
+                        "it still runs: see whether it is stuck or the machine is overloaded")
 
     def ask(self, *words: Any, seconds: float = _ANSWER_S) -> Any:
-        """Send a command and wait for its answer."""
+        """Send a command and return the answer to it, see `wait`."""
         self.send(*words)
         return self.wait(seconds)
 
     def cpu_seconds(self) -> float:
-        """Processor time (s) so far, see `memory.cpu_seconds`."""
+        """Processor time (s) that the child has used so far, see `memory.cpu_seconds`."""
         return cpu_seconds(self.pid)
 
     def close(self, seconds: float = 10.0) -> int:
-        """End the process, by force after `seconds`; returns its exit code."""
+        """Close the pipe and return the child's exit code; kills the child after `seconds`."""
         self.pipe.close()
         try:
             return self._process.wait(seconds)
@@ -127,7 +127,8 @@ class Child:
 
 
 def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
-    """In the child: answer one command; returns False when the other end has closed."""
+    """Receive one command in the child and send its result, or its error as an `OperError`; returns
+    False if the parent has closed the pipe."""
     try:
         command, *words = pipe.recv()
     except (EOFError, ConnectionError):
@@ -143,13 +144,13 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
-    """Start a process with one thread and this process's allocator settings."""
+    """Start a single-threaded process with this process's allocator settings."""
     return Child(function, arguments, "a measured process", ProcessOptions(environment=_ALONE))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
-    """Run a function in a process with one thread and return the first message it sends; raises
-    OperError."""
+    """Run a function in a single-threaded process and return the first message that it sends.
+    Raises OperError if the process fails."""
     child = start(function, *arguments)
     try:
         return child.wait(None)
@@ -158,21 +159,21 @@ def answer(function: Callable[..., None], *arguments: Any) -> Any:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Run and measure a function in a process with one thread.
+    """Run a function in a single-threaded process and measure it.
 
     Returns:
-        ``seconds`` and processor time ``cpu`` (s), peak memory of the process ``rss_mb`` (10^6
-        bytes), and what the function returned, ``value``.
+        ``seconds``: wall time (s); ``cpu``: processor time (s); ``rss_mb``: peak resident memory of
+        the process (10^6 bytes); ``value``: the function's result.
 
     Raises:
-        OperError: the process failed; its error is on stderr.
+        OperError: the process failed; its traceback is on stderr.
     """
     found: dict[str, Any] = answer(measure_call, function, *arguments)
     return found
 
 
 def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
-    """The part of `call` that runs in the child."""
+    """Run `function` in the child and send the result of `call` to the parent."""
     begin, cpu = time.perf_counter(), time.process_time()
     value = function(*arguments)
     pipe.send({"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu,

@@ -1,4 +1,4 @@
-"""Measures cases one after another, in this process or in worker processes."""
+"""Measure cases one after another, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import free_port
 
-Progress = Callable[[str], None]  # told what is going on
+Progress = Callable[[str], None]  # takes a line of text about the current activity
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
                 rank_options: Sequence[ProcessOptions] | None = None) -> Iterator[dict[str, Any]]:
-    """Measure cases in `world_size` processes, one after another; yields rank 0's results.
+    """Measure cases one after another in `world_size` processes; yields rank 0's results.
 
     Args:
-        cases: each has a ``name`` and ``measure(progress)``, which is called on every rank with the
-            default process group ready; its result must be representable as JSON. Cases must be
-            picklable.
+        cases: picklable objects with a ``name`` and a method ``measure(progress)``, which every
+            rank calls after initializing the default process group (gloo; only if `world_size` >
+            1). The result must be representable as JSON.
         world_size: number of processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
-        rank_options: where each rank runs, with its environment; by default side by side on this
-            host.
+        rank_options: launch options of each rank, whose environment includes the rendezvous
+            address; by default all ranks run on this host and use its loopback interface.
 
     Raises:
-        OperError: a worker failed; its log is in the message.
+        OperError: a worker failed; the message includes the end of its log.
     """
     workers: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
@@ -63,7 +63,7 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
 
 
 def _on_this_host(world_size: int) -> list[ProcessOptions]:
-    """Ranks of one host, over its loopback interface."""
+    """Launch options of ranks that share this host and use its loopback interface."""
     port = str(free_port())
     return [ProcessOptions(environment={
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank),
@@ -72,7 +72,8 @@ def _on_this_host(world_size: int) -> list[ProcessOptions]:
 
 
 def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
-    """What rank 0 returns next, when all ranks have; what it tells until then is printed."""
+    """Wait until every rank has sent its next result, print progress meanwhile, and return rank
+    0's."""
     running: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
     found: dict[str, Any] = {}
     while running:
@@ -82,7 +83,8 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
             try:
                 kind, text = pipe.recv()
             except (EOFError, ConnectionError):
-                # The others fail because of it a moment later; the first one knows why.
+                # The first worker to close its pipe has the cause in its log: its failure makes the
+                # remaining workers fail a moment later.
                 code = workers[rank].close()
                 log = logs[rank].read_text(errors="replace")[-3000:]
                 raise OperError("a benchmark process has failed", "rank, exit code", (rank, code),
@@ -97,7 +99,7 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _work(pipe: Connection, cases: Sequence[Any]) -> None:
-    """What a worker process does; its environment says which rank it is."""
+    """Main function of a worker process, whose rank is ``RANK`` in its environment."""
     try:
         _measure(pipe, cases)
     except BaseException:
@@ -107,7 +109,7 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End this process; tearing gloo's threads down in the interpreter's exit may hang."""
+    """Exit without the interpreter's shutdown, in which joining gloo's threads may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -135,17 +137,17 @@ def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
 
 
 def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Measure cases; yields each entry of the record as soon as it is complete.
+    """Measure cases; yields each case's entry of the record as soon as it is complete.
 
-    The entry of a case that fails says why, as ``failed``, and counts as not verified; the others
-    are still measured.
+    If a case fails, its entry has the error as ``failed`` and ``verified`` false, and the remaining
+    cases are still measured.
 
     Args:
-        cases: each has a ``name`` and ``measure(progress)``, which returns its figures. Consecutive
-            cases with equal ``world_size`` and, if they have one, ``shape`` are measured in as many
-            worker processes with ``threads_per_rank`` threads each, on ``hosts()`` if they have
-            such, a context that gives the options of each rank; cases without a ``world_size`` in
-            this process.
+        cases: objects with a ``name`` and a method ``measure(progress)``, which returns the case's
+            figures. A case without a ``world_size`` is measured in this process. Consecutive cases
+            with equal ``world_size`` and ``shape`` (optional) share ``world_size`` worker processes
+            of ``threads_per_rank`` threads. If such a case has a method ``hosts()``, that is a
+            context manager which yields the launch options of each rank.
     """
     left = list(cases)
     while left:
@@ -157,7 +159,7 @@ def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
                 done += 1
                 yield {"name": group[done - 1].name, **found}
         except Exception as error:
-            if done == len(group):  # none has failed: the end of their processes has
+            if done == len(group):  # all cases succeeded; closing their processes failed
                 raise
             if not isinstance(error, OperError):
                 traceback.print_exc()
@@ -180,7 +182,7 @@ def _together(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def teller(name: str) -> Progress:
-    """A function that reports a case's progress on stderr, without repeating the same text."""
+    """A function that prints a case's progress to stderr, except for immediate repetitions."""
     @functools.lru_cache(maxsize=1)
     def tell(text: str) -> None:
         print(f"  {name}: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""One case as every rank runs it: contenders timed in turns, and the figures common to all entries.
-"""
+"""One case on one rank: interleaved timing of contenders, and the figures common to all entries."""
 
 from __future__ import annotations
 
@@ -24,21 +23,22 @@ if TYPE_CHECKING:
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
-Call = Callable[[int], Any]  # takes the number of the call
+Call = Callable[[int], Any]  # takes the index of the call
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case.
+    """One case of a benchmark.
 
     Attributes:
-        name: for the record.
+        name: the case's name in the record.
         work: the workload.
-        world_size: OPER's processes.
-        num_threads: threads of all processes together, and of the single process of each unsharded
-            peer.
-        num_batches: distinct batches that are timed.
-        num_stats_batches: separate batches from which the statistics are taken.
+        world_size: number of OPER's processes.
+        num_threads: total number of threads of OPER's processes, and number of threads of each
+            unsharded contender's single process.
+        num_batches: number of distinct timed batches.
+        num_stats_batches: number of batches from which access statistics are collected; none of
+            them is timed.
         rounds, per_round: see `record.interleave`.
     """
 
@@ -58,22 +58,23 @@ class Case:
 
 
 def quick_case(case: Any) -> Any:
-    """A `Case` with a third of its rounds, and statistics of few batches."""
+    """A copy of a `Case` with a third of the rounds, 3 calls each, and 8 statistics batches."""
     return replace(case, num_stats_batches=8, rounds=case.rounds // 3, per_round=3)
 
 
 class Run:
-    """A case on one rank.
+    """Helpers for measuring a case on one rank.
 
     Args:
-        case: a `Case`, or one with a name, rounds and calls per round of its own kind.
-        progress: called with what is going on.
+        case: a `Case`, or an object with ``rounds`` and ``per_round`` and, for the methods that
+            draw batches, ``work`` and ``num_batches``.
+        progress: function that reports the current activity.
 
     Attributes:
         case: the case.
         rank, world_size: this process's rank and the number of ranks.
-        say: reports progress.
-        others: cores that other programs kept busy while something was timed, by phase.
+        say: the argument `progress`.
+        others: mean number of cores that other programs kept busy, by timed phase.
     """
 
     def __init__(self, case: Any, progress: Progress) -> None:
@@ -94,21 +95,21 @@ class Run:
                          self.case.num_batches)
 
     def batches(self) -> list[Any]:
-        """The timed batches with dense features and labels, see `workload.make_batch`."""
+        """This rank's timed batches with dense features and labels, see `workload.make_batch`."""
         return [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(self.ids())]
 
     def everyones_ids(self) -> list[list[np.ndarray]]:
-        """The timed batches of all ranks, by number and rank."""
+        """Ids of the timed batches of all ranks, indexed by batch and rank."""
         every = [self.ids(r) for r in range(self.world_size)]
         return [list(x) for x in zip(*every, strict=True)]
 
     def gradient(self, seed: int, num_samples: int) -> torch.Tensor:
-        """An output gradient, float32 [num_samples, sum of dims]."""
+        """A random output gradient, float32 [num_samples, sum of dims]."""
         shape = num_samples, self.work.dim * len(self.work.num_rows)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
     def set_gradient(self, sides: Iterable[Any], batch: Any) -> None:
-        """Give every side the same output gradient for every step. Collective."""
+        """Set the same output gradient on every `Side`, for all steps. Collective."""
         gradient = self.gradient(self.work.seed + self.rank,
                                  self.work.batch_size // self.world_size)
         for side in sides:
@@ -116,7 +117,8 @@ class Run:
 
     def simulated_bytes(self, plan: Plan, host_of: Sequence[int], training: bool, steps: int
                         ) -> list[int]:
-        """Bytes that a plan sends between hosts in each of the first steps, as simulated."""
+        """Simulated bytes that all ranks send between hosts, for each of the first `steps` steps.
+        `host_of` maps each rank to its host."""
         replay, count = WireReplay(plan, host_of, training=training), self.case.num_batches
         everyones = [timed_ids(self.work, r, self.world_size, min(steps, count))
                      for r in range(self.world_size)]
@@ -127,18 +129,18 @@ class Run:
     def time(self, runs: Mapping[str, Call], align: Callable[[], None], phase: str = "",
              before: Mapping[str, Call] | None = None, rounds: tuple[int, int] | None = None
              ) -> dict[str, np.ndarray]:
-        """Time contenders in turns after two calls of each. Collective.
+        """Time contenders in alternation, after warming up each of them. Collective.
 
         Args:
             runs, align, before: see `record.interleave`.
-            phase: name of what is timed, the key in `others`.
-            rounds: number of rounds, and calls per round, instead of the case's.
+            phase: name of the timed phase, the key in `others`.
+            rounds: (rounds, timed calls per round); by default the case's.
 
         Returns:
-            float64 [n] seconds by contender, the slowest rank's of every call.
+            float64 [rounds * calls] seconds by contender; each is the maximum over ranks.
         """
         gc.collect()
-        gc.freeze()  # else a collection during the measurement would visit all existing objects
+        gc.freeze()  # so that collections during the measurement skip all existing objects
         try:
             turns, calls = rounds or (self.case.rounds, self.case.per_round)
             self.say(f"measuring {phase or ', '.join(runs)}: {turns} rounds of {calls}")
@@ -151,11 +153,8 @@ class Run:
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
 
     def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Close OPER's tables; returns the case's entry of the record on rank 0, and an empty one
-        elsewhere.
-
-        Collective.
-        """
+        """Close OPER's tables and return the case's entry of the record. Collective. The entry is
+        `figures` plus the workload and settings on rank 0, and empty elsewhere."""
         page_kind = tables.page_kind
         if dist.is_initialized():
             dist.barrier()
@@ -170,11 +169,11 @@ class Run:
 
 
 class Steps:
-    """A contender's forward pass, and the backward pass of its latest output.
+    """A contender's forward pass, and the backward pass of its most recent output.
 
     Args:
-        forward: function that returns the output of a batch, given by its number.
-        gradient: the gradient of every output.
+        forward: function from the index of a batch to its output.
+        gradient: gradient with respect to every output.
     """
 
     def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
@@ -182,23 +181,24 @@ class Steps:
         self._out: torch.Tensor | None = None
 
     def forward(self, number: int) -> None:
-        """Look a batch up."""
+        """Run the forward pass of a batch."""
         self._out = self._forward(number)
 
     def backward(self, number: int) -> None:
-        """Backward and update of the last forward pass."""
+        """Run the backward pass and update of the last forward pass; ignores `number`."""
         assert self._out is not None
         self._out.backward(self._gradient)
         self._out = None
 
     def step(self, number: int) -> None:
-        """Both."""
+        """Run the forward pass of a batch, its backward pass and the update."""
         self.forward(number)
         self.backward(number)
 
 
 def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Median milliseconds by phase of steps, mean over ranks, of their `phase_ns`. Collective."""
+    """Median milliseconds per phase of a step, averaged over ranks. Collective. `ticks`: this
+    rank's ``phase_ns().values()`` of each step."""
     mine = np.median(np.array(ticks, np.float64), axis=0) / 1e6
     return {name: round(x / ranks()[1], 4)
             for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
@@ -210,8 +210,8 @@ def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def aligner(tables: ShardedTables) -> Callable[[], None]:
-    """A function that aligns the ranks; they sleep while waiting, so that a single-process peer has
-    the machine to itself."""
+    """A function that synchronizes the ranks. It first waits in gloo's barrier, which sleeps, so
+    that waiting ranks leave the cores to a single-process contender."""
     def align() -> None:
         if dist.is_initialized():
             dist.barrier()
@@ -226,7 +226,8 @@ def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
 
 
 def on_threads(count: int, call: Call) -> Call:
-    """`call` with `count` threads; the number changes only in the untimed first call of a round."""
+    """`call` with torch set to `count` threads. The setting changes only in the first call of a
+    contender's round, which is not timed."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -236,4 +237,4 @@ def on_threads(count: int, call: Call) -> Call:
 
 
 def nothing(number: int) -> None:
-    """Do nothing, the part of other ranks while rank 0 runs a single-process peer."""
+    """Do nothing: other ranks' call while rank 0 runs a single-process contender."""

@@ -1,4 +1,4 @@
-"""Memory, descriptors and processor time of processes as the kernel counts them."""
+"""Memory, file descriptors and processor time of processes, from ``/proc``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from oper.errors import OperError
 
 
 def pss_bytes(pid: int, mapping: str = "") -> int:
-    """Proportional set size: resident bytes, shared pages divided by the processes that map them.
+    """Proportional set size (bytes) of a process.
+
+    That is its resident memory, where each shared page counts as its size divided by the number of
+    processes that map it.
 
     Args:
-        pid: the process.
-        mapping: only mappings whose name contains this text; all by default.
+        pid: the process id.
+        mapping: count only mappings whose name contains this text; ``""`` = all mappings.
 
     Raises:
-        OperError: there is no such process, or no permission to inspect it.
+        OperError: the process does not exist, or this user may not inspect it.
     """
     if not mapping:
         return _kilobytes(r"^Pss:\s+(\d+) kB", _read(pid, "smaps_rollup"))
@@ -32,13 +35,12 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
 
 
 def unfiled_pss_bytes(pid: int) -> int:
-    """Like `pss_bytes`, without pages of files.
+    """Proportional set size (bytes) of a process without file-backed pages.
 
-    Pages of libraries are left out, since their share per process depends on the number of
-    processes.
+    Library pages are excluded because their share per process depends on the number of processes.
 
     Raises:
-        OperError: there is no such process, or no permission to inspect it.
+        OperError: the process does not exist, or this user may not inspect it.
     """
     return _kilobytes(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", _read(pid, "smaps_rollup"))
 
@@ -56,10 +58,8 @@ def _kilobytes(pattern: str, text: str) -> int:
 
 
 def peak_rss_mb(pid: int | str = "self") -> float:
-    """Peak resident memory of a process so far, in units of 10^6 bytes (the kernel's VmHWM).
-
-    `getrusage` is unsuitable, since its peak starts from that of the parent process.
-    """
+    """Peak resident memory of a process so far, in 10^6 bytes (VmHWM of ``/proc/pid/status``).
+    `getrusage` is unsuitable, because a child's peak starts at that of its parent."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
     if found is None:
@@ -69,12 +69,12 @@ def peak_rss_mb(pid: int | str = "self") -> float:
 
 
 def reset_peak(pid: int) -> None:
-    """Reset a process's `peak_rss_mb` to what is resident now."""
+    """Reset a process's `peak_rss_mb` to its current resident memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def num_descriptors(pid: int) -> int:
-    """Open file descriptors of a process; raises OperError."""
+    """Number of open file descriptors of a process; raises OperError if it cannot be read."""
     try:
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError as error:
@@ -83,12 +83,12 @@ def num_descriptors(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time (s) that a process and its descendants have used so far, including descendants
-    that have ended and were waited for; 0 if the process itself has ended."""
+    """Processor time (s) used so far by a process and its descendants. Includes descendants that
+    have exited and were waited for; 0 if the process itself has exited."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has exited since the listing
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))
             children.setdefault(int(fields[1]), []).append(int(path.parent.name))

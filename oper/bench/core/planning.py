@@ -1,4 +1,4 @@
-"""Collective helpers of benchmarks: the plan, and reductions over ranks."""
+"""Collective helpers of benchmarks: planning, and reductions over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARED = ("own rank", "memory domain")  # links of processes on one machine
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank. Collective."""
+    """The values of all ranks, in rank order. Collective."""
     _, world_size = ranks()
     values = [value] * world_size
     if world_size > 1:
@@ -35,7 +35,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def joint(value: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated in the order of ranks. Collective."""
+    """The tensors of all ranks, concatenated along dimension 0 in rank order. Collective."""
     return torch.cat(gather(value))
 
 
@@ -50,11 +50,9 @@ def total(values: Sequence[float]) -> list[float]:
 
 
 def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
-    """Mean bytes per pass that all ranks together have read since the counters' last reset.
-
-    By phase and class of link (`oper.rows.traffic.LINKS`); the processes of a benchmark share one
-    memory. Collective.
-    """
+    """Bytes that all ranks together read per pass, averaged since the counters' last reset. Keyed
+    by phase (``forward``, ``backward``), then by class of link: ``own rank`` or ``memory domain``,
+    since all processes share one memory domain. Collective."""
     mine = tables.traffic()
     passes = {"forward": mine.num_forward, "backward": mine.num_backward}
     every = [t.by_link() for t in gather(mine)]
@@ -64,7 +62,7 @@ def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
 
 
 def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
-    """Rows of tables by placement and mode."""
+    """Total number of rows by ``"<placement> <mode>"`` of their tier."""
     rows: Counter[str] = Counter()
     for tier in (t for entry in entries for piece in entry.pieces for t in piece.tiers):
         rows[f"{tier.placement} {tier.mode}"] += tier.stop - tier.start
@@ -72,16 +70,14 @@ def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
 
 
 def joint_stats(work: Workload, num_stats_batches: int) -> AccessStats:
-    """Access statistics of batches that are never timed; every rank counts its part. Collective."""
+    """Access statistics of `num_stats_batches` untimed batches, merged over ranks. Collective."""
     return merge_stats(gather(collect_stats(work, *ranks(), num_stats_batches)))
 
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
                 ) -> tuple[Plan, float]:
-    """The plan that `oper.shard` chooses for this host, and the seconds that choosing took.
-
-    Unless `is_one_host`, every rank is treated as a host of its own. Collective.
-    """
+    """The plan that `oper.shard` chooses for this host, and the planning time (s). Collective. If
+    not `is_one_host`, the plan is made as if every rank ran on a separate host."""
     world_size = ranks()[1]
     topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
     return planned(work, joint_stats(work, num_stats_batches), objective, topology)
@@ -89,7 +85,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
 
 def planned(work: Workload, stats: AccessStats, objective: str, topology: Topology
             ) -> tuple[Plan, float]:
-    """OPER's plan for a machine, made by rank 0, and the planning time (s). Collective."""
+    """OPER's plan for a topology, made by rank 0, and the planning time (s). Collective."""
     from oper.search import make_plan
 
     made: Any = None

@@ -1,4 +1,4 @@
-"""Benchmark records: versions, machine, timings; and writing them."""
+"""Benchmark records: interleaved timing, machine description, reading and writing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oper.support.versions import versions
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory (bytes), kernel and the kernel's huge-page settings."""
+    """This machine's processor, usable cores, memory (bytes), kernel and huge-page settings."""
     model = kernel.pairs("/proc/cpuinfo")
     cpu = model.get("model name") or platform.processor() or platform.machine()
     if "cpu family" in model:
@@ -38,16 +38,16 @@ def machine() -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Runnable processes, mean of the last minute."""
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 class BusyClock:
-    """Measures how many cores other programs keep busy during a measurement.
+    """Measures how many cores other programs keep busy, from its construction on.
 
     Args:
-        own: function that returns the processor time (s) of the measured program; by default that
-            of this process and its descendants.
+        own: function that returns the processor time (s) that the measured program has used so far;
+            by default that of this process and its descendants.
     """
 
     def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:
@@ -55,10 +55,11 @@ class BusyClock:
         self._read, self._own = own, own()
 
     def others(self, total: Callable[[list[float]], list[float]] = list) -> float:
-        """Mean busy cores since the start, less this program's own. Collective.
+        """Mean number of cores that other programs have kept busy since construction.
 
         Args:
-            total: function that sums each of the given numbers over ranks, where there are several.
+            total: function that sums each number of a list over ranks. With several ranks, pass
+                `planning.total` on all of them; the call is then collective.
         """
         own, = total([self._read() - self._own])
         wall = time.perf_counter() - self._begin
@@ -66,7 +67,7 @@ class BusyClock:
 
 
 def _busy_seconds() -> float:
-    """Processor time (s) that the whole machine has spent since boot, all cores together."""
+    """Processor time (s) used since boot, summed over all cores; 0 without ``/proc/stat``."""
     try:
         line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
     except OSError:
@@ -76,7 +77,7 @@ def _busy_seconds() -> float:
 
 
 def summary(seconds: np.ndarray) -> dict[str, float]:
-    """Median, 10th and 90th percentile and minimum in milliseconds, of float64 [n] seconds."""
+    """Median, 10th and 90th percentile and minimum (ms) of float64 [n] seconds, and n."""
     ms = np.asarray(seconds, np.float64) * 1e3
     low, middle, high = np.percentile(ms, [10, 50, 90])
     return {"median_ms": round(float(middle), 4), "p10_ms": round(float(low), 4),
@@ -84,7 +85,7 @@ def summary(seconds: np.ndarray) -> dict[str, float]:
 
 
 def elapsed(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes by the host's clock."""
+    """Wall time (s) of a call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
@@ -95,21 +96,21 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                before: Mapping[str, Callable[[int], Any]] | None = None,
                seconds: Callable[[Callable[[], Any]], float] | None = None
                ) -> dict[str, np.ndarray]:
-    """Time several contenders in one run, in turns.
+    """Time several contenders in alternation on this rank.
 
     In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
-    order of the contenders rotates from round to round. Call k of each contender gets the number k,
-    so all of them use the same inputs in the same order.
+    order of the contenders rotates from round to round. Each contender's k-th call, timed or not,
+    gets the argument k, so all contenders use the same inputs in the same order.
 
     Args:
-        runs: functions by contender; each takes the number of the call.
-        align: brings all ranks to the same point before every call; not timed.
+        runs: by contender, the function to time; it takes the index of the call.
+        align: function that synchronizes all ranks; called before every call and not timed.
         rounds, per_round, lead_in: see above.
-        before: untimed functions by contender, called before each of its calls.
-        seconds: function that times a call; by default with the host's clock.
+        before: by contender, a function called before `align`, with the same argument; not timed.
+        seconds: function that runs a call and returns its duration (s); by default `elapsed`.
 
     Returns:
-        float64 [rounds * per_round] seconds by contender, of this rank.
+        float64 [rounds * per_round] seconds by contender.
     """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -130,7 +131,7 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
 
 
 def command_line(args: argparse.Namespace, *words: str) -> list[str]:
-    """A command and the flags that are set in its parsed arguments, ``--json`` last."""
+    """Command line: `words`, then the options that are set in `args`, ``--json`` last."""
     found = list(words)
     for name, value in sorted(vars(args).items(), key=lambda item: item[0] == "json"):
         if name in ("command", "benchmark") or value is None or value is False or value == "":
@@ -143,13 +144,13 @@ def command_line(args: argparse.Namespace, *words: str) -> list[str]:
 
 def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],
            load_before: float) -> dict[str, Any]:
-    """The object that a benchmark writes.
+    """The JSON object that a benchmark writes to its record file.
 
     Args:
-        benchmark: its name.
-        command: the command line.
-        cases: the cases, each with at least a ``name``.
-        load_before: load average at its beginning.
+        benchmark: name of the benchmark.
+        command: words of the command line.
+        cases: entries of the cases, each with at least a ``name``.
+        load_before: load average when the benchmark started.
     """
     return {
         "benchmark": benchmark, "command": " ".join(command), "versions": versions(),
@@ -164,16 +165,16 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 
 def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
-    """Entries of an earlier record by name, without failed and skipped ones.
+    """Entries of an earlier record by case name, without failed and skipped cases.
 
     Args:
-        path: the record; ``""`` = none, with no entries. May equal `target`, which then need not
-            exist yet.
+        path: file of the earlier record; ``""`` = no record, which gives no entries. A missing file
+            also gives none if it is `target`.
         target: file that this run writes.
-        benchmark: the benchmark that must have written it.
+        benchmark: name of the benchmark that must have written the record.
 
     Raises:
-        InvalidInputError: the file is not such a record.
+        InvalidInputError: the file cannot be read or is not a record of `benchmark`.
     """
     if not path or (path == target and not Path(path).exists()):
         return {}
@@ -181,19 +182,16 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
         value = read_json(path, f"cannot read {path!r}")
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
         if value["benchmark"] != benchmark:
-            raise ValueError(f"it is one of {value['benchmark']!r}")
+            raise ValueError(f"this is a record of {value['benchmark']!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError("cannot resume from a record", "--resume", path,
                                 f"a record of oper bench {benchmark}",
-                                f"name another file, or leave it out ({error})") from error
+                                f"give another file, or omit --resume ({error})") from error
     return found
 
 
 def interface_counters(name: str) -> np.ndarray:
-    """Counters of a network interface of this network namespace since it was made.
-
-    Returns:
-        float64 [2]: bytes and packets sent, with the headers of all protocols.
-    """
+    """Bytes and packets that a network interface has sent since its creation, float64 [2]. The
+    interface is looked up in this process's network namespace; bytes include all headers."""
     folder = Path(f"/sys/class/net/{name}/statistics")
     return np.array([float((folder / f"tx_{what}").read_text()) for what in ("bytes", "packets")])

@@ -1,4 +1,4 @@
-"""A record's entries as text: tables of the figures that a benchmark lists."""
+"""Print a record's entries as text tables of the figures that a benchmark lists."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 from oper.support.text import aligned
 
-NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
-_LEAST_WIDTH = 8  # of a column, before its header is broken
+NOISY_CORES = 0.15  # other programs' mean busy cores above which a case is reported as noisy
+_LEAST_WIDTH = 8  # characters of a header line; longer headers wrap at the cells' width
 
 
 def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]) -> str:
-    """Tables of figures, and notes on cases that were disturbed, left out or not verified.
+    """Text tables of figures, then notes on noisy, skipped, failed and unverified cases.
 
     Args:
-        entries: of a record.
-        tables: for each table the keys of the figures in its columns: ``a.b`` is b in a, and
-            ``a.*.b`` gives an entry a row for each name in a. An entry appears in the first table
-            whose first figure it has, otherwise on a line of its own; empty columns are left out.
+        entries: the ``cases`` of a record.
+        tables: for each table, the keys of its columns. Key ``a.b`` is item b of item a, and
+            ``a.*.b`` gives an entry one row per item of a. An entry appears in the first table
+            whose first column it has a figure for, otherwise on a separate line. Columns without
+            any figure are omitted.
     """
     text, left = "", list(entries)
     for keys in tables:
@@ -39,7 +40,7 @@ def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]
 
 
 def _rows(entry: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Cells of an entry, name first; none where it lacks the first figure."""
+    """Table rows of an entry, each starting with its name; none if it lacks the first figure."""
     first, names = paths[0], [""]
     if "*" in first:
         names = list(_figure(entry, first[:first.index("*")]) or ())
@@ -49,7 +50,7 @@ def _rows(entry: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> list[list
 
 
 def _figure(entry: Mapping[str, Any], path: Sequence[str], name: str = "") -> Any:
-    """What a path leads to, with `name` in the place of ``*``; ``""`` where there is nothing."""
+    """The item at a path of keys, with ``*`` replaced by `name`; ``""`` if there is none."""
     value: Any = entry
     for key in path:
         value = value.get(name if key == "*" else key, "") if isinstance(value, Mapping) else ""
@@ -82,14 +83,14 @@ def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
                if any(cells)]
     heads = []
     for key, cells in columns:
-        words = re.sub(r"[_.*]+", " ", key.rpartition("*.")[2])  # rows say what stands for the star
+        words = re.sub(r"[_.*]+", " ", key.rpartition("*.")[2])  # each row names the star's item
         heads.append("\n".join(textwrap.wrap(words, max(_LEAST_WIDTH, *map(len, cells)),
                                              break_long_words=False)))
     return table(heads, list(zip(*(cells for _, cells in columns), strict=True))) + "\n"
 
 
 def _wrong(value: Any, path: str = "") -> Iterator[str]:
-    """Comparisons in an entry that have failed, and where they stand."""
+    """Failed comparisons in an entry, each with the path of its keys."""
     if isinstance(value, Mapping):
         if value.get("passed") is False:
             yield f"; {path}: {dict(value)}"
@@ -98,10 +99,10 @@ def _wrong(value: Any, path: str = "") -> Iterator[str]:
 
 
 def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A line that names the cases disturbed by other programs; "" if there are none.
+    """A line that names the cases disturbed by other programs; ``""`` if there are none.
 
     Args:
-        entries: cases with ``other_busy_cores``, a number or one per phase.
+        entries: entries of a record, whose ``other_busy_cores`` is a number or one per phase.
     """
     noisy = {}
     for entry in entries:
@@ -116,10 +117,8 @@ def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Text of a table: the first column left-aligned, the others right-aligned.
-
-    Headers may have several lines.
-    """
+    """Format a text table: the first column left-aligned, the remaining ones right-aligned. Headers
+    may have several lines."""
     lines = [h.split("\n") for h in headers]
     height = max(map(len, lines))
     heads = zip(*([""] * (height - len(h)) + h for h in lines), strict=True)

@@ -1,4 +1,4 @@
-"""Synthetic lookups for benchmarks: tables, batches, and statistics of other batches."""
+"""Synthetic lookups for benchmarks: tables, batches, and access statistics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
 # Streams of random numbers; batches of different streams are independent.
 TIMED, STATISTICS, CHECKED = 0, 1, 2
-NO_ID = -1  # in arrays of ids: no lookup
-EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}  # of ids, by the end of a case's name
+NO_ID = -1  # padding in arrays of ids: no lookup
+EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}  # power law, by suffix of a case's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,14 @@ class Workload:
     Attributes:
         num_rows: rows of each table; one feature per table.
         dim: columns of all tables.
-        batch_size: samples per step, over all ranks.
-        pooling: ids per bag; with `lengths`, the largest of them.
-        exponent: ids follow a bounded power law of this exponent; 0 = uniform.
+        batch_size: samples per step, summed over ranks.
+        pooling: ids per bag; if `lengths` is given, its maximum.
+        exponent: exponent of the bounded power law of the ids; 0 = uniform.
         seed: seed of all random numbers.
-        lengths: ids per bag by table; empty = `pooling` in all of them.
+        lengths: ids per bag of each table; empty = `pooling` for all tables.
+
+    Raises:
+        InvalidInputError: a field is out of range.
     """
 
     num_rows: tuple[int, ...] = tuple(min(n, 1_000_000) for n in CRITEO_KAGGLE_ROWS)
@@ -53,7 +56,7 @@ class Workload:
             ("lengths", not self.lengths or (
                 len(self.lengths) == len(self.num_rows) and min(self.lengths) >= 1
                 and max(self.lengths) == self.pooling),
-             f"one >= 1 per table, at most {self.pooling} = pooling"),
+             f"one length >= 1 per table, whose maximum equals pooling ({self.pooling})"),
             *((n, getattr(self, n) >= 1, ">= 1") for n in ("dim", "batch_size", "pooling")))
 
     @property
@@ -74,33 +77,31 @@ class Workload:
         return [f"f{k}" for k in range(len(self.num_rows))]
 
     def tables(self) -> list[TableSpec]:
-        """The tables, with row-wise Adagrad state."""
+        """The table specifications, one per entry of `num_rows`."""
         return [TableSpec(f"t{k}", n, self.dim, (f"f{k}",)) for k, n in enumerate(self.num_rows)]
 
 
 def data_files(pattern: str) -> list[str]:
-    """Files in the folder named by OPER_DATA that match a pattern."""
+    """Sorted paths that match a glob pattern in the folder OPER_DATA; none if it is unset."""
     folder = os.environ.get("OPER_DATA")
     return sorted(map(str, Path(folder).glob(pattern))) if folder else []
 
 
 @functools.lru_cache(maxsize=64)
 def _scatter(num_rows: int, seed: int, table: int) -> np.ndarray:
-    """The id of the k-th hottest row: a fixed permutation, int32 [num_rows]."""
+    """Fixed permutation int32 [num_rows]; element k is the id of the k-th hottest row."""
     return np.random.default_rng((seed, table)).permutation(num_rows).astype(np.int32)
 
 
 def hottest_ids(work: Workload, table: int, count: int) -> np.ndarray:
-    """Ids of the hottest rows of a table, int64 [count]."""
+    """Ids of a table's `count` hottest rows in descending order of heat, int64 [count]."""
     return _scatter(work.num_rows[table], work.seed, table)[:count].astype(np.int64)
 
 
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
-    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
-
-    Entries of a bag beyond its table's length hold `NO_ID`.
-    """
+    """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling]. Each bag
+    has `pooling` entries; those beyond its table's bag length are `NO_ID`."""
     rng = np.random.default_rng((work.seed, stream, rank, number, work.pooling))
     num_bags = work.batch_size // world_size
     found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)
@@ -114,19 +115,19 @@ def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: i
 @functools.lru_cache(maxsize=2)
 def timed_ids(work: Workload, rank: int, world_size: int, num_batches: int
               ) -> tuple[np.ndarray, ...]:
-    """The first `num_batches` timed batches of a rank; kept, since cases share workloads."""
+    """The first `num_batches` timed batches of a rank; cached, since cases share workloads."""
     return tuple(batch_ids(work, rank, world_size, k) for k in range(num_batches))
 
 
 def bags_of(work: Workload, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids (int64 [L]) and bag lengths (int64 [B]) of every table, of `batch_ids` output."""
+    """Ids (int64 [L]) and bag lengths (int64 [B]) of every table, from `batch_ids` output."""
     num_bags = ids.shape[1] // work.pooling
     return [(row[row != NO_ID] if work.lengths else row, np.full(num_bags, length, np.int64))
             for row, length in zip(ids, work.bag_lengths, strict=True)]
 
 
 def make_kjt(work: Workload, ids: np.ndarray) -> Any:
-    """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets computed."""
+    """A `KeyedJaggedTensor` from `batch_ids` output, with lengths and offsets computed."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -142,7 +143,7 @@ def make_kjt(work: Workload, ids: np.ndarray) -> Any:
 
 
 def make_batch(work: Workload, ids: np.ndarray, seed: tuple[int, ...]) -> Any:
-    """A TorchRec `Batch`: the lookups with random dense features and labels."""
+    """A TorchRec `Batch` of the lookups `ids` with random dense features and labels."""
     import torch
     from torchrec.datasets.utils import Batch
 
@@ -155,7 +156,7 @@ def make_batch(work: Workload, ids: np.ndarray, seed: tuple[int, ...]) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def collect_stats(work: Workload, rank: int, world_size: int, num_batches: int) -> AccessStats:
-    """Access statistics of this rank's part of batches that are never timed."""
+    """Access statistics of this rank's share of `num_batches` untimed batches."""
     from oper.analysis import Collector
 
     collector = Collector(work.tables())

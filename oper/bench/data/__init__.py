@@ -1,1 +1,1 @@
-"""From logs to statistics and batches."""
+"""``oper bench data``: preprocessing, access statistics and loading of logs."""

@@ -1,5 +1,4 @@
-"""The cases of ``oper bench data``. Each is a function of its size and a folder that returns its
-figures."""
+"""Cases of ``oper bench data``: functions from an input size and a folder to a case's figures."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def to_parquet(logs: list[str], target: str, options: dict[str, Any]) -> dict[st
 
 
 def _parse_by_pyarrow(log: str) -> int:
-    """Number of rows of a log, after every field was parsed into an integer or a string and
-    discarded."""
+    """Number of rows of a log, each field of which is parsed to an integer or string."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -58,7 +56,7 @@ def _parse_by_pyarrow(log: str) -> int:
 
 
 def _parse_by_polars(log: str) -> int:
-    """As `_parse_by_pyarrow`; every value of every column is requested."""
+    """As `_parse_by_pyarrow`; counting every column's values prevents skipping any of them."""
     import polars as pl
 
     types = {n: pl.String if n[0] == "C" else pl.Int64 for n in _FIELDS}
@@ -86,7 +84,7 @@ _LIBRARIES: dict[str, Callable[[str], int]] = {
 
 
 def _read(log: str) -> int:
-    """Rows of a log as OPER's reader counts them."""
+    """Number of rows of a log, parsed by OPER's reader."""
     from oper.data.reading.lines import Unit
     from oper.data.reading.readers import read_unit
 
@@ -103,13 +101,9 @@ def log_file(folder: Path, num_rows: int) -> Path:
 
 
 def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Text to Parquet, in one process with one thread, compared with one parsing pass of the
-    fastest library.
-
-    ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parsing pass reads the
-    same file into integers and strings and discards them; the fastest library is determined on a
-    short log.
-    """
+    """Preprocess text to Parquet on one thread, compared with parsing by the fastest library.
+    ``mb_per_s_per_core`` is the size of the text over the time of all passes. The library parses
+    the same file once and discards the values; the fastest library is determined on a short log."""
     log = str(log_file(folder, num_rows))
     megabytes = os.path.getsize(log) / 1e6
     target = folder / "out"
@@ -122,11 +116,11 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
         written[compression].append(child.call(
             to_parquet, [log], str(target), {"compression": compression}))
         shutil.rmtree(target)
-        os.sync()  # else the next run pays for the deletion, and for pages not yet written
+        os.sync()  # so that the next run does not wait for the deletion and for dirty pages
     found, packed = (min(runs, key=_taken) for runs in written.values())
     rows = found["value"]["rows"]
     mine, zstd = megabytes / _taken(found), megabytes / _taken(packed)
-    theirs = max(rates[fastest], megabytes / parse["seconds"])  # disturbed less, in doubt
+    theirs = max(rates[fastest], megabytes / parse["seconds"])  # the less disturbed measurement
     return {
         "verified": sum(rows.values()) == num_rows == parse["value"] == read["value"]
         and packed["value"]["rows"] == rows, "rows": num_rows,
@@ -142,13 +136,13 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _taken(run: dict[str, Any]) -> float:
-    """The slower of wall clock and processor time, seconds."""
+    """The larger of wall time and processor time (s)."""
     return float(max(run["seconds"], run["cpu"]))
 
 
 def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
-    """The fastest CSV reader that is installed, and MB/s of each: the better of two runs over a
-    log of 500,000 rows."""
+    """The fastest installed CSV reader, and each one's MB/s: the better of two runs on 500,000
+    rows."""
     log = log_file(folder, 500_000)
     rates = {name: max(log.stat().st_size / 1e6 / child.call(parse, str(log))["seconds"]
                        for _ in range(2))
@@ -157,7 +151,8 @@ def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
 
 
 def resume(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Preprocessing killed at random moments, against an undisturbed run."""
+    """Compare the output of preprocessing that is killed at random times with an undisturbed
+    run's."""
     log, options = str(log_file(folder, num_rows)), {"unit_bytes": 1 << 24}
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
@@ -173,7 +168,7 @@ def resume(num_rows: int, folder: Path) -> dict[str, Any]:
         if broken.exists():
             if kills >= _KILLS or attempt == _ATTEMPTS - 1:
                 break
-            shutil.rmtree(broken)  # done before it could be killed often enough: once more
+            shutil.rmtree(broken)  # it finished before enough kills: start again
     same = _digest(whole) == _digest(broken)
     for path in (whole, broken):
         shutil.rmtree(path, ignore_errors=True)
@@ -190,7 +185,7 @@ def _digest(folder: Path) -> str:
 
 
 def count(num_ids: int, folder: Path) -> dict[str, Any]:
-    """Exact counting of ids in memory, with presence, and of a preprocessed folder's Parquet."""
+    """Exact counting of ids in memory, and of those in a preprocessed folder."""
     rng = np.random.default_rng(1)
     rates = {}
     for num_rows in (10_000, 1_000_000, 10_000_000):
@@ -218,8 +213,7 @@ def _count(counter: TableCounter, ids: np.ndarray) -> None:
 
 
 def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
-    """Counting of a table of 10^9 rows with a memory budget smaller than the counts, in a separate
-    process."""
+    """Count ids of a table of 10^9 rows within less memory than one counter per row needs."""
     path = folder / "sketch.npz"
     found = child.call(_count_sketched, num_ids, str(path))
     path.unlink()
@@ -232,8 +226,8 @@ def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
 
 
 def _count_sketched(num_ids: int, path: str) -> list[float]:
-    """Seconds of counting; the true and the counted frequency of the hottest id; number of ids
-    counted; whether all were counted exactly; and number of distinct rows."""
+    """Time of counting (s); true and counted frequency of the hottest id; number of counted ids;
+    whether all counts are exact; number of distinct rows."""
     counter, spent, top = TableCounter("t", 10**9, dense=False), 0.0, 0
     hot = int(power_law_ids(10**9, 1, 50.0, np.random.default_rng(0))[0])
     for k in range(0, num_ids, 1 << 20):
@@ -249,7 +243,7 @@ def _count_sketched(num_ids: int, path: str) -> list[float]:
 
 
 def merge(num_days: int, folder: Path) -> dict[str, Any]:
-    """Statistics files of days, each with 26 tables, merged into one and written."""
+    """Merge the statistics files of `num_days` days, each with 26 tables, into one file."""
     rng = np.random.default_rng(2)
     sizes = [1000, 100_000, 2_000_000] * 8 + [50, 500]
     total = np.zeros(len(sizes), np.int64)
@@ -279,11 +273,9 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
 
 
 def collector(num_steps: int, folder: Path) -> dict[str, Any]:
-    """A training step with and without a live collector that may take 2 % of the time.
-
-    The step is a forward and backward pass of 26 `nn.EmbeddingBag`s over 4096 samples with a dense
-    layer on top, on one thread; steps with and without it take turns.
-    """
+    """Overhead of a live collector, limited to 2 % of the time, on a training step. The step is a
+    forward and backward pass of 26 `nn.EmbeddingBag`s and a dense network over 4096 samples on one
+    thread. Steps with and without a collector alternate."""
     import torch
 
     torch.set_num_threads(1)
@@ -313,7 +305,7 @@ def collector(num_steps: int, folder: Path) -> dict[str, Any]:
     counters = {"none": None, "live": live, "every": every}
     taken = interleave({n: partial(step, counter=c) for n, c in counters.items()}, lambda: None,
                        num_steps + 5, 1, lead_in=0)
-    # Batches that are counted are few and long: means tell what they add, medians would not.
+    # Few steps count their batch, which makes them long: a median would not include them.
     plain, with_live, with_every = (float(np.mean(taken[n][5:])) for n in counters)
     stats = live.finish()
     spent = live.seconds / float(taken["live"][5:].sum())

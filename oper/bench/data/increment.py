@@ -1,4 +1,4 @@
-"""The case ``increment`` of ``oper bench data``: another day with a finished vocabulary."""
+"""The case ``increment`` of ``oper bench data``: preprocess a day with a finished vocabulary."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
 
 
 def increment(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Preprocessing a second day with the first day's vocabulary, compared with preprocessing both
-    days from scratch.
+    """Preprocess a second day with the first day's vocabulary, compared with preprocessing both.
 
-    The days are the halves of one log whose hot values change. ``ratio_time`` is the median of some
-    rounds in which both ways take turns, each in a process with one thread. ``verified``: every
-    value of day 1 keeps its row in the extended vocabulary; day 2 is given these rows; and a model
-    that trains on day 1, is saved, and continues on day 2 with extended tables equals one that had
-    all rows from the start.
+    The days are the halves of one log, whose hot values change. ``ratio_time`` is the ratio of the
+    two ways' median times over alternating single-threaded runs. ``verified``: every value of day 1
+    keeps its row in the extended vocabulary; day 2 uses these rows; and a model that trains on day
+    1, is saved, and continues on day 2 with extended tables is bitwise equal to one that had all
+    rows from the start.
     """
     work = folder / "increment"
     shutil.rmtree(work, ignore_errors=True)
@@ -60,13 +59,13 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
 
 def _preprocess(target: Path, logs: Sequence[Path], vocabulary: Path | None = None
                 ) -> dict[str, Any]:
-    """`child.call` of preprocessing, all of it training rows."""
+    """Preprocess logs into training rows only; returns the result of `child.call`."""
     return child.call(to_parquet, [str(p) for p in logs], str(target), {
         "vocabulary": vocabulary and str(vocabulary), "valid": "0", "force": True})
 
 
 def _halves(log: Path, work: Path) -> list[Path]:
-    """The halves of a log, as files."""
+    """Split a log at a line break near its middle; returns the two files."""
     paths, size = [work / "day1.txt", work / "day2.txt"], os.path.getsize(log)
     with log.open("rb") as file:
         file.seek(size // 2)
@@ -80,7 +79,7 @@ def _halves(log: Path, work: Path) -> list[Path]:
 
 
 def _rows_stay(old: Path, new: Path) -> bool:
-    """Whether every value of a vocabulary has the same row in an extended one."""
+    """Whether every value of the vocabulary `old` has the same row in its extension `new`."""
     before, after = FinishedVocabulary.open(old), FinishedVocabulary.open(new)
     for name in before.columns:
         values, wider = (pq.read_table(v.file(name), columns=["value", "id"])
@@ -93,9 +92,8 @@ def _rows_stay(old: Path, new: Path) -> bool:
 
 
 def _looked_up(old: Path, new: Path) -> bool:
-    """Whether a log preprocessed with two vocabularies has the same rows, except for values that
-    only one of them contains.
-    """
+    """Whether a log preprocessed with a vocabulary (`old`) and with its extension (`new`) has equal
+    rows, except where `old` has row 0 (unknown) and `new` an added row."""
     first, second = Folder.open(old), Folder.open(new)
     if [p.name for p in first.parts("train")] != [p.name for p in second.parts("train")]:
         return False
@@ -110,7 +108,8 @@ def _looked_up(old: Path, new: Path) -> bool:
 
 
 def _continued(first: Path, second: Path, saved: Path) -> bool:
-    """Whether training over both days is bitwise that of tables with all rows from the start."""
+    """Whether training that extends its tables between the days is bitwise equal to training with
+    all rows from the start."""
     import oper
 
     days = [Loader(d, "train", LoaderOptions(_BATCH_SIZE, drop_last=True, rank=0, world_size=1))
@@ -129,8 +128,8 @@ def _continued(first: Path, second: Path, saved: Path) -> bool:
 
 
 def _model(rows: dict[str, int], largest: dict[str, int]) -> Any:
-    """Bags of every column, sharded on this process; a table's first rows do not depend on how many
-    there are."""
+    """An embedding bag per column, sharded over this process only. Initial rows do not depend on
+    their number, `rows`: they are the first of `largest`."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 

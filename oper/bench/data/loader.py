@@ -1,4 +1,4 @@
-"""The case ``loader`` of ``oper bench data``: from a preprocessed folder to KeyedJaggedTensors."""
+"""The case ``loader`` of ``oper bench data``: load batches from a preprocessed folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
-_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # the files of a short log are too small for both
-_MODULUS = 1_000_003  # of the checksums' squares
+_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # size of the large folder: the lower limit counts
+_MODULUS = 1_000_003  # for the squares in checksums
 
 
 def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Loader:
-    """A rank's loader of a folder; `where`: the folder, samples of a batch, rows of a window."""
+    """A rank's loader; `where`: folder, samples per batch, rows per shuffling window."""
     import torch
 
     torch.set_num_threads(1)
@@ -34,10 +34,8 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
 
 
 def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None:
-    """Send rows, seconds and processor time of epochs, the first of which warms up.
-
-    Each epoch begins on a message from the parent.
-    """
+    """Send (rows, wall time, processor time) of each epoch, the first of which warms up. Each epoch
+    starts on a message from the parent; times are in seconds."""
     loader, found = _open(where, rank, world_size), []
     for epoch in range(_EPOCHS + 1):
         loader.set_epoch(epoch)
@@ -50,11 +48,11 @@ def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None
 
 
 def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list[int]]:
-    """Checksums of samples, from the labels and each column's ids of parts of them.
+    """Checksums of samples that do not depend on their order.
 
-    Returns:
-        Samples and the sum of each column's ids; labels and the sum of the squares, modulo a
-        number.
+    `parts` yields labels and the ids of each of 26 columns. The result's first row has the number
+    of samples and each column's sum; the second the sum of labels and each column's sum of squares
+    modulo `_MODULUS`.
     """
     found = np.zeros((2, 27), np.int64)
     for labels, columns in parts:
@@ -65,7 +63,7 @@ def _sums(parts: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]]) -> list[list
 
 
 def _sum_files(data: Path) -> list[list[int]]:
-    """`_sums` of the rows in the files."""
+    """`_sums` of the training rows in the files."""
     folder = Folder.open(data)
     tables = (folder.read_part(p, (folder.label, *folder.sparse)) for p in folder.parts("train"))
     return _sums((t.column(folder.label).to_numpy(),
@@ -73,15 +71,15 @@ def _sum_files(data: Path) -> list[list[int]]:
 
 
 def _sum_batches(where: list[Any]) -> list[list[int]]:
-    """`_sums` of what three ranks' batches hold."""
+    """`_sums` of the samples in three ranks' batches."""
     batches = (batch for rank in range(3) for batch in _open(where, rank, 3))
     return _sums((b.labels.numpy(), b.sparse_features.values().view(26, -1).numpy())
                  for b in batches)
 
 
 def _first_batch(where: list[Any]) -> float:
-    """Seconds from opening a folder to the first batch of rank 0 of 8."""
-    import torchrec.datasets.utils  # noqa: F401  (the time of imports does not count)
+    """Time (s) from opening a folder to the first batch of rank 0 of 8."""
+    import torchrec.datasets.utils  # noqa: F401  (not timed)
 
     begin = time.perf_counter()
     next(iter(_open(where, 0, 8, 1)))
@@ -89,8 +87,8 @@ def _first_batch(where: list[Any]) -> float:
 
 
 def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
-    """Send digests of the batches of a rank from a saved state on, if there is one; after `stop`
-    batches its state is saved and it waits to be killed."""
+    """Send digests of rank 1's batches, resuming from the file `state` if it exists. After `stop`
+    batches (if not 0), save the state, send True and wait to be killed."""
     loader, found = _open(where, 1, 2, 2), []
     if os.path.exists(state):
         loader.load_state_dict(json.loads(Path(state).read_text()))
@@ -109,17 +107,17 @@ def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
 def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     """`Loader` over a Criteo-like folder (26 sparse, 13 dense columns; zstd; in the page cache).
 
-    ``rows_per_s_per_core`` is the best of some epochs of one rank without prefetch threads, by the
-    longer of wall and processor time; ``ranks_rows_per_s`` that of one rank per core, with every
-    epoch started together. ``first_batch_s`` is from opening a folder of 100 GB, whose files are
-    hard links to one, to the first batch of rank 0 of 8; imports do not count.
+    ``rows_per_s_per_core``: one rank without prefetch threads, best epoch, by the larger of wall
+    and processor time. ``ranks_rows_per_s``: one rank per core, starting each epoch together.
+    ``first_batch_s``: time from opening a folder of 100 GB, whose files are hard links to one file,
+    to the first batch of rank 0 of 8, without imports.
     """
     data, shape, state = folder / "loader", folder / "shape", folder / "loader-state.json"
     for path in (data, shape):
         shutil.rmtree(path, ignore_errors=True)
     state.unlink(missing_ok=True)
     child.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
-    # Windows of half of what there is where there is little: several are needed to tell anything.
+    # Smaller batches for a short log, so that it has several shuffling windows.
     size = min(_BATCH, max(1, num_rows // 32))
     where: list[Any] = [str(data), size, min(_WINDOW, 8 * size)]
     one = _epochs(where, 1)
@@ -148,8 +146,8 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
-    """Rows/s of each epoch but the first, by the longer of wall and processor time and by processor
-    time alone, of all ranks together."""
+    """Rows/s of all ranks in each epoch but the first: by the larger of wall and processor time,
+    and by processor time."""
     ranks = [child.start(_run_epochs, where, rank, world_size) for rank in range(world_size)]
     for _ in range(_EPOCHS + 1):
         for running in ranks:
@@ -164,7 +162,7 @@ def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
 
 
 def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:
-    """Seconds to the first batch of a folder of 100 GB, its files and its bytes."""
+    """Time (s) to the first batch of a folder of up to 100 GB, its number of files and bytes."""
     folder = Folder.open(data)
     part = max(folder.parts("train"), key=lambda p: p.stat().st_size)
     about = folder.part_sizes[f"train/{part.name}"]

@@ -1,4 +1,4 @@
-"""The case ``sessions`` of ``oper bench data``: training on samples that share their session."""
+"""The case ``sessions`` of ``oper bench data``: train on samples that share a session's bags."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from oper.data.generic import Choice, generic_recipe
 
 WORLD_SIZE = 2
 _BATCH, _DIM, _BATCHES = 2048, 64, 8
-_ROUNDS, _PASSES = 10, 3  # of each kind of batches, and passes over them in a round
-_SAMPLES, _HISTORY = 8, 30  # of a session on average; items that each of its samples lists
+_ROUNDS, _PASSES = 10, 3  # rounds, and passes over each kind of batches per round
+_SAMPLES, _HISTORY = 8, 30  # mean samples per session; items that each sample lists
 _ITEMS, _SHOPS = 200_000, 20_000
 _EXPONENT = 1.05
 _OF_SESSION = ("user", "history", "shops")  # equal for all samples of a session
@@ -30,13 +30,12 @@ _OF_SESSION = ("user", "history", "shops")  # equal for all samples of a session
 def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
     """Embedding steps (lookups, backward, update) with each session's bags stored once per batch.
 
-    Each sample has an item of its own and lists its session's user, and the items and shops that
-    the user has seen. ``duplication`` is samples per distinct list in a rank's batch;
-    ``ratio_step`` is the step time with all bags over that with equal bags stored once, on the same
-    batches and tables, measured in turn. A step time is that of a pass over the batches, divided by
-    their number: within a pass, ranks synchronise only where steps do, as in training.
-    ``duplication_alone`` and ``ratio_step_alone`` are the same for a log with one sample per
-    session. ``verified``: pooled rows of both are equal, bit for bit.
+    A sample has one item, and its session's user, items and shops. ``duplication``: samples per
+    distinct list of items in a rank's batch. ``ratio_step``: step time with all bags / step time
+    with equal bags stored once, on the same samples and tables, interleaved. A step time is that of
+    a pass over the batches divided by their number, so that ranks synchronise only within steps, as
+    in training. ``duplication_alone``, ``ratio_step_alone``: for a log with one sample per session.
+    ``verified``: pooled embeddings of both kinds of batches are bitwise equal.
     """
     found = {}
     for name, samples in (("", _SAMPLES), ("_alone", 1)):
@@ -56,7 +55,7 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _write_log(path: Path, num_rows: int, samples: int) -> None:
-    """Sessions one after another, of `samples` samples on average."""
+    """Write a CSV log of consecutive sessions with `samples` samples on average."""
     rng = np.random.default_rng((7, samples))
     sizes = rng.geometric(1 / samples, num_rows)
     sizes = sizes[:int(np.searchsorted(np.cumsum(sizes), num_rows)) + 1]
@@ -71,11 +70,11 @@ def _write_log(path: Path, num_rows: int, samples: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps on the batches of a preprocessed log, in full and with equal bags once.
+    """Case that times steps on a preprocessed log with all bags and with equal bags stored once.
 
     Attributes:
-        folder: folder of the log.
-        batch_size: samples of a rank's batch.
+        folder: the preprocessed folder.
+        batch_size: samples per rank and batch.
     """
 
     folder: str
@@ -114,7 +113,7 @@ class Steps:
         progress("steps with all bags, and with those of a session once")
         spent = record.interleave({name: over([given], train) for name, given in batches.items()},
                                   aligner(model.tables), _ROUNDS, _PASSES)
-        # A pass ends with its slower rank.
+        # A pass takes as long as on its slower rank.
         full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) / count
                           for name in batches)
         return {"bit_equal": all(gather(is_equal)),
@@ -124,7 +123,7 @@ class Steps:
 
 
 def _batches(job: Steps, deduplicate: Sequence[str]) -> list[Any]:
-    """The first whole batches of this rank."""
+    """This rank's first `_BATCHES` full batches, with equal bags of `deduplicate` stored once."""
     options = LoaderOptions(job.batch_size, 1 << 15, drop_last=True, group_by="user",
                             deduplicate=tuple(deduplicate))
     return [batch.sparse_features for batch, _ in zip(Loader(job.folder, "train", options),

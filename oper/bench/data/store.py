@@ -25,11 +25,13 @@ BUCKET = "oper-bench"
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3-compatible server on this machine; yields the URL pattern of a bucket on it.
+    """Run an S3-compatible server (moto) on this machine.
+
+    Yields the URL of a bucket, with ``{}`` in place of the key.
 
     Raises:
         MissingDependencyError: moto is not installed.
-        OperError: it does not start.
+        OperError: the server does not start.
     """
     if importlib.util.find_spec("moto") is None:
         raise MissingDependencyError("cannot start a store", "import", "moto", "installed",
@@ -51,7 +53,7 @@ def s3_server() -> Iterator[str]:
 
 
 def _serve(pipe: Any) -> None:
-    """The server, in a process of its own; sends its port."""
+    """Run the server in this process; sends its port and stops when the pipe is closed."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -64,11 +66,8 @@ def _serve(pipe: Any) -> None:
 
 def store(num_rows: int, folder: Path) -> dict[str, Any]:
     """Preprocess a log in a local folder, and again in a bucket of an S3-compatible server.
-
-    ``verified``: all files of both outputs are the same, byte by byte, except for the manifest's
-    paths and identity. ``ratio_time`` is the time with the bucket over that with the folder; the
-    server (moto) runs on this machine and takes processor time from the second.
-    """
+    ``verified``: the Parquet files of both outputs are equal byte by byte. ``ratio_time``: time
+    with the bucket / time with the folder; the bucket's server shares this machine's cores."""
     work = folder / "store"
     shutil.rmtree(work, ignore_errors=True)
     (work / "log").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``oper bench data``: preprocessing, counting, merging, loading, and a live collector."""
+"""``oper bench data``: preprocess, count, merge and load logs; overhead of a live collector."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from oper.bench.data.loader import loader
 from oper.bench.data.sessions import sessions
 from oper.bench.data.store import store
 
-# Kinds of cases: what measures them, sizes of quick ones and of those for the record (rows of the
-# log, ids, day files or steps).
+# By case: the function that measures it, and the size of its input (rows of the log, ids, day files
+# or steps) with --quick and for the record.
 _KINDS: dict[str, tuple[Callable[[int, Path], dict[str, Any]], int, int]] = {
     "preprocess": (data_cases.preprocess, 200_000, 21_000_000),
     "resume": (data_cases.resume, 60_000, 1_000_000),
@@ -27,17 +27,17 @@ _KINDS: dict[str, tuple[Callable[[int, Path], dict[str, Any]], int, int]] = {
     "merge": (data_cases.merge, 24, 24), "collector": (data_cases.collector, 40, 200),
     "loader": (loader, 60_000, 2_600_000), "increment": (increment, 200_000, 4_000_000),
     "store": (store, 60_000, 1_000_000), "sessions": (sessions, 8_000, 60_000)}
-FIGURES: tuple[tuple[str, ...], ...] = ()  # every case has its own: all of them are shown
+FIGURES: tuple[tuple[str, ...], ...] = ()  # no tables: cases have different figures
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case.
+    """A case of ``oper bench data``.
 
     Attributes:
         name: a key of `_KINDS`.
-        size: size of its input, see `_KINDS`.
-        folder: where generated logs are; None = a temporary folder of all cases.
+        size: size of the input, see `_KINDS`.
+        folder: folder for generated logs; None = a temporary folder shared by all cases.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Case:
     folder: str | None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """The record's entry."""
+        """Measure the case; returns the record's entry."""
         folder = Path(self.folder or _temporary().name)
         folder.mkdir(parents=True, exist_ok=True)
         return _KINDS[self.name][0](self.size, folder)
@@ -57,13 +57,13 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's own arguments."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--folder", metavar="DIR",
                         help="keep generated logs here, and reuse those already here (default: a "
                              "temporary folder)")
 
 
 def cases(quick: bool, folder: str | None = None) -> list[Case]:
-    """All cases; with `quick` on small data."""
+    """All cases; on small data if `quick`."""
     return [Case(name, small if quick else large, folder)
             for name, (_, small, large) in _KINDS.items()]

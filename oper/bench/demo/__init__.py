@@ -1,1 +1,1 @@
-"""One log through all stages, compared with TorchRec and the unsharded model."""
+"""``oper demo``: all stages on one log, compared with TorchRec and the unsharded model."""

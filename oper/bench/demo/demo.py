@@ -1,4 +1,4 @@
-"""``oper demo``: statistics, plan and training of a log, with TorchRec and the unsharded model."""
+"""``oper demo``: analyze a log, plan, and train, compared with TorchRec and the unsharded model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from oper.bench.demo.worker import Training
 
 WORLD_SIZE = 2
-CHECKED_STEPS = 24     # training steps after which weights are compared; a multiple of 8
-TOLERANCE = 1e-5       # max|a - b| / max|b| per tensor: equal up to fp32 re-association
+CHECKED_STEPS = 24     # training steps before weights are compared; a multiple of PER_TURN
+TOLERANCE = 1e-5       # max|a - b| / max|b| per tensor: additions in a different order
 MAX_TABLE_ROWS = 250_000
 _CHECKED_BATCH, _MAX_BATCH, _MIN_STEPS = 128, 1024, 64
-_MIN_TIMED, _QUICK_STEPS, _MAX_STEPS = 16, 32, 400  # steps after the checked ones
+_MIN_TIMED, _QUICK_STEPS, _MAX_STEPS = 16, 32, 400  # limits of the steps after CHECKED_STEPS
 _ROWS, _QUICK_ROWS = 400_000, 30_000
 
 
@@ -46,7 +46,7 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Run the demo; 1 when OPER's numbers differ from the unsharded model's."""
+    """Run the demo; returns 1 if OPER's results differ from the unsharded model's, otherwise 0."""
     if args.rows is not None and args.data:
         raise UsageError("cannot run the demo", "--rows", args.rows,
                          "no value with --data, whose log has a fixed number of rows",
@@ -63,10 +63,10 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all stages in a folder; returns the contents of the page and the JSON.
+    """Run all stages in a folder; returns the figures for the printed page and ``demo.json``.
 
     Raises:
-        OperError: a stage cannot run.
+        OperError: a stage failed.
     """
     from oper.analysis import describe
     from oper.bench.core.launch import run_workers
@@ -80,7 +80,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         write_synthetic_log,
     )
 
-    # TorchRec's import sets off a remark that means nothing to the reader.
+    # Importing TorchRec logs a warning that does not concern the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     began, is_terminal = time.monotonic(), sys.stderr.isatty()
     with _stage(1, "click log"):
@@ -126,7 +126,7 @@ def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stage(number: int, name: str) -> Iterator[None]:
-    """Reports on stderr which stage runs and how long it took."""
+    """Print a stage's name before the block and its duration afterwards, to stderr."""
     print(f"[{number}/6] {name}", file=sys.stderr, flush=True)
     began = time.monotonic()
     yield
@@ -134,7 +134,8 @@ def _stage(number: int, name: str) -> Iterator[None]:
 
 
 def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
-    """Steps, batch size, batch size of checked steps, and rounds that suit the size of the log."""
+    """Number of steps, batch size, batch size of the checked steps, and rounds of `Training`.
+    Raises InvalidInputError if the log has too few rows for a step."""
     from oper.bench.demo.worker import PER_TURN
 
     batch = _MAX_BATCH
@@ -171,12 +172,13 @@ def _plan(folder: Path, case: Training) -> dict[str, Any]:
 
 
 def _best(sides: dict[str, Any], what: str) -> str:
-    """TorchRec's plan with the lowest median of `what`."""
+    """Name of TorchRec's plan with the lowest median time of `what`."""
     return min((n for n in sides if n != "oper"), key=lambda n: sides[n][what]["median_ms"])
 
 
 def _compare(folder: Path, name: str) -> dict[str, float]:
-    """A side against the unsharded model after the checked steps: the largest differences."""
+    """Largest absolute differences of ``logits`` and ``weights`` from the unsharded model after the
+    checked steps, and the largest ``relative`` one (see `TOLERANCE`)."""
     from oper.train.model import load_state
 
     ours, reference = load_state(folder / f"{name}.pt"), load_state(folder / "unsharded.pt")
@@ -202,7 +204,7 @@ def _correctness(check: dict[str, dict[str, float]], best: str) -> dict[str, Any
         "max_abs_diff": max(ours["logits"], ours["weights"]),
         "max_abs_diff_logits": ours["logits"], "max_abs_diff_weights": ours["weights"],
         "max_relative_diff": ours["relative"], "tolerance": TOLERANCE,
-        # Where rounding is amplified (see demo_worker), TorchRec shows by how much.
+        # Training may amplify rounding (see `worker._training_batches`); TorchRec shows how much.
         "verified": ours["relative"] <= max(TOLERANCE, 4 * theirs["relative"]),
         "checked_steps": CHECKED_STEPS,
         "torchrec_max_abs_diff": max(theirs["logits"], theirs["weights"]),
@@ -210,7 +212,7 @@ def _correctness(check: dict[str, dict[str, float]], best: str) -> dict[str, Any
 
 
 def _timings(sides: dict[str, Any], best: str) -> dict[str, Any]:
-    """Medians and their ratios: of the embedding collection alone, and of the whole DLRM."""
+    """Median times (ms) and ratios for the embedding collection alone and for the whole DLRM."""
     whole = _best(sides, "train_step")
     found: dict[str, Any] = {
         "step_is": "forward + backward + update of the embedding collection alone, prebuilt "

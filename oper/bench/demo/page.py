@@ -1,4 +1,4 @@
-"""The demo's HTML page."""
+"""The text that ``oper demo`` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {"table_wise": "table-wise", "mixed": "small tables data-parallel"}
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page made from the result of `oper.bench.demo.demo` with ``"machine"`` added."""
+    """Format the result of `demo.demo` together with the items of `record.record`."""
     parts = [_data(found), _plan(found), _correctness(found), _times(found), _quality(found)]
     return "\n\n".join(parts) + f"\n\nEverything is in {found['folder']} " \
         f"(figures: demo.json); {found['seconds']:.0f} s in all.\n"
@@ -27,7 +27,7 @@ def _data(found: Mapping[str, Any]) -> str:
     rows = [(n, f"{tables[n]['num_rows']:,}", _share(tables[n]["hottest"]),
              _share(tables[n]["top_1pct"]), _share(tables[n]["top_10pct"])) for n in largest]
     total = sum(t["num_rows"] for t in tables.values())
-    # The preprocessing keeps the hottest values where a table would be larger.
+    # Preprocessing keeps the hottest values of a column that has more than max_table_rows.
     capped = sum(t["num_rows"] >= data["max_table_rows"] for t in tables.values())
     return "\n".join([
         f"DATA  {kind}, Criteo-Kaggle format: {found['rows']:,} rows "
@@ -95,7 +95,7 @@ def _times(found: Mapping[str, Any]) -> str:
         "Both systems have the allocator settings that make TorchRec fastest.",
         "A step is forward + backward + update. The dense layers are the same work in both.",
         *([f"NOISY: other programs kept {busy:.1f} of {machine['cores']} cores busy meanwhile; "
-           "trust no time of this run."] if busy > NOISY_CORES else [])])
+           "the times of this run are not reliable."] if busy > NOISY_CORES else [])])
 
 
 def _quality(found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The demo's processes: they train OPER and TorchRec side by side, or the unsharded model."""
+"""Worker processes of ``oper demo``: train OPER and TorchRec, or the unsharded model."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from oper.train.metrics import gather_rows
 from oper.train.model import build_dlrm, full_state, ranks, save_state
 from oper.train.tasks import evaluate_clicks
 
-# SGD for the dense part: a first Adagrad step is lr times the sign of the gradient, which would
-# turn rounding of gradients near zero into differences between runs.
+# SGD for the dense part: the first step of Adagrad is lr times the sign of the gradient, so that
+# rounding of gradients near 0 would become large differences between runs.
 OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_eps=1e-8,
                              dense="sgd", dense_lr=0.1)
 MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
-PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
-_NUM_BATCHES = 32  # distinct ones for the embedding collection alone
+PER_TURN = 8   # consecutive steps of one side; the first is not timed
+_NUM_BATCHES = 32  # distinct batches for timing the embedding collections alone
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The training runs of a demo.
+    """Parameters of the demo's training runs.
 
     Attributes:
-        folder: the demo's folder, where results to compare are written.
-        seed: seed of the initial weights and of the order of the log.
-        world_size: ranks.
+        folder: the demo's folder, to which logits and weights are written for comparison.
+        seed: seed of the initial weights and of the order of samples.
+        world_size: number of ranks.
         checked_steps: number of steps after which logits and weights are compared.
-        num_steps: number of steps in all.
-        batch_size, checked_batch_size: samples per rank, and those of the checked steps.
-        rounds: rounds of timing the collections alone.
+        num_steps: total number of steps.
+        batch_size, checked_batch_size: samples per rank and step after and during `checked_steps`.
+        rounds: rounds of timing the embedding collections alone.
     """
 
     folder: str
@@ -64,26 +64,26 @@ class Training:
 
     @property
     def data(self) -> str:
-        """The preprocessed log."""
+        """Folder of the preprocessed log."""
         return str(Path(self.folder) / "data")
 
     @property
     def plan(self) -> str:
-        """OPER's plan."""
+        """File of OPER's plan."""
         return str(Path(self.folder) / "plan.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded(Training):
-    """OPER and TorchRec's plans on the same batches from the same weights."""
+    """Trains OPER and TorchRec's plans on the same batches from the same weights."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, validate and time. Collective.
 
         Returns:
-            By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and
-            timing of the whole training step, the step and the forward pass of the embedding
-            collection; and how many cores other programs kept busy meanwhile.
+            ``sides``: for ``"oper"``, ``"table_wise"`` and ``"mixed"``, validation AUC and log
+            loss, and summaries of ``train_step`` (the whole DLRM), ``step`` and ``forward`` (the
+            embedding collection alone). ``page_kind``. ``other_busy_cores``: see `BusyClock`.
         """
         progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
         sides = {"oper": _oper(self)} | {kind: _torchrec(self, kind) for kind in PLAN_KINDS}
@@ -106,13 +106,11 @@ class Sharded(Training):
 
 @dataclass(frozen=True, slots=True)
 class Unsharded(Training):
-    """The unsharded model in one process."""
+    """Trains the unsharded model in one process."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and validate.
-
-        A step processes the ranks' batches one after another and uses the mean of their losses.
-        """
+        """Train and validate; returns validation AUC and log loss. A step uses the mean loss of the
+        batches that all ranks have in `Sharded`."""
         engine = unsharded(_model(self), OPTIMIZERS)
         logits = []
         shares = [_training_batches(self, rank) for rank in range(self.world_size)]
@@ -146,14 +144,14 @@ def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
     sharded, bags, _, optimizers = build_peer(
         model, kind, case.batch_size, itertools.repeat(1.0),
         {"lr": OPTIMIZERS.tables_lr, "eps": OPTIMIZERS.tables_eps})
-    sharded.load_state_dict(initial)  # TorchRec has drawn new tables
+    sharded.load_state_dict(initial)  # TorchRec has initialized its tables anew
     tables = [o for o in optimizers if not isinstance(o, torch.optim.SGD)]
     dense = dense_optimizer(OPTIMIZERS, sharded)
     return Engine(sharded, sharded, [*tables, dense], collective=True), bags
 
 
 def _batches(case: Training, split: str, rank: int, world_size: int, size: int = 0) -> Loader:
-    """A rank's batches of `size` samples, by default its share of a step's samples."""
+    """A rank's loader with batches of `size` samples; 0 = its share of a step's samples."""
     training = split == "train"
     return Loader(case.data, split, LoaderOptions(
         size or case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
@@ -161,18 +159,18 @@ def _batches(case: Training, split: str, rank: int, world_size: int, size: int =
 
 
 def _epochs(loader: Loader) -> Iterator[Any]:
-    """The batches of all epochs, without an end."""
+    """The batches of an unlimited number of epochs."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader
 
 
 def _training_batches(case: Training, rank: int) -> Iterator[Any]:
-    """A rank's batches of all steps, through as many epochs as that takes.
+    """A rank's batches of all steps, over as many epochs as necessary.
 
-    The checked steps come first, with ``checked_batch_size`` samples each. With few samples it is
-    unlikely that one meets a ReLU within rounding of 0. There, the two sides could have different
-    gradients, which row-wise Adagrad amplifies: it updates a cold row by a full first step.
+    The checked steps come first and have few samples, ``checked_batch_size``. This makes it
+    unlikely that a ReLU's input is within rounding of 0, where two sides may have different
+    gradients. Row-wise Adagrad would amplify these: it updates a cold row by a full first step.
     """
     for steps, size in ((case.checked_steps, case.checked_batch_size),
                         (case.num_steps - case.checked_steps, case.batch_size)):
@@ -182,12 +180,12 @@ def _training_batches(case: Training, rank: int) -> Iterator[Any]:
 
 def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
-    """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
+    """Train all sides, interleaved; returns this rank's step times (s) by side, float64 [n]."""
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in sides}
     batches, drawn = _training_batches(case, ranks()[0]), dict[int, Any]()
 
     def step(k: int, name: str) -> None:
-        if k not in drawn:  # the side that comes first draws; the others use the same batches
+        if k not in drawn:  # the first side of a round draws the batches, the rest reuse them
             drawn.pop(k - PER_TURN, None)
             drawn[k] = next(batches)
         logits[name].append(sides[name][0].step(drawn[k])[1][1])
@@ -203,7 +201,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
 
 
 def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
-    """Logits and weights after the checked steps, all ranks together. Collective."""
+    """Write all ranks' logits and the full weights after the checked steps. Collective."""
     state = full_state(module)
     joined = [gather_rows(x) for x in logits]
     if ranks()[0] == 0:
@@ -213,18 +211,16 @@ def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Mod
 
 def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
                       ) -> dict[str, dict[str, np.ndarray]]:
-    """Seconds of a step (forward, backward, update) and of a forward pass without gradient.
-
-    Ids are of the validation split, which the statistics behind the plan have not counted; the
-    output gradient is given.
-    """
+    """Times (s) of each collection's ``step`` (forward, backward, update) and ``forward``. The ids
+    are those of the validation split, which the plan's statistics do not include; the output
+    gradient is random."""
     data = _batches(case, "valid", *ranks())
     full = (b for b in data if b.labels.numel() == case.batch_size)
     batches = list(itertools.islice(full, _NUM_BATCHES))
     torch.manual_seed(case.seed + ranks()[0])
     gradient = torch.randn(case.batch_size, MODEL.dim * len(data.folder.sparse)) * 1e-3
-    # The last optimizer is that of the dense layers. On data-parallel tables TorchRec's update is
-    # an optimizer of its own.
+    # The last optimizer is that of the dense layers; TorchRec has another one for data-parallel
+    # tables.
     alone = {name: Side(name, bags, bags, engine.optimizers[:-1], gradient, [])
              for name, (engine, bags) in sides.items()}
     return {phase: record.interleave(

@@ -1,1 +1,1 @@
-"""Kernels on one GPU, compared with those of torch and fbgemm."""
+"""Benchmarks of OPER's kernels on one GPU, compared with those of torch and fbgemm."""

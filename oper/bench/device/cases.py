@@ -1,7 +1,7 @@
-"""Shared code of the benchmarks on a device: workloads, inputs, clocks, minimal bytes.
+"""Shared code of the GPU benchmarks: cases, batches, clocks, minimal memory traffic.
 
-One process and one device: `DeviceTables` is compared with torch's and fbgemm's kernels on the same
-tables and ids. On a CPU device the same code runs on small cases, for tests.
+One process compares `DeviceTables` with torch's and fbgemm's kernels on one device, with the same
+tables and ids. Tests run the same code on small cases on the CPU.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class DeviceCase:
-    """One case.
+    """A case of the benchmarks on one device.
 
     Attributes:
-        name: for the record.
-        work: the workload; `Workload.batch_size` samples on the one device.
-        dtype: type of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
-        num_batches: distinct batches that are timed in turn.
+        name: the case's name in the record.
+        work: the workload; the device has all `Workload.batch_size` samples.
+        dtype: dtype of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
+        num_batches: number of distinct timed batches.
         rounds, per_round: see `record.interleave`.
-        copy_bytes: size of the copy by which the bandwidth is measured.
-        device: the device on which it runs.
+        copy_bytes: size of the copy that measures the memory bandwidth, see `copy_gbps`.
+        device: the torch device, ``"cuda"`` or ``"cpu"``.
     """
 
     name: str
@@ -46,26 +46,27 @@ class DeviceCase:
     device: str = "cuda"
 
     def tables(self) -> list[TableSpec]:
-        """The tables, with row-wise Adagrad state."""
+        """The table specifications, with rows of `dtype`."""
         return [replace(t, dtype=self.dtype) for t in self.work.tables()]
 
 
 def with_head_plan(case: DeviceCase) -> Plan:
-    """Rows striped over one rank, with an explicit head of a tenth of every table's rows."""
+    """A plan for one rank with a random tenth of every table's rows as its explicit head."""
     rng = np.random.default_rng(case.work.seed)
     return _in_tiers(case, [rng.permutation(n)[:max(1, n // 10)].astype(np.int64)
                             for n in case.work.num_rows], "striped")
 
 
 def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
-    """The hottest `share` of every table's rows in device memory, the others in the host's."""
+    """A plan with the hottest `share` of every table's rows in device memory, the rest in host
+    memory."""
     return _in_tiers(case, [hottest_ids(case.work, k, max(1, int(n * share)))
                             for k, n in enumerate(case.work.num_rows)], "owned", "host")
 
 
 def _in_tiers(case: DeviceCase, heads: Sequence[np.ndarray], placement: str,
               memory: str = "device") -> Plan:
-    """A plan with each table's head, as a list of ids, and its tail in memory `memory`."""
+    """A plan for one rank; `heads` lists each table's head ids, `memory` is that of its tail."""
     entries = []
     for t, head in zip(case.tables(), heads, strict=True):
         tiers = [Tier(0, head.size, placement, (0,))]
@@ -82,8 +83,8 @@ class Inputs:
     Attributes:
         lookup: the batch for `DeviceTables`.
         by_table: ids of each table, int64 [B * pooling].
-        offsets: int64 [T * B + 1], bounds of all bags.
-        distinct_rows: distinct (table, row) pairs.
+        offsets: offsets of all bags, int64 [T * B + 1].
+        distinct_rows: number of distinct (table, row) pairs.
     """
 
     lookup: Lookup
@@ -93,7 +94,7 @@ class Inputs:
 
 
 def draw_inputs(case: DeviceCase, device: torch.device, number: int) -> Inputs:
-    """Batch `number` of a case."""
+    """Draw the case's batch with index `number`."""
     work = case.work
     columns = torch.from_numpy(batch_ids(work, 0, 1, number)).to(device)
     num_bags = len(columns) * work.batch_size
@@ -105,11 +106,9 @@ def draw_inputs(case: DeviceCase, device: torch.device, number: int) -> Inputs:
 
 
 def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
-    """Fewest bytes that must pass through the device's memory, by phase.
-
-    Forward: distinct rows and ids read, outputs written. Update: output gradients and ids read, the
-    distinct rows and their states read and written. A step does both.
-    """
+    """Minimum bytes of device memory traffic by phase. ``forward``: distinct rows and ids read,
+    outputs written. ``update``: output gradients and ids read, distinct rows and their 4-byte
+    states read and written. ``step``: the sum."""
     work = case.work
     num_bags = work.batch_size * len(work.num_rows)
     rows = distinct_rows * work.dim * ELEMENT_BYTES[case.dtype]
@@ -120,17 +119,15 @@ def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
 
 
 class Clock:
-    """Times calls on a device by events, on the CPU by the host's clock.
-
-    The device is kept busy while a call is launched, so that the time between the events is the
-    device's own: otherwise kernels of some 50 us would wait for Python to launch the next one.
-    """
+    """Times calls on a GPU by CUDA events, on the CPU by the host's clock. A delay kernel keeps the
+    GPU busy while Python launches a call, so that the time between the events excludes launching.
+    Otherwise kernels of about 50 us would wait for the next launch."""
 
     _DELAY_CYCLES = 6_000_000  # 3 ms at 2 GHz, longer than any contender takes to launch
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Not a public function.
+        # torch.cuda._sleep is not public and may disappear.
         self._delay = getattr(torch.cuda, "_sleep", None) if device.type == "cuda" else None
 
     def wait(self) -> None:
@@ -139,7 +136,7 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """How long a call takes on the device."""
+        """Time (s) that a call takes on the device."""
         if self._device.type != "cuda":
             return record.elapsed(call)
         if self._delay is not None:
@@ -147,8 +144,7 @@ class Clock:
         return self._between(call)
 
     def seconds_in_a_row(self, call: Callable[[], Any], count: int) -> float:
-        """Seconds per call when it is launched `count` times without a pause, including the
-        launches."""
+        """Mean time (s) of `count` consecutive calls, including their launches."""
         def calls() -> None:
             for _ in range(count):
                 call()
@@ -169,7 +165,7 @@ class Clock:
 def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int], Any]],
                before: Mapping[str, Callable[[int], Any]] | None = None
                ) -> dict[str, dict[str, float]]:
-    """`record.interleave` after a round of warming up, by the device's clock; summaries by name."""
+    """Run `record.interleave` with the device's clock after a warm-up round; `summary` by name."""
     record.interleave(runs, clock.wait, 1, case.per_round, before=before)
     taken = record.interleave(runs, clock.wait, case.rounds, case.per_round, before=before,
                               seconds=clock.seconds)
@@ -177,7 +173,7 @@ def interleave(case: DeviceCase, clock: Clock, runs: Mapping[str, Callable[[int]
 
 
 def copy_gbps(case: DeviceCase, device: torch.device, clock: Clock) -> float:
-    """Bandwidth of a copy within the device's memory, bytes read plus bytes written per second."""
+    """Bandwidth of a copy within device memory: (bytes read + bytes written) / time, in GB/s."""
     source = torch.empty(case.copy_bytes // 4, dtype=torch.float32, device=device)
     source.uniform_()
     target = torch.empty_like(source)

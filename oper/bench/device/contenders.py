@@ -1,4 +1,4 @@
-"""The systems of the benchmarks on a device."""
+"""Contenders of the GPU benchmarks: OPER, torch and fbgemm."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from oper.plan import Plan
 from oper.shmem.group.groups import Group, SingleGroup
 from oper.support.environment import setting
 
-FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
+FBGEMM_ENV = "OPER_FBGEMM"  # folder with modules of fbgemm_gpu; see benchmarks/gpu.py
 
 
 def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Tensor:
-    """Rows of a table, [R, D], the same for every contender."""
+    """Initial rows [R, D] of a table, equal for every contender, with the case's dtype."""
     generator = torch.Generator(device=device).manual_seed(case.work.seed + table)
     dtype = getattr(torch, case.dtype)
     rows = torch.empty(case.work.num_rows[table], case.work.dim, device=device, dtype=torch.float32)
@@ -32,7 +32,7 @@ def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Te
 
 def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group | None = None,
                 trained: bool = True) -> Any:
-    """`DeviceTables` with the initial rows."""
+    """Open `DeviceTables` and write the initial rows; read-only unless `trained`."""
     from oper.shmem.device.tables import DeviceTables
 
     features = [(f"f{k}", t.name) for k, t in enumerate(case.tables())]
@@ -49,11 +49,11 @@ class Side:
     """A contender.
 
     Attributes:
-        forward: function that returns the pooled rows of a batch, in any layout; its backward pass
-            updates the tables.
-        rows: function that returns rows [n, D] of a table by ids, for comparison; None if they are
-            not accessible.
-        tolerance: allowed error of its pooled rows, relative to the largest number.
+        forward: function from a batch to its pooled rows [B, T * D]; their backward pass updates
+            the tables.
+        rows: function from a table's index and ids [n] to rows [n, D], for comparison; None for a
+            contender without updates.
+        tolerance: allowed absolute error of pooled rows, relative to the largest one.
     """
 
     forward: Callable[[Inputs], torch.Tensor]
@@ -61,13 +61,13 @@ class Side:
     tolerance: float = 1e-5
 
     def lookup(self, inputs: Inputs) -> torch.Tensor:
-        """Pooled rows of a batch, without gradient."""
+        """Pooled rows [B, T * D] of a batch, without gradient."""
         with torch.no_grad():
             return self.forward(inputs)
 
 
 def oper_side(tables: Any, specs: Sequence[Any]) -> Side:
-    """OPER's tables."""
+    """OPER's side; `tables` are `DeviceTables`, `specs` their `TableSpec`s."""
     def rows(table: int, ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             found = torch.empty(ids.numel(), specs[table].dim,
@@ -80,7 +80,7 @@ def oper_side(tables: Any, specs: Sequence[Any]) -> Side:
 
 
 def torch_side(case: DeviceCase, device: torch.device) -> Side:
-    """torch's own kernel, all tables as one: one launch for the whole batch. Lookups only."""
+    """torch's `embedding_bag` on the concatenated tables, one launch per batch; lookups only."""
     joint = torch.cat([initial_rows(case, k, device) for k in range(len(case.work.num_rows))])
     starts = [0]
     for n in case.work.num_rows:
@@ -91,20 +91,20 @@ def torch_side(case: DeviceCase, device: torch.device) -> Side:
         per_table = x.lookup.ids.numel() // len(case.work.num_rows)
         ids = x.lookup.ids + shifts.repeat_interleave(per_table)
         out = torch.nn.functional.embedding_bag(ids, joint, x.offsets[:-1], mode="sum")
-        # To the layout that models take: a row per sample.
+        # To the layout of the remaining contenders: one row per sample.
         blocks = out.view(len(case.work.num_rows), case.work.batch_size, case.work.dim)
         return blocks.transpose(0, 1).reshape(case.work.batch_size, -1).float()
 
-    # torch pools rows of 16 bits into outputs of 16 bits.
+    # torch's outputs have the dtype of the rows.
     return Side(forward, tolerance=1e-5 if case.dtype == "float32" else 4e-3)
 
 
 @functools.cache
 def has_fbgemm() -> bool:
-    """Whether fbgemm_gpu can be imported, if necessary from the folder that `FBGEMM_ENV` names.
+    """Whether fbgemm_gpu can be imported, from the folder in `FBGEMM_ENV` if that is set.
 
     Raises:
-        InvalidInputError: the folder that `FBGEMM_ENV` names has no such package.
+        InvalidInputError: `FBGEMM_ENV` is set, but the import fails.
     """
     folder = setting(FBGEMM_ENV, "cannot compare with fbgemm")
     if folder and folder not in sys.path:
@@ -121,13 +121,7 @@ def has_fbgemm() -> bool:
 
 
 def fbgemm_side(case: DeviceCase, device: torch.device, location: str = "DEVICE") -> Side:
-    """fbgemm's table-batched bags with exact row-wise Adagrad.
-
-    Args:
-        case: the case.
-        device: where it runs.
-        location: place of its rows; see `fbgemm_bags`.
-    """
+    """fbgemm's side, see `fbgemm_bags`."""
     fused = fbgemm_bags(case.work.num_rows, case.work.dim,
                         lambda k: initial_rows(case, k, device), device, location, case.dtype)
 

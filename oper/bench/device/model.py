@@ -1,11 +1,10 @@
-"""``oper bench device-model``: steps of the device benchmarks' workloads on 8 GPUs of one host.
+"""``oper bench device-model``: modelled steps of the GPU benchmarks' workloads on 8 GPUs.
 
-Modelled, not measured. A batch of each workload is replayed through OPER's plan and through
-TorchRec's; the bytes that every rank reads by kind and peer are the runtime's counters, exactly.
-Seconds follow from the published rates of the ``h200-8`` preset: for each rank, a phase takes the
-longest of three times: bytes over rate of its own memory, of its ingress and of its egress. A phase
-ends with its slowest rank. Latency and congestion are left out, and nothing was measured on several
-GPUs.
+Modelled, not measured. A batch of each workload is replayed through OPER's plan and TorchRec's,
+which counts the bytes that every rank reads by kind and peer exactly as the runtime would. Times
+follow from the published rates of the ``h200-8`` preset: a rank's phase takes max(bytes / rate)
+over its memory, its ingress and its egress, and a phase takes the maximum over ranks plus the
+preset's ``phase_us``. Congestion is not modelled, and nothing was measured on several GPUs.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ configure = configure_torchrec
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload.
+    """A modelled workload.
 
     Attributes:
-        name: for the record.
-        shape: batch per rank, tables, pooling, dim, dtype and rows per table.
-        exponent: exponent of the ids' power law.
-        torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
+        name: the case's name in the record.
+        shape: batch size per rank, number of tables, pooling, dim, dtype, rows per table.
+        exponent: exponent of the ids' power law; 0 = uniform.
+        torchrec_s: time limit (s) of TorchRec's planner; 0 = without TorchRec.
     """
 
     name: str
@@ -86,13 +85,14 @@ class Case:
 
 
 def cases(quick: bool, torchrec_seconds: float = 0.0) -> list[Case]:
-    """All shapes and exponents of the benchmarks on a device; uniform ids alone when `quick`."""
+    """All shapes and exponents of the GPU benchmarks; only uniform ids if `quick`."""
     return [Case(f"modelled-8-{shape}-{ids}", SHAPES[shape], exponent, torchrec_seconds)
             for shape in SHAPES for ids, exponent in EXPONENTS.items() if not (quick and exponent)]
 
 
 def seconds_of(traffic: Sequence[Traffic], topology: Topology) -> dict[str, Any]:
-    """Bytes and modelled microseconds by phase of the slowest rank."""
+    """Modelled time (us) and bytes of the slowest rank by phase, and ``step_us``. `traffic` has the
+    bytes read by each rank."""
     # [reader, kind, peer]
     size = np.stack([t.num_bytes.sum(axis=1) for t in traffic])
     found: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def seconds_of(traffic: Sequence[Traffic], topology: Topology) -> dict[str, Any]
         moved = size[:, [k for k, p in enumerate(KINDS.values()) if p == phase]].sum(axis=1)
         own = moved.diagonal()
         ingress, egress = moved.sum(axis=1) - own, moved.sum(axis=0) - own
-        # What others read of a rank leaves its memory as well.
+        # A rank's memory also serves the reads of its peers.
         us = np.maximum.reduce([(own + ingress + egress) / domain.read_gbps,
                                 ingress / domain.link_gbps, egress / domain.link_gbps]) / 1e3
         slowest = int(us.argmax())

@@ -1,4 +1,4 @@
-"""Compares the numbers of a system on a device with float64, before anything is timed."""
+"""Compare a contender's results on a device with a float64 reference, before timing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.bench.tables.verify import Verdict
 from oper.train.reference import SparseTableOptimizer
 
-# max|a - b| <= tolerance * max|b|: rows of 16 bits may round to either neighbour in every step.
+# max|a - b| <= tolerance * max|b|: float16 rows may round to either neighbour in every step.
 ROWS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 _SAMPLES = 64
 
 
 class Reference:
-    """Pooled rows, and rows after steps of row-wise Adagrad (see `SparseTableOptimizer`; FBGEMM's
+    """Pooled rows, and rows after steps of row-wise Adagrad (`SparseTableOptimizer`, FBGEMM's
     EXACT_ROWWISE_ADAGRAD), in float64.
 
     Args:
         case: the case.
-        device: the device on which it is computed.
-        steps: batches that are trained, in order, with `gradient` as the output's gradient.
-        gradient: float32 [B, T * D].
+        device: the device that computes the reference.
+        steps: batches to train on, in order.
+        gradient: output gradient of every step, float32 [B, T * D].
     """
 
     def __init__(self, case: DeviceCase, device: torch.device, steps: Sequence[Inputs],
@@ -55,14 +55,14 @@ class Reference:
             self.rows.append(bag.weight.detach())
 
     def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
-        """Check a contender's pooled rows of the first batch."""
+        """Compare a contender's pooled rows of the first batch, before its steps."""
         verdict = Verdict({"pooled": side.tolerance})
         verdict.compare("pooled", side.lookup(first)[self.samples].double(),
                         torch.cat(self.pooled, 1))
         return verdict.to_json()
 
     def check_rows(self, side: Side) -> dict[str, Any]:
-        """Check a contender's rows after the steps."""
+        """Compare a contender's touched rows after the steps."""
         assert side.rows is not None
         verdict = Verdict({"rows": ROWS_TOLERANCE[self._case.dtype]})
         for table, ids in enumerate(self.ids):

@@ -1,8 +1,7 @@
-"""``oper bench lookup|train --device cuda``: OPER compared with torch's and fbgemm's kernels on one
-GPU.
+"""``oper bench lookup|train --device cuda``: OPER's, torch's and fbgemm's kernels on one GPU.
 
-Times are of the device (events); a floor is the fewest bytes of the phase over the bandwidth of a
-copy measured in the same run. One GPU can only show the kernels, not the exchange between GPUs.
+Times are measured by CUDA events. The floor of a phase is its minimum memory traffic over the
+bandwidth of a copy measured in the same run. Exchanges between GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from oper.errors import OperError
 from oper.plan import uniform_plan
 
 _CHECKED_STEPS = 2
-_IN_A_ROW = 50  # launches of a small batch
+_IN_A_ROW = 50  # consecutive launches of a small batch
 SHAPES = {  # batch, tables, pooling, dim, dtype, rows per table: several times the L2 cache
     "b8192-t26-pool1-d128": (8192, 26, 1, 128, "float32", 1_000_000),
     "b8192-t26-pool10-d128": (8192, 26, 10, 128, "float32", 1_000_000),
@@ -65,13 +64,14 @@ FIGURES = ((
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The argument of benchmarks that have cases for a GPU as well."""
+    """Add the argument of benchmarks that also have cases for a GPU."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="",
                         help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
 
 
 def cases(quick: bool, prefix: str) -> list[Case]:
-    """The shapes at uniform and skewed ids; for lookups a small batch under a graph as well."""
+    """The shapes with uniform and skewed ids, a case with rows in host memory and, for lookups, a
+    small batch under a CUDA graph; `prefix` is ``"lookup"`` or ``"train"``."""
     found = []
     for shape, (batch, tables, pooling, dim, dtype, rows) in SHAPES.items():
         for name, exponent in EXPONENTS.items():
@@ -90,15 +90,16 @@ def cases(quick: bool, prefix: str) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Case(DeviceCase):
-    """A case with all rows in the device's memory."""
+    """A case with all rows in device memory."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Verify and measure; returns the record's entry."""
+        """Verify and measure; returns the record's entry. Raises OperError without a GPU."""
         where = torch.device(self.device)
         if where.type == "cuda":
             if not torch.cuda.is_available():
                 raise OperError("cannot measure on a GPU", "--device", self.device,
-                                "a CUDA device that torch sees", "run it on a machine with a GPU")
+                                "a CUDA device that torch finds",
+                                "run on a machine with a GPU and a CUDA build of torch")
             where = torch.device("cuda", torch.cuda.current_device())
         progress("building and comparing")
         entry = {**self.figures(where), "device": _describe(where), "case": asdict(self)}
@@ -108,8 +109,7 @@ class Case(DeviceCase):
         return entry
 
     def figures(self, device: torch.device) -> dict[str, Any]:
-        """Every phase of all contenders, the floors, and the additional time of peers and
-        directories."""
+        """Times of all contenders by phase, floors, and `_overheads`."""
         clock, inputs = Clock(device), self.inputs(device)
         tables = open_tables(self, device, uniform_plan(self.tables(), 1))
         sides = {"oper": oper_side(tables, self.tables()), "torch": torch_side(self, device)}
@@ -135,17 +135,17 @@ class Case(DeviceCase):
             "bytes_moved": {k: int(v) for k, v in moved.items()}}
 
     def inputs(self, device: torch.device) -> list[Inputs]:
-        """The batches."""
+        """Draw the timed batches."""
         return [draw_inputs(self, device, k) for k in range(self.num_batches)]
 
 
 @dataclass(frozen=True, slots=True)
 class HostCase(Case):
-    """A case with most rows in host memory, compared with fbgemm's managed memory with and without
-    its cache."""
+    """A case with most rows in host memory, compared with fbgemm's managed memory with and
+    without cache."""
 
     def figures(self, device: torch.device) -> dict[str, Any]:
-        """Every phase of all contenders."""
+        """Times of all contenders by phase, and OPER's memory (bytes)."""
         tables = open_tables(self, device, host_tail_plan(self))
         sides = {"oper": oper_side(tables, self.tables())}
         if has_fbgemm():
@@ -159,10 +159,10 @@ class HostCase(Case):
 
 @dataclass(frozen=True, slots=True)
 class GraphCase(Case):
-    """A forward pass of a small batch, launched again and replayed from a graph."""
+    """A case that compares launching a small forward pass with replaying it from a CUDA graph."""
 
     def figures(self, device: torch.device) -> dict[str, Any]:
-        """Microseconds of a pass in either way, alone and many in a row."""
+        """Times (us) of a pass launched and replayed, alone and `_IN_A_ROW` in succession."""
         clock, inputs = Clock(device), draw_inputs(self, device, 0)
         tables = open_tables(self, device, uniform_plan(self.tables(), 1), trained=False)
         side = oper_side(tables, self.tables())
@@ -204,7 +204,7 @@ def _describe(device: torch.device) -> dict[str, Any]:
 
 def _compared(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
               sides: dict[str, Side]) -> dict[str, Any]:
-    """Whether the contenders' numbers are right, and timings by phase and contender."""
+    """Verify all contenders and time them; returns ``verified``, ``verification``, ``timings``."""
     generator = torch.Generator(device=device).manual_seed(case.work.seed)
     gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
                            device=device, generator=generator) * 1e-3
@@ -236,7 +236,7 @@ def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
 
 
 def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]:
-    """OPER's times by phase, the share of the floor, and the fastest peer over OPER."""
+    """Median times (ms) by phase, floor / OPER, and fastest peer / OPER."""
     found: dict[str, Any] = {}
     for phase in PHASES:
         medians = {n: t["median_ms"] for n, t in timings[phase].items()}
@@ -255,11 +255,12 @@ def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]
 
 def _overheads(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
                plain: dict[str, float]) -> dict[str, float]:
-    """Additional time of a forward pass for finding rows through a directory, for reading them as
-    peers' rows, and for fetching peers' rows once (planning the batch, copying its distinct rows).
+    """Additional time of a forward pass, relative to `plain`.
 
-    Peers are seven more virtual ranks on the same device: this measures the lookup of addresses,
-    not a link between devices.
+    ``location_overhead``: finding rows through a directory with an explicit head.
+    ``peer_overhead``: reading rows of peers. ``staging_overhead``: first copying the distinct rows
+    of peers. The seven peers are virtual ranks on the same device, so that this measures finding
+    rows, not a link between devices.
     """
     found = {}
     tables = open_tables(case, device, with_head_plan(case), trained=False)

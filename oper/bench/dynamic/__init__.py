@@ -1,2 +1,1 @@
-"""``oper bench train --tables dynamic``: raw keys compared with row numbers and with TorchRec's
-maps."""
+"""``oper bench train --tables``: dynamic tables of raw keys, their speed and their quality."""

@@ -1,4 +1,5 @@
-"""``oper bench train --tables dynamic``: steps on raw keys, on row numbers, and TorchRec's maps."""
+"""``oper bench train --tables dynamic``: steps on raw keys, compared with static tables' steps and
+with TorchRec's managed-collision modules."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ LOADS = {"pool1": 0.5, "pool20": 0.5, "pool1-load95": 0.95, "pool1-full": 1.1}
 FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
             "ratio_planned", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
             "evicted_per_step"),)
-EVICTION_INTERVAL = 10  # steps between two updates of TorchRec's maps
+EVICTION_INTERVAL = 10  # steps between two updates of TorchRec's managed-collision modules
 _CHECKED_STEPS = 2
-_DISTINCT_BATCHES = 96  # more than steps: the keys of a repeated batch have rows, so it evicts none
+_DISTINCT_BATCHES = 96  # more than steps, since a repeated batch's keys have rows and evict none
 _FILL_BAGS = 4096  # keys per table and step while the tables are filled
 
 
@@ -51,18 +52,18 @@ def cases(quick: bool) -> list[DynamicCase]:
 
 @dataclass(frozen=True, slots=True)
 class DynamicCase(Case):
-    """One case. The workload's ids are row numbers of the static tables; the raw keys are made from
-    them.
+    """Steps on dynamic tables. The workload's ids are rows of the static tables; `keys_of` maps
+    them to raw keys.
 
     Attributes:
-        load: keys per slot.
+        load: distinct keys per row of a dynamic table.
     """
 
     load: float = 0.5
 
     @property
     def num_slots(self) -> int:
-        """Number of rows of a dynamic table that are available to keys."""
+        """Rows per dynamic table for keys, without the default row."""
         return round(max(self.work.num_rows) / self.load)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
@@ -74,8 +75,8 @@ class DynamicCase(Case):
         plan, _ = chosen_plan(work, self.num_stats_batches, "training")
         run.say("building")
         batch_size = work.batch_size // run.world_size
-        # Nobody knows how often keys come: their plan is made from table sizes alone, and so is
-        # that of the tables they are compared with.
+        # Dynamic tables are planned without access statistics, since their keys are not known in
+        # advance. The static tables of the comparison are planned without statistics, too.
         static: Any = shard(make_collection(work, "cpu"), batch_size=batch_size,
                             optimizer=OPTIMIZER)
         planned: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
@@ -113,7 +114,7 @@ class DynamicCase(Case):
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
-    """Raw keys for row numbers int64 [tables, n]: 64-bit hashes, different in every table."""
+    """Raw keys int64 [tables, n] for row ids of that shape: hashes of the id and the table."""
     table = np.arange(ids.shape[0], dtype=np.uint64)[:, None] << np.uint64(40)
     return mix64(ids.astype(np.uint64) ^ table).view(np.int64)
 
@@ -125,8 +126,8 @@ def _step(model: Any, kjt: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run) -> None:
-    """Make the dynamic tables and TorchRec's maps assign rows to all keys, by steps with a gradient
-    of 0, each rank with its share of the keys."""
+    """Look up all keys once with a gradient of 0, so that dynamic tables and TorchRec's modules
+    assign rows to them; each rank looks up its share of the keys. Collective."""
     flat = replace(work, pooling=1)
     num_keys, columns = max(work.num_rows), len(work.num_rows) * work.dim
     per_rank = -(-num_keys // run.world_size)
@@ -142,15 +143,15 @@ def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run)
 
 
 def _verify(work: Workload, dynamic: Any, gradient: torch.Tensor, run: Run) -> dict[str, Any]:
-    """Compare outputs and updates of a few steps with the directories' records and the optimizer's
-    formulas; returns a verdict on rank 0."""
+    """Compare outputs and updates of a few steps with the directories and the optimizer's formula;
+    returns a verdict on rank 0. Collective."""
     verdict, tables, names = Verdict(), dynamic.tables, list(dynamic.tables.specs)
     gradients = gradient.chunk(run.world_size)
     for number in range(_CHECKED_STEPS):
         everyone = [keys_of(batch_ids(work, r, run.world_size, number, CHECKED))
                     for r in range(run.world_size)]
         before = [State.read(tables, n) for n in names] if run.rank == 0 else []
-        gather(None)  # nobody reads while others update
+        gather(None)  # no rank may update while rank 0 reads
         out = _step(dynamic, make_kjt(work, everyone[run.rank]), gradients[run.rank]).detach()
         gather(None)
         for k, state in enumerate(before):
@@ -164,7 +165,7 @@ def _verify(work: Workload, dynamic: Any, gradient: torch.Tensor, run: Run) -> d
 
 def _time(case: DynamicCase, run: Run, sides: Mapping[str, Any], mch: ManagedCollisions | None,
           mine: torch.Tensor) -> dict[str, np.ndarray]:
-    """Seconds by contender, the slowest rank's of every call. Collective."""
+    """Seconds of every call by contender, maximum over ranks. Collective."""
     work, ids = case.work, run.ids()
     rows = [make_kjt(work, x) for x in ids]
     inputs = dict.fromkeys(sides, rows) | {"dynamic": [make_kjt(work, keys_of(x)) for x in ids]}
@@ -181,7 +182,7 @@ def _time(case: DynamicCase, run: Run, sides: Mapping[str, Any], mch: ManagedCol
 
 
 def _totals(tables: Any) -> dict[str, int]:
-    """Counts of all dynamic tables together; lookups are this rank's. Collective."""
+    """Counters summed over all dynamic tables; lookups are this rank's. Collective."""
     found = [tables.keys.counts(name) for name in tables.keys.tables]
     fields: Sequence[str] = ("rows", "occupied", "evicted", "lookups", "missed")
     return {f: sum(getattr(c, f) for c in found) for f in fields} | {
@@ -189,13 +190,12 @@ def _totals(tables: Any) -> dict[str, int]:
 
 
 class ManagedCollisions:
-    """TorchRec's managed-collision maps in front of fbgemm's tables, in one process. The maps learn
-    in every call.
+    """TorchRec's managed-collision modules in front of fbgemm's tables, in one process.
 
     Args:
-        work: the workload, in keys.
+        work: the workload.
         num_slots: rows of each table.
-        gradient: gradient of a whole batch's output, float32 [B, sum of dims].
+        gradient: output gradient of every step, float32 [B, sum of dims].
     """
 
     def __init__(self, work: Workload, num_slots: int, gradient: torch.Tensor) -> None:
@@ -218,12 +218,12 @@ class ManagedCollisions:
                                    lambda k: torch.zeros(num_slots, work.dim))
 
     def learn(self, kjt: Any) -> None:
-        """Look up keys until the maps have learnt them."""
+        """Look up keys until the modules have assigned rows to them."""
         for _ in range(EVICTION_INTERVAL):
             self._maps(kjt)
 
     def step(self, kjt: Any) -> None:
-        """One step: map keys to rows, look them up, update."""
+        """Map keys to rows, look them up, run the backward pass and update."""
         mapped = self._maps(kjt)
         out = self._tables(mapped.values(), mapped.offsets())
         out.backward(self._gradient)
@@ -232,11 +232,13 @@ class ManagedCollisions:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The contents of a table between two steps.
+    """The contents of a dynamic table between two steps.
 
     Attributes:
-        keys: int64 [n], keys with a row, ascending; owners: int64 [n], their rows.
-        rows: float32 [R, D]; squares: float32 [R], row-wise Adagrad's.
+        keys: keys with a row, ascending, int64 [n].
+        owners: their rows, int64 [n].
+        rows: all rows, float32 [R, D].
+        squares: row-wise Adagrad's sums, float32 [R].
     """
 
     keys: np.ndarray
@@ -246,7 +248,7 @@ class State:
 
     @staticmethod
     def read(tables: Any, name: str) -> State:
-        """A table's state. No rank may be in an update."""
+        """Read a table's state; no rank may update it meanwhile."""
         records = tables.keys.read(name, "keys", 0, tables.keys.num_records(name, False)).numpy()
         held = np.flatnonzero(records[:, 2] >= 0)
         order = np.argsort(records[held, 0], kind="stable")
@@ -254,7 +256,7 @@ class State:
                      tables.read(name, part="momentum1"))
 
     def rows_of(self, keys: np.ndarray) -> torch.Tensor:
-        """Rows of keys of any shape, 0 = none."""
+        """Rows int64 of keys, of the same shape; 0 (the default row) for keys without a row."""
         if not self.keys.size:
             return torch.zeros(keys.shape, dtype=torch.int64)
         at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
@@ -263,13 +265,13 @@ class State:
 
 def compare(verdict: Verdict, work: Workload, before: State, after: State,
             batches: Sequence[tuple[np.ndarray, torch.Tensor]], out: torch.Tensor) -> None:
-    """Compare one table's step with the formulas.
+    """Compare one table's step with the optimizer's formula.
 
     Args:
-        verdict: records the results.
+        verdict: receives the results.
         work: the workload.
-        before, after: the table's state.
-        batches: by rank, its keys int64 [B * pooling] and the gradient of its output [B, D].
+        before, after: the table's states.
+        batches: by rank, keys int64 [B * pooling] and output gradient float32 [B, D].
         out: rank 0's output, float32 [B, D].
     """
     rows = [before.rows_of(keys.reshape(-1, work.pooling)) for keys, _ in batches]
@@ -279,7 +281,7 @@ def compare(verdict: Verdict, work: Workload, before: State, after: State,
         total.index_add_(0, of.reshape(-1), gradient.repeat_interleave(work.pooling, dim=0))
     total /= len(batches)  # the mean of the ranks' losses
     touched = torch.cat([of.reshape(-1) for of in rows]).unique()
-    # Rows that have gone to other keys since begin anew.
+    # Rows that the step has reassigned to other keys were reset.
     kept = np.isin(touched.numpy(), after.owners[~np.isin(after.keys, before.keys)], invert=True)
     touched = touched[torch.from_numpy(kept)]
     squares = before.squares[touched] + total[touched].square().mean(1)

@@ -1,8 +1,8 @@
-"""Quality on logs whose ids drift: dynamic tables, hashing, and the vocabulary of the first day.
+"""Quality on logs whose ids drift: dynamic tables, hashing, and a vocabulary of the first day.
 
-Every batch is scored before it is trained on (progressive validation), in the order of time; the
-AUC is that of each day after the first one, averaged over days. The contenders differ only in how
-raw keys find rows.
+Batches are in order of time, and each is scored before training on it (progressive validation). The
+reported AUC is the mean over the days after the first. Contenders only differ in the mapping from
+raw keys to rows.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from oper.stats import AccessStats
 from oper.train.metrics import auc
 
 FIRST_DAY, HASHED = "first day", "hashed"
-# By name: which keys lose their rows.
+# Eviction rules of the contenders with dynamic tables.
 RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
 FIGURES = ((*(f"auc_over.{n}.{o}" for n in RULES for o in (HASHED, FIRST_DAY)),
             *(f"auc.{n}" for n in (*RULES, HASHED, FIRST_DAY)), "samples", "days"),)
-_STATE_BYTES = 4  # of row-wise Adagrad
+_STATE_BYTES = 4  # row-wise Adagrad's state per row
 _DAY_S = 86_400
-Map = Callable[[np.ndarray], np.ndarray]  # from keys to row numbers, int [n]
-_BULK = 12.0  # pieces; what is bought in such numbers is the label of Online Retail's lines
+Map = Callable[[np.ndarray], np.ndarray]  # from keys [n] to rows, int [n]
+_BULK = 12.0  # quantity from which a line of Online Retail has label 1
 
 
 @dataclass(frozen=True, slots=True)
 class DriftCase:
-    """One log.
+    """Comparison on one log.
 
     Attributes:
         name: name of the log.
-        share: rows of a dynamic table for each distinct key of the log.
-        num_seeds: runs of each contender, with different initial weights and hashes.
-        dim: columns.
-        batch_size: samples.
+        share: rows of a dynamic table per distinct key of the log.
+        num_seeds: number of runs of each contender, with different initial weights.
+        dim: columns of each table.
+        batch_size: samples per step.
         num_rows: rows of the synthetic log.
     """
 
@@ -113,8 +113,8 @@ class DriftCase:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """A preprocessed log: its columns, batches in order of time, the day of every row int64 [N],
-    labels [N], and statistics."""
+    """A preprocessed log: names of its sparse columns, number of dense ones, batches in order of
+    time, day of every row int64 [N], labels [N], and access statistics."""
 
     columns: tuple[str, ...]
     num_dense: int
@@ -124,7 +124,7 @@ class _Log:
     stats: AccessStats
 
     def keys(self, upto: int) -> list[np.ndarray]:
-        """Keys of each column in the first rows."""
+        """Keys of each column in the first `upto` rows."""
         found: list[list[np.ndarray]] = [[] for _ in self.columns]
         for batch in self.batches:
             left = min(upto, batch.labels.numel())
@@ -138,14 +138,14 @@ class _Log:
 
 
 def cases(quick: bool) -> list[DriftCase]:
-    """The synthetic log, and the real ones whose files exist."""
+    """Cases for the synthetic log and, unless `quick`, the real logs whose files exist."""
     found = [DriftCase("synthetic"), *(DriftCase(name) for name in _FILES if _files(name))]
     return [DriftCase("synthetic", num_seeds=2, num_rows=8_000)] if quick else found
 
 
 def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
-    """By contender, the number of rows of each column's table and, unless the tables are dynamic,
-    the map from keys to rows."""
+    """By contender: rows of each column's table and, for static tables, the map from keys to rows.
+    Hashed tables have as many bytes as the dynamic ones with their directories."""
     stats = log.stats.tables
     dynamic = [1 + max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
     size, most = _num_bytes(case, HASHED), _num_bytes(case, "lru")
@@ -159,8 +159,8 @@ def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[
 
 
 def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
-    """A function of a number of rows: bytes of a table with that many rows, its optimizer state and
-    its directory."""
+    """A function from a number of rows to the bytes of a table with optimizer state and
+    directory."""
     rule = RULES.get(contender)
     return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (
         directory_bytes(rows, rule) if rule else 0)
@@ -211,19 +211,19 @@ def _read(case: DriftCase, work: Path) -> _Log:
 
 
 def _hottest(keys: np.ndarray, most: int) -> np.ndarray:
-    """Distinct keys, ascending: all of them, or the most frequent ones."""
+    """The `most` most frequent distinct keys, ascending."""
     found, counts = np.unique(keys, return_counts=True)
     return np.sort(found[np.argsort(-counts, kind="stable")[:most]])
 
 
 def _number(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Rows of keys: 1 + their index in `known`, 0 for others."""
+    """Rows of keys: 1 + the index in `known`, or 0 for unknown keys."""
     at = np.minimum(np.searchsorted(known, keys), known.size - 1)
     return np.where(known[at] == keys, at + 1, 0)
 
 
 def _mapped(log: _Log, maps: Sequence[Map]) -> Iterator[Any]:
-    """The batches with keys replaced by row numbers."""
+    """The log's batches with keys replaced by rows."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     for batch in log.batches:
@@ -236,7 +236,7 @@ def _mapped(log: _Log, maps: Sequence[Map]) -> Iterator[Any]:
 
 
 class _Scorer(nn.Module):
-    """A logit from pooled embeddings and dense features."""
+    """An MLP over pooled embeddings and dense features; returns logits [B]."""
 
     def __init__(self, columns: Sequence[str], num_rows: Sequence[int], dim: int, num_dense: int
                  ) -> None:
@@ -258,8 +258,8 @@ class _Scorer(nn.Module):
 
 def _score(case: DriftCase, log: _Log, batches: Sequence[Any], num_rows: Sequence[int], seed: int,
            rule: oper.DynamicTable | None) -> tuple[np.ndarray, list[float]]:
-    """Logits float32 [N] of every sample before it is trained on; of dynamic tables also the share
-    of lookups that read the default row, by column."""
+    """Train on all batches; returns each sample's logit before its training step, float32 [N], and
+    for dynamic tables the share of lookups that read the default row, by column."""
     torch.manual_seed(seed)
     model: Any = _Scorer(log.columns, num_rows, case.dim, log.num_dense)
     given: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def _score(case: DriftCase, log: _Log, batches: Sequence[Any], num_rows: Sequenc
 
 
 def _by_day(scores: np.ndarray, log: _Log) -> np.ndarray:
-    """AUC of each day after the first that has both labels, float64 [D]."""
+    """AUC of each day after the first, without days of a single label, float64 [D]."""
     cuts = np.flatnonzero(np.diff(log.days)) + 1
     pairs = list(zip(np.split(scores, cuts), np.split(log.labels, cuts), strict=True))[1:]
     found = np.array([auc(s, y) for s, y in pairs])

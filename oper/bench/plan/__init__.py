@@ -1,1 +1,1 @@
-"""The planner on modelled machines, compared with the planners of other systems."""
+"""``oper bench plan``: the planner on modelled machines, compared with other systems' planners."""

@@ -1,4 +1,4 @@
-"""``oper bench plan``: gaps, times and baselines of the planner over a suite of modelled cases."""
+"""``oper bench plan``: the planner's gaps and times, and peers' plans, on modelled machines."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "drawn": plan_workloads.drawn,
 }
 CONSTANTS = ("published", "measured")
-TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # what every case is held to
-_TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
+TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # targets for every case
+_TORCHREC = "torchrec: "  # prefix of TorchRec's proposers among the peers' names
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
 _GROUP = ("num_cases", "certified", "median_gap", "worst_gap", "median_proved_gap",
           "worst_proved_gap", "median_seconds", "worst_seconds", "peers_ahead",
@@ -56,12 +56,13 @@ class Case:
     """One workload on one machine for one objective.
 
     Attributes:
-        constants: ``"published"``, GPU machines with published constants; ``"measured"``, CPU
-            clusters with those that ``oper calibrate`` measured.
+        constants: ``"published"``: GPU machines with published constants; ``"measured"``: CPU
+            clusters with constants measured by ``oper calibrate``.
         workload, num_ranks, objective: see `cases`.
         seed: seed of tables, machine and search.
-        torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
-        prove_s: seconds for raising the bound of a plan above the target gap; 0 = not at all.
+        torchrec_s: time limit (s) of TorchRec's planner; 0 = without TorchRec.
+        prove_s: time limit (s) for raising the lower bound of a plan whose gap is above the target;
+            0 = do not raise it.
     """
 
     constants: str
@@ -80,16 +81,14 @@ class Case:
 
     @property
     def topology(self) -> Topology:
-        """The machine."""
+        """The modelled machine."""
         if self.constants == "measured":
             return plan_workloads.cluster(self.num_ranks, self.seed)
         return plan_workloads.machine(self.num_ranks, self.workload.startswith("unequal"))
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan and compare; returns the record's entry.
-
-        If a case's data is missing, the entry says so and counts as verified.
-        """
+        """Plan and compare; returns the record's entry. If a case's data is missing, the entry has
+        the reason as ``skipped`` and is verified."""
         workload = _workload(self.workload, self.seed)
         return run_case(self, workload) if workload is not None else {
             "verified": True, "skipped": "its data is not in the folder named by OPER_DATA"}
@@ -118,8 +117,8 @@ def _seeds(text: str) -> str:
 
 def cases(quick: bool, constants: str = "published", seeds: str = "0",
           torchrec_seconds: float = 0.0, prove_seconds: float = 0.0) -> list[Case]:
-    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; the other arguments
-    are those of the flags."""
+    """Every workload on 8, 16, 64 and 128 ranks for training and inference; fewer if `quick`. The
+    remaining arguments are the values of the flags."""
     first, _, last = seeds.partition("-")
     return [Case(constants, w, n, o, seed, torchrec_seconds, prove_seconds)
             for seed in range(int(first), int(last or first) + 1)
@@ -131,12 +130,12 @@ def cases(quick: bool, constants: str = "published", seeds: str = "0",
 
 @lru_cache(maxsize=1)
 def _workload(name: str, seed: int) -> Workload | None:
-    """Tables and statistics, which all machines and objectives of a seed share."""
+    """Tables and statistics, cached for all machines and objectives of a seed."""
     return _WORKLOADS[name](seed)
 
 
 def run_case(case: Case, workload: Workload) -> dict[str, Any]:
-    """Plan one case, score the peers, and check the plan against bound, memory and peers."""
+    """Plan a case, verify the plan and its certificate, and score the peers' plans."""
     topology, torchrec = case.topology, torchrec_planner(case.torchrec_s)
     begin = time.perf_counter()
     problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
@@ -178,8 +177,7 @@ def run_case(case: Case, workload: Workload) -> dict[str, Any]:
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summary of the cases, separately by constants and objective, whose gaps differ too much for
-    one median."""
+    """Summary figures by ``CONSTANTS/OBJECTIVE``, since gaps differ too much for one median."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for e in entries:
         if "skipped" not in e and "failed" not in e:
@@ -204,7 +202,7 @@ def _figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The cases that miss a target or are worse than a peer."""
+    """Text: the cases that miss a target or whose plan is slower than a peer's."""
     done = [e for e in entries if "modelled_step_us" in e]
     missed: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         f"gap above {100 * TARGET_GAP:.0f} %": lambda e: e["gap"] is None or e["gap"] > TARGET_GAP,

@@ -1,5 +1,4 @@
-"""TorchRec's planner in a separate process, so that its time limit holds and its memory is
-separate."""
+"""Run TorchRec's planner in a child process, which bounds its time and separates its memory."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from oper.plan import Plan
 from oper.search.problem.statement import Problem
 from oper.support.flags import number
 
-_START_S = 120.0  # importing torchrec on a busy machine
-_GRACE_S = 2.0  # on top of the time limit, for the proposal that runs when it ends
+_START_S = 120.0  # time limit of importing torchrec on a busy machine
+_GRACE_S = 2.0  # in addition to the time limit, for the proposal that is then in progress
 
 
 def configure_torchrec(parser: argparse.ArgumentParser) -> None:
-    """The argument of benchmarks that compare with TorchRec's plans."""
+    """Add the argument of benchmarks that compare with TorchRec's plans."""
     parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
                         help="time limit of TorchRec's planner per case (default 10, as OPER's "
                              "target; 0 = leave it out)")
@@ -29,18 +28,18 @@ def configure_torchrec(parser: argparse.ArgumentParser) -> None:
 
 @functools.cache
 def torchrec_planner(time_limit_s: float) -> TorchRecPlanner | None:
-    """The planner that all cases share; None if its time is 0 or torchrec is not installed."""
+    """The planner shared by all cases; None if the limit is 0 or torchrec is not installed."""
     if time_limit_s > 0 and importlib.util.find_spec("torchrec"):
         return TorchRecPlanner(time_limit_s)
     return None
 
 
 class TorchRecPlanner:
-    """TorchRec's proposals for one problem after another, in a child process.
+    """Runs TorchRec's proposers for one problem after another in a child process.
 
     Args:
-        time_limit_s: time limit per problem; a planner that exceeds it is ended, and its proposals
-            so far are used.
+        time_limit_s: time limit (s) per problem. A child that exceeds it is killed, and the
+            proposals that it has sent are used.
     """
 
     def __init__(self, time_limit_s: float) -> None:
@@ -48,11 +47,10 @@ class TorchRecPlanner:
         self._child: Child | None = None
 
     def propose(self, problem: Problem) -> dict[str, Plan]:
-        """The best plan of each of TorchRec's proposers; empty if none was found in time or none
-        fits."""
+        """The best plan of each proposer by name; empty if none is found in time or none fits."""
         found: dict[str, Plan] = {}
-        # A child that dies, e.g. for want of memory, keeps what it has sent; the next problem gets
-        # another one.
+        # If the child dies, e.g. out of memory, the proposals received so far are used, and the
+        # next problem starts another child.
         with contextlib.suppress(EOFError, OSError, OperError):
             if self._child is None:
                 self._child = Child(_serve, (), "TorchRec's planner")
@@ -69,15 +67,14 @@ class TorchRecPlanner:
         return found
 
     def close(self) -> None:
-        """End the child, which otherwise ends with this process."""
+        """Kill the child, which otherwise exits with this process."""
         if self._child is not None:
             self._child.close(0)
         self._child = None
 
 
 def _serve(pipe: Connection) -> None:
-    """The child process: sends proposals for every problem that it receives, and None after the
-    last one."""
+    """Child process: send the proposals for each received problem, then None."""
     import logging
     import warnings
 

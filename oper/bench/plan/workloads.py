@@ -1,4 +1,4 @@
-"""The planning suite: tables, statistics and machines of every case, seeded and reproducible."""
+"""Tables, statistics and machines of the planning benchmark, drawn from seeds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 
-NUM_SAMPLES = 100_000_000  # samples behind synthetic statistics
+NUM_SAMPLES = 100_000_000  # number of samples that synthetic statistics represent
 _HEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tables, their statistics, and the samples per rank and step."""
+    """Tables, access statistics, and samples per rank and step."""
 
     tables: list[TableSpec]
     stats: AccessStats
@@ -31,11 +31,9 @@ class Workload:
 
 
 def power_law(num_rows: int, exponent: float, length: float) -> TableStats:
-    """Statistics of a bounded power law, without an array over rows.
-
-    Rows are grouped geometrically; a group has the count of its middle rank. Bags have `length` ids
-    on average, each rounded down or up.
-    """
+    """Access statistics of a bounded power law, computed for groups of rows. Groups grow
+    geometrically; each row of a group has the count of the group's middle rank. Bags have
+    floor(`length`) or floor(`length`) + 1 ids, and `length` on average."""
     edges = np.unique(np.concatenate([np.arange(min(num_rows, _HEAD) + 1), np.geomspace(
         _HEAD, max(num_rows, _HEAD + 1), 400).astype(np.int64)]))
     edges = np.append(edges[edges < num_rows], num_rows)
@@ -63,7 +61,7 @@ def _workload(rows: Sequence[int], dims: Sequence[int], lengths: Sequence[float]
 
 
 def criteo_kaggle(seed: int) -> Workload:
-    """26 tables with the published cardinalities, one id per bag."""
+    """Criteo Kaggle's 26 tables with their published numbers of rows, one id per bag."""
     rng = np.random.default_rng(seed)
     n = len(CRITEO_KAGGLE_ROWS)
     return _workload(CRITEO_KAGGLE_ROWS, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n).tolist(),
@@ -71,7 +69,7 @@ def criteo_kaggle(seed: int) -> Workload:
 
 
 def mlperf_dlrm_v2(seed: int) -> Workload | None:
-    """26 tables of MLPerf DLRM-DCNv2 with its multi-hot sizes; None without OPER_DATA."""
+    """The 26 tables and multi-hot bag lengths of MLPerf DLRM-DCNv2; None without its file."""
     found = data_files("table_configs/table_configs.json")
     if not found:
         return None
@@ -83,7 +81,7 @@ def mlperf_dlrm_v2(seed: int) -> Workload | None:
 
 
 def avazu(seed: int) -> Workload | None:
-    """Avazu from the published value counts (values seen 50 times or more); None without them."""
+    """Avazu from its published counts of values (those with 50 or more); None without the file."""
     found = data_files("avazu_value_counts/avazu_train_value_counts_ge50.csv.gz")
     if not found:
         return None
@@ -103,7 +101,8 @@ def avazu(seed: int) -> Workload | None:
 
 
 def synthetic(num_tables: int, seed: int, exponent: float | None = None) -> Workload:
-    """Rows 10^2..10^7.3, dims 16..256, half one-hot and half lognormal bags, Zipf 0.6..1.3."""
+    """Random tables: 10^2 to 10^7.3 rows, dims 16 to 256, bags of one id or of lognormal length,
+    power laws with exponents 0.6 to 1.3 or `exponent`."""
     rng = np.random.default_rng([seed, num_tables])
     rows = (10 ** rng.uniform(2, 7.3, num_tables)).astype(np.int64)
     dims = rng.choice([16, 32, 64, 128, 256], num_tables)
@@ -114,7 +113,7 @@ def synthetic(num_tables: int, seed: int, exponent: float | None = None) -> Work
 
 
 def giant(seed: int) -> Workload:
-    """One table larger than a rank's memory, and twenty ordinary ones."""
+    """One table larger than a rank's memory, and twenty small ones."""
     rng = np.random.default_rng([seed, 21])
     rows = [400_000_000, *(10 ** rng.uniform(2, 6.5, 20)).astype(np.int64).tolist()]
     return _workload(rows, [128, *rng.choice([32, 64, 128], 20).tolist()], [1.0] * 21,
@@ -122,23 +121,21 @@ def giant(seed: int) -> Workload:
 
 
 def few_tables(seed: int) -> Workload:
-    """Four tables, for machines with more ranks than that."""
+    """Four tables, fewer than there are ranks."""
     return _workload([5_000_000, 200_000, 30_000_000, 1000], [128, 64, 128, 32],
                      [4.0, 20.0, 1.0, 1.0], [1.05, 0.9, 1.1, 0.8], 4096)
 
 
 def drawn(seed: int) -> Workload:
-    """A random number of tables from 3 to 1,000, small numbers more often than large ones."""
+    """`synthetic` with a log-uniformly random number of tables from 3 to 1,000."""
     rng = np.random.default_rng([seed, 3])
     return synthetic(round(10 ** rng.uniform(np.log10(3), 3)), seed)
 
 
 def cluster(num_ranks: int, seed: int) -> Topology:
-    """CPU hosts with the constants that ``oper calibrate`` measured on two cores of an Intel Xeon.
-
-    Hosts have 2, 4 or 8 ranks, and 0.1 to 12.5 GB/s per rank between them; for every third seed,
-    every other host has half that bandwidth.
-    """
+    """CPU hosts with constants that ``oper calibrate`` measured on two cores of an Intel Xeon.
+    Hosts have 2, 4 or 8 ranks and network bandwidths of 0.1 to 12.5 GB/s per rank; if `seed` % 3 is
+    2, every second host has half the bandwidth."""
     rng = np.random.default_rng([seed, num_ranks])
     per_host = int(rng.choice([2, 4, 8]))
     cross_gbps = float(10 ** rng.uniform(-1, np.log10(12.5)))
@@ -152,7 +149,8 @@ def cluster(num_ranks: int, seed: int) -> Topology:
 
 
 def machine(num_ranks: int, unequal: bool = False) -> Topology:
-    """H100-like hosts of eight; `unequal`: half the ranks with half the memory, 0.6 the speed."""
+    """Hosts of eight GPUs like H100s; if `unequal`, every second rank has half the memory and 0.6
+    of the bandwidth."""
     domains = []
     for r in range(num_ranks):
         slow = unequal and r % 2 == 1

@@ -1,5 +1,5 @@
-"""``oper bench graphs``: how well graphs over concepts, and representations of users' tastes, are
-recovered from the histories of simulated users."""
+"""``oper bench graphs``: accuracy of concept graphs, and of representations of users' tastes, that
+are learned from the histories of simulated users."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from oper.rl_rec.models.autoencoders.cadvae import (
 from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
 from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 
-# Labels that a graph is fitted to: those of CaD-VAE, and the shares of a user's items that are of
-# each concept, which sum to 1 and are therefore correlated whatever the users like.
+# Labels to which a graph is fitted: CaD-VAE's, and each concept's share of a user's items. Shares
+# sum to 1 and are therefore correlated even for independent tastes.
 LABELS = ("log_counts", "shares")
-_WEIGHTS = (0.6, 1.2)  # absolute ones of edges; their signs are random
-FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
+_WEIGHTS = (0.6, 1.2)  # range of an edge's absolute weight; its sign is random
+FALSE_POSITIVES = 0.05  # limit of the false positive rate for independent concepts
 FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
     "false_positive_rate")), tuple(f"*.{key}" for key in (
@@ -69,8 +69,8 @@ class Case:
     noise: tuple[float, float] = (0.5, 0.5)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """The record's entry: for each kind of labels the structural Hamming distance to the true
-        graph, true positives and false discoveries, means over graphs with bootstrap intervals."""
+        """Fit and compare; returns the record's entry: the figures of `compare` for each of
+        `LABELS`, means over graphs with bootstrap intervals."""
         scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in LABELS}
         acyclic = True
         progress(f"{self.num_graphs} graphs")
@@ -95,16 +95,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class TastesCase:
-    """Representations of simulated users with known tastes, of several models.
+    """Models' representations of simulated users with known tastes.
 
-    The number of items of a concept that a user takes is drawn as in `Case`. Which items these are
-    depends on the taste v_k, which is normal and independent of everything else: an item at
-    position p is taken with a probability proportional to ``exp(-(p - v_k)^2 / (2 width^2))``. The
-    v are the factors to be recovered.
+    The number of items of concept k that a user chooses is drawn as in `Case`. The items depend on
+    the user's taste v_k, which is normal and independent of all other variables: an item at
+    position p is chosen with probability proportional to ``exp(-(p - v_k)^2 / (2 width^2))``. The
+    v_k are the factors that the representations should recover.
 
     Attributes:
         name: name of the case.
-        users: their graph, numbers and activity; `num_graphs` seeds, with users of their own each.
+        users: graph, number of users and activity; `num_graphs` seeds, each with its own users.
         num_items: items per concept; their positions are quantiles of the normal distribution.
         width: width of a taste.
         epochs: epochs of training.
@@ -117,8 +117,8 @@ class TastesCase:
     epochs: int = 40
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """The record's entry: DCI, SAP and nDCG@10 by model, with bootstrap intervals over seeds,
-        and the graphs of the models that have one."""
+        """Train all models; returns the record's entry: DCI, SAP and nDCG@10 by model, with
+        bootstrap intervals over seeds, and the graphs of models that have one."""
         scores: dict[str, list[dict[str, float]]] = {}
         graphs: dict[str, list[list[list[float]]]] = {}
         for seed in range(self.users.num_graphs):
@@ -145,8 +145,8 @@ class TastesCase:
 
 
 def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
-    """Workloads and sizes by name: as many codes as concepts, except for MultVAE, each of whose
-    latent numbers is a code."""
+    """Workload and configuration by model. Models have one code per concept, except for MultVAE,
+    where each latent number is a code."""
     sizes: Any = {"num_concepts": num_concepts, "hidden": 64, "dim": 16}
     return {"cadvae": ("cadvae", CaDVAEConfig(**sizes)),
             "cadvae, axes": ("cadvae", CaDVAEConfig(**sizes, concepts="axes")),
@@ -164,7 +164,7 @@ def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray,
     tastes = rng.normal(size=counts.shape)
     grid = (np.arange(case.num_items) + 0.5) / case.num_items
     places = np.sort(torch.special.ndtri(torch.from_numpy(grid)).numpy())
-    # The largest of log-probabilities with Gumbel noise: draws without repetition.
+    # Gumbel top-k: the largest log-probabilities plus Gumbel noise are a draw without replacement.
     merit = rng.gumbel(size=(*counts.shape, case.num_items)) - (
         (places - tastes[..., None]) / case.width) ** 2 / 2
     ranks = merit.argsort(axis=2)[..., ::-1].argsort(axis=2)
@@ -174,14 +174,14 @@ def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray,
     user, item = user[order], (concept * case.num_items + item)[order]
     data = from_log(Log(user + 1, item + 1, np.ones(user.size, np.float32), user),
                     DataOptions(k_core=3))
-    # The numbers that users have here are in their times; an id is not theirs.
+    # `from_log` renumbers users; the time of each interaction is its user's original index.
     kept = data.times[data.offsets[1:-1]]
     mean = np.divide((taken * places).sum(2), counts, out=np.zeros(counts.shape), where=counts > 0)
     return data, tastes[kept], mean[kept]
 
 
 def cases(quick: bool) -> list[Any]:
-    """Independent concepts, and random graphs; users with tastes; few of each when `quick`."""
+    """Cases with independent concepts, random graphs and users with tastes; smaller if `quick`."""
     found = [Case("independent"), Case("sparse", 6.0), Case("dense", 12.0),
              Case("unequal-noise", 8.0, noise=(0.4, 0.9)), Case("rare-items", 8.0, mean=1.0)]
     tastes = [TastesCase(f"tastes-{name}", Case(name, edges, 4, num_graphs=5, num_users=2000))
@@ -195,8 +195,8 @@ def cases(quick: bool) -> list[Any]:
 
 
 def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A graph, weights float64 [K, K] from causes to effects, and users' counts of items, int64
-    [N, K]."""
+    """A random graph (edge weights from causes to effects, float64 [K, K]) and the users' numbers
+    of items per concept, int64 [N, K]."""
     rng = np.random.default_rng((seed, 11))
     k, n = case.num_concepts, case.num_users
     order = rng.permutation(k)
@@ -214,7 +214,7 @@ def fitted(counts: np.ndarray, kind: str) -> torch.Tensor:
     """The graph that CaD-VAE fits before training; float64 [K, K].
 
     Args:
-        counts: number of a user's items by concept, int64 [N, K].
+        counts: number of items by user and concept, int64 [N, K].
         kind: kind of labels, one of `LABELS`.
     """
     held = torch.from_numpy(counts[counts.sum(1) > 0])
@@ -230,11 +230,11 @@ def compare(truth: np.ndarray, found: np.ndarray) -> dict[str, float]:
     """Compare a graph with the true one; both bool [K, K], from causes to effects.
 
     Returns:
-        ``shd``: number of edges to add, remove and reverse; ``shd_undirected``: without those to
-        reverse; ``true_positive_rate``: share of the true edges that were found, and
-        ``false_discovery_rate``: share of the found edges that are not true, both without
-        directions (nan if there are none); ``false_positive_rate``: share of the pairs without a
-        true edge for which one was found.
+        ``shd``: structural Hamming distance, the number of edges to add, remove or reverse;
+        ``shd_undirected``: without reversals; ``true_positive_rate``: share of the true edges that
+        were found; ``false_discovery_rate``: share of the found edges that are not true;
+        ``false_positive_rate``: share of the pairs without a true edge for which one was found.
+        Rates ignore directions and are nan if the denominator is 0.
     """
     true_pairs, pairs = (np.triu(a | a.T, 1) for a in (truth, found))
     wrong = int((true_pairs ^ pairs).sum())

@@ -1,4 +1,4 @@
-"""Results of finished runs, kept as files whose names have a digest of all that they depend on."""
+"""Store results of finished runs in files, whose names include a digest of all their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oper.support.files import atomic_write
 
 
 def digest(*parts: Any) -> str:
-    """First 12 digits of the SHA-256 of bytes or arrays."""
+    """The first 12 hexadecimal digits of the SHA-256 of concatenated bytes or arrays."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
@@ -21,16 +21,14 @@ def digest(*parts: Any) -> str:
 
 
 def place(folder: str | None, name: str, *parts: Any) -> Path | None:
-    """Path of a run's file in the folder of kept runs; None = the run is not kept.
-
-    The name contains a digest of everything that the run depends on.
-    """
+    """Path of a run's file, whose name has a digest of `parts`, the run's inputs. None without a
+    folder: the run is not stored."""
     return None if folder is None else Path(folder, f"{name}-{digest(*parts)}.npz")
 
 
 def once(path: Path | None, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays of a run, from its file if there is one; otherwise `make` makes them, and they are
-    saved. The file appears complete or not at all."""
+    """The arrays of a run: read from its file if that exists, otherwise made by `make` and written
+    atomically if `path` is given."""
     if path is not None and path.exists():
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}

@@ -1,5 +1,4 @@
-"""``oper bench off-policy``: estimators of a policy's value, tested where the true value is
-known."""
+"""``oper bench off-policy``: off-policy estimators, tested where the policy's value is known."""
 
 from __future__ import annotations
 
@@ -30,25 +29,26 @@ from oper.support.flags import whole
 _CATEGORY = "item_feature_1"
 _LOGS = {"random": "open_bandit/random/women/women.csv*",
          "thompson": "open_bandit/bts/women/women.csv*"}
-COVERAGE = (0.93, 0.97)  # shares of the logs whose intervals are to cover the value
+COVERAGE = (0.93, 0.97)  # allowed share of logs whose 95 % interval covers the true value
 _RECOMMENDER = "simulated/recommender"
 FIGURES = (("coverage.*", "bias.*", "rmse.*"), ("estimates.*", "on_policy", "effective_rows"))
-NOTE = ("coverage at 95 %; dm, switch-dr and dros lean on a model of the reward: its bias is not "
+NOTE = ("coverage at 95 %; dm, switch-dr and dros use a model of the reward: its bias is not "
         "in their intervals; bootstrap over visitors of equal features\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Logs of one policy, from which another one is evaluated.
+    """Logs of one policy, from which the value of another policy is estimated.
 
     Attributes:
         name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``; in ``simulated/recommender`` the
             evaluated policy is EASE.
-        log, target: Open Bandit's policies: ``"random"`` and ``"thompson"``; empty = simulated.
+        log, target: logging and evaluated policy of Open Bandit, each ``"random"`` or
+            ``"thompson"``; ``""`` = simulated.
         num_logs: number of simulated logs.
-        rows: rows of a simulated log.
-        per_visitor: rows of a simulated visitor.
-        samples: bootstrap samples of an interval.
+        rows: rows per simulated log.
+        per_visitor: rows per simulated visitor.
+        samples: bootstrap samples per interval.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Case:
 
 
 def cases(quick: bool, samples: int = 1000) -> list[Case]:
-    """Simulated logs, and Open Bandit's if their files exist."""
+    """Cases for simulated logs and, if the files exist, Open Bandit's logs."""
     found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5),
              Case(_RECOMMENDER)]
     if quick:
@@ -78,7 +78,7 @@ def cases(quick: bool, samples: int = 1000) -> list[Case]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments in addition to those of every benchmark."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--samples", type=whole(1), default=1000, metavar="N",
                         help="bootstrap samples of an interval (default 1000)")
     parser.epilog = ("Open Bandit's logs are looked for in the folder that OPER_DATA names; "
@@ -101,7 +101,7 @@ def _simulated(case: Case, progress: Progress) -> dict[str, Any]:
             covered.setdefault(name, []).append(i.low <= value <= i.high)
             errors.setdefault(name, []).append(i.mean - value)
     shares = {name: float(np.mean(inside)) for name, inside in covered.items()}
-    # What 0.95 gives by chance: three standard deviations beyond the limits where logs are few.
+    # With few logs, allow three standard deviations of a share of 0.95 beyond the limits.
     slack = 3 * (0.95 * 0.05 / case.num_logs) ** 0.5 if case.num_logs < 1000 else 0.0
     return {"value": round(value, 6), "coverage": shares,
             "bias": {n: round(float(np.mean(e)), 6) for n, e in errors.items()},
@@ -113,8 +113,8 @@ def _simulated(case: Case, progress: Progress) -> dict[str, Any]:
 
 @functools.cache
 def _shop_of_tastes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For 300 users and 12 products: whether a user's taste is the product's, EASE's policy and a
-    logging policy that follows popularity; float64 [300, 12] each."""
+    """For 300 users and 12 products: 1 where a product suits a user's taste, EASE's policy, and a
+    logging policy by popularity; float64 [300, 12] each."""
     rng = np.random.default_rng(0)
     users, products, tastes = 300, 12, 3
     suits = (np.arange(users)[:, None] % tastes == np.arange(products) % tastes).astype(float)
@@ -129,8 +129,8 @@ def _shop_of_tastes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def served_users(rows: int, seed: int) -> SimulatedLog:
-    """A log of a policy by popularity, from which EASE is evaluated; groups are the products'
-    tastes."""
+    """Simulate a log of the popularity policy, with EASE as the evaluated policy and the products'
+    tastes as action groups."""
     suits, target, popular = _shop_of_tastes()
     users, products = suits.shape
     chances = 0.05 + 0.4 * suits
@@ -152,19 +152,19 @@ def _open_bandit(case: Case) -> dict[str, Any]:
     policies = {name: (np.full((log.actions.size, log.num_actions), 1 / log.num_actions)
                        if name == "random" else action_shares(log, of))
                 for name, of in logs.items()}
-    # A visitor is known by its features alone: rows of equal ones are taken together.
+    # The log has no visitor ids, so rows with equal features form a cluster.
     visitors, own_visitors = (np.unique(x.context, axis=0, return_inverse=True)[1].reshape(-1)
                               for x in (log, own))
     found = estimate(log, policies[case.target], clusters=visitors, samples=case.samples,
                      groups=Groups(log.action_groups, policies[case.log]))
-    # The target's own click rate: its log under a policy that shows what was shown.
+    # The target's click rate in its own log: IPS with propensity 1 for each shown action.
     shown = np.zeros((own.actions.size, own.num_actions))
     shown[np.arange(own.actions.size), own.actions] = 1.0
     truth = estimate(dataclasses.replace(own, propensities=np.ones(own.actions.size)), shown,
                      clusters=own_visitors, samples=case.samples).intervals["ips"]
 
     def number(x: float) -> float | None:
-        return round(x, 6) if np.isfinite(x) else None  # None: as DR
+        return round(x, 6) if np.isfinite(x) else None  # None: infinite, which equals plain DR
 
     return {"rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
             "clusters": int(visitors.max()) + 1, "on_policy": truth.to_json(),
@@ -179,8 +179,8 @@ def _open_bandit(case: Case) -> dict[str, Any]:
 
 @functools.cache
 def open_bandit() -> dict[str, LoggedBandit]:
-    """The two logs over the same actions, visitors' features and positions; an action's group is
-    its item's category."""
+    """Open Bandit's two logs by policy, with common numbering of actions, features and positions;
+    an action's group is its item's category."""
     recipe = load_recipe("open-bandit")
     files = [file for pattern in _LOGS.values() for file in data_files(pattern)]
     items = str(Path(files[0]).parent / "item_context.csv")
@@ -191,8 +191,8 @@ def open_bandit() -> dict[str, LoggedBandit]:
         preprocess(recipe, files, Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
         both = load_bandit(Path(folder) / "data", BanditColumns(group=_CATEGORY))
-    # Only the random policy shows every product equally often at every moment. A few of Thompson
-    # sampling's records have that propensity, too, and are taken for the random policy's.
+    # The random policy's rows are those with uniform propensity. A few rows of Thompson sampling
+    # have that propensity, too, and are attributed to the random policy.
     is_random = np.isclose(both.propensities, 1 / both.num_actions)
     return {"random": both.rows(is_random), "thompson": both.rows(~is_random)}
 

@@ -1,4 +1,4 @@
-"""``oper bench recommenders``: `oper.rl_rec` on real logs, full ranking, with intervals."""
+"""``oper bench recommenders``: train and rank with the models of `oper.rl_rec` on real logs."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.flags import whole
 
-ODD_BLOCK = 997  # items scored at once when a result is checked
-MOST_SEEDS = 16  # looked for among kept runs
-# Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
-# what some models are built with.
+ODD_BLOCK = 997  # items per block when a result is verified
+MOST_SEEDS = 16  # highest seed of stored runs that --seeds 0 reports
+# Modules of `oper.rl_rec` on which the result of every model depends after reading the log, and
+# additional ones of some models.
 _TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.jagged", "ranking.metrics",
            "registry")
 _BUILT_WITH = {"cadvae": "concepts", "macridvae": "concepts"}
-# What reads the log: its contents are in the digest themselves.
+# Modules that read the log; the digest contains the log's data instead.
 _READS = ("oper.rl_rec.data.interactions", "oper.rl_rec.data.protocols")
 
 
@@ -71,10 +71,10 @@ class DataSet:
     """A data set in the folder named by OPER_DATA.
 
     Attributes:
-        recipe: recipe for ``oper preprocess``.
-        files: pattern below the data folder.
-        protocols: what is held out and measured, by name.
-        columns: columns that the protocols need in addition to the recipe's, as ids of strings.
+        recipe: name of a recipe of ``oper preprocess``.
+        files: glob pattern of the log's files in the folder.
+        protocols: evaluation protocols (held-out data and metrics) by name.
+        columns: additional string columns that the protocols need.
     """
 
     recipe: str
@@ -83,8 +83,8 @@ class DataSet:
     columns: tuple[str, ...] = ()
 
 
-# A film is rated by itself: the last two ratings can be held out. The products of an invoice are
-# bought together: which of its lines comes last says how invoices are typed, not what is bought.
+# Films are rated one at a time, so the last two ratings can be held out. An invoice's products are
+# bought together, and the order of its lines has no meaning, so the entire invoice is held out.
 _PRODUCTS = DataOptions(user="CustomerID", item="StockCode", protocol="time")
 _BY_TIME = Protocol(DataOptions(protocol="time"))
 DATA_SETS = {
@@ -100,7 +100,7 @@ DATA_SETS = {
          "held-out-users": dataclasses.replace(HELD_OUT_USERS, data=dataclasses.replace(
              HELD_OUT_USERS.data, user="CustomerID", item="StockCode"))},
         columns=("InvoiceNo",)),
-    # The user's to supply, under their archives' names.
+    # To be supplied by the user, in folders named like the archives.
     "ml-1m": DataSet("movielens", "ml-1m/ratings.dat*",
                      {name: PUBLISHED[name] for name in ("ml-1m", "ml-1m-all-items")}
                      | {"time": _BY_TIME}),
@@ -119,10 +119,10 @@ class Model:
     """A recommender in the comparison.
 
     Attributes:
-        workload: key of `RECOMMENDERS`.
-        config: its sizes.
-        fit: options of its training; None = it is not trained by gradients.
-        ablation: whether it is one of ``--models ablations``.
+        workload: name of the model in `oper.rl_rec.registry`.
+        config: the model's configuration.
+        fit: training options.
+        ablation: whether the model belongs to ``--models ablations``.
     """
 
     workload: str
@@ -161,7 +161,7 @@ MODELS: dict[str, Model] = {
 
 
 def _ablations() -> Iterator[tuple[str, Model]]:
-    """Returns x reward head x backbone x loss of CDT4Rec, and its states, by name."""
+    """Yield CDT4Rec's ablations: returns x reward head x backbone x loss, and its states."""
     def model(**changes: Any) -> Model:
         return Model("cdt4rec", dataclasses.replace(_CDT4REC, **changes), _FIT_SEQUENCES, True)
 
@@ -187,10 +187,10 @@ class Case:
         data: key of `DATA_SETS`.
         protocol: key of its protocols.
         model: key of `MODELS`.
-        quick: one seed and few passes.
-        seeds: train with each of the seeds 1 to this one; 0: nothing is trained, see `seeds_of`.
-        runs: folder where runs are kept; None = nowhere.
-        earlier: runs of the preceding cases, by (data set, protocol) and then by model.
+        quick: whether to train with one seed and few epochs.
+        seeds: number of seeds, 1 to `seeds`; 0 = train nothing and report stored runs.
+        runs: folder of stored runs; None = store nothing.
+        earlier: runs of preceding cases by (data set, protocol) and model; shared by all cases.
     """
 
     name: str
@@ -204,7 +204,7 @@ class Case:
 
     @property
     def under(self) -> Protocol:
-        """The protocol itself."""
+        """The `Protocol` that `protocol` names."""
         return DATA_SETS[self.data].protocols[self.protocol]
 
     @property
@@ -217,14 +217,14 @@ class Case:
 
     @property
     def fit(self) -> FitOptions:
-        """How the model is trained, and validated by the protocol's metrics."""
+        """Training options, with validation by the protocol's metrics."""
         few = {"epochs": 4, "eval_every": 2} if self.quick else {}
         return dataclasses.replace(MODELS[self.model].fit, metrics=self.under.metrics,
                                    chosen_by=self.under.reported[0], **few)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and test the model; returns the record's entry, with differences from the models
-        before it on the same log under the same protocol."""
+        """Train and test the model; returns the record's entry, with differences from the preceding
+        models on the same data set and protocol."""
         data = load(self.data, self.protocol)
         runs = join_runs([self._run(data, seed, progress) for seed in seeds_of(self)])
         earlier = self.earlier.setdefault((self.data, self.protocol), {})
@@ -238,7 +238,7 @@ class Case:
                 "verified": all(f["verified"] for f in runs.fitted), "against": against}
 
     def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
-        """A run: loaded if it was kept, otherwise trained and tested."""
+        """Load a stored run, or train and test the model."""
         def trained() -> dict[str, np.ndarray]:
             found = _train_and_test(self, data, seed)
             return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
@@ -251,8 +251,8 @@ class Case:
 
 
 def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None) -> list[Case]:
-    """Cases for every model (or ablation) on every available data set under each of its protocols;
-    if nothing is to be trained, only the cases with kept runs."""
+    """A case per model (or ablation), available data set and protocol; with `seeds` = 0 only those
+    with stored runs. Raises InvalidInputError if there are none."""
     earlier: dict[tuple[str, str], dict[str, Runs]] = {}
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
@@ -261,16 +261,16 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     if not found:
         raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
-                                "set it to the folder that the logs are in")
+                                "set it to the folder with the logs")
     if not seeds and not (found := [case for case in found if seeds_of(case)]):
         raise InvalidInputError("no kept runs to report", "--runs", runs,
-                                "a folder with runs of the present sources and logs",
-                                "name it, or train with --seeds 1 or more")
+                                "a folder with runs of the current source files and logs",
+                                "give another folder, or train with --seeds 1 or more")
     return found
 
 
 def seeds_of(case: Case) -> list[int]:
-    """Seeds to train with; if nothing is to be trained, the seeds of the kept runs."""
+    """The seeds to train with; if `case.seeds` is 0, those of stored runs."""
     if case.seeds:
         return list(range(1, 2 if case.quick else case.seeds + 1))
     data = load(case.data, case.protocol)
@@ -279,7 +279,7 @@ def seeds_of(case: Case) -> list[int]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments in addition to those of every benchmark."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
                              "report the runs kept in --runs")
@@ -293,8 +293,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log once per process and state of
-    its files; raises InvalidInputError."""
+    """The interactions of a data set, preprocessed from the raw log and cached while its files do
+    not change. Raises InvalidInputError if there are no files."""
     return _load(name, protocol, tuple(
         (path, os.stat(path).st_mtime_ns, os.stat(path).st_size)
         for path in data_files(DATA_SETS[name].files)))
@@ -306,7 +306,7 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
     if not files:
         raise InvalidInputError(f"no log of {name}", "OPER_DATA", os.environ.get("OPER_DATA", ""),
                                 f"a folder with {source.files}",
-                                "set it to the folder that the log is in")
+                                "set it to the folder with the log")
     held = source.protocols[protocol]
     recipe, more = with_threshold(load_recipe(source.recipe), held.threshold), tuple(
         Column(name, "sparse", "string") for name in source.columns)
@@ -320,7 +320,7 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
 
 
 def _place(case: Case, data: Interactions, seed: int) -> Path | None:
-    """The file in which the run is kept."""
+    """The file of the stored run; None without a folder."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
                       _contents(data), _code(case.model)], sort_keys=True)
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
@@ -328,7 +328,7 @@ def _place(case: Case, data: Interactions, seed: int) -> Path | None:
 
 def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
     done = fit(MODELS[case.model].workload, case.config, data, seed, case.fit)
-    # Ranked again in other blocks and batches: scores may differ in their last bits.
+    # Verify by ranking with other block and batch sizes, which may change the last bits of scores.
     again = evaluate_ranking(done.model, data, "test", metrics=case.under.metrics, block=ODD_BLOCK,
                              batch_size=100).summary()
     first = done.test.summary()
@@ -342,8 +342,7 @@ def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
 
 @functools.cache
 def _contents(data: Interactions) -> str:
-    """A digest of all the data of a log that models use, because logs with equal counts may
-    differ."""
+    """Digest of all arrays of a log that models use."""
     arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
@@ -352,7 +351,7 @@ def _contents(data: Interactions) -> str:
 
 @functools.cache
 def training_sources(model: str) -> list[Path]:
-    """The source files that train and rank a model; kept runs are valid for these sources only."""
+    """The source files on which a model's result depends; stored runs are valid only for these."""
     found = {f"oper.rl_rec.{name}" for name in _TRAINS}
     left = [type(MODELS[model].config).__module__,
             f"oper.rl_rec.{_BUILT_WITH.get(model, 'harness')}"]
@@ -381,6 +380,6 @@ def _about(data: Interactions) -> dict[str, Any]:
 
 
 def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Differences between the models."""
+    """Text: the differences between models in the first reported metric."""
     return "".join(f"{e['name']} less {other}: {by} {text_of(found[by])}\n" for e in entries
                    for by in e["protocol"]["reported"][:1] for other, found in e["against"].items())

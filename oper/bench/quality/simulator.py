@@ -1,4 +1,4 @@
-"""``oper bench simulator``: policies of the simulated shop, learned from a log alone."""
+"""``oper bench simulator``: policies learned from a log and tested in a simulated shop."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from oper.rl_rec.simulation.shop import (
 from oper.support.flags import whole
 
 LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
-_QUANTILES = (0.1, 0.5, 0.9)  # of the logged visits' clicks that CDT4Rec is asked for
-# Of customers who come back: the log's grade, the quantiles of its returns that CDT4Rec is asked
-# for, and the one that it is compared at, and the Decision Transformer.
+_QUANTILES = (0.1, 0.5, 0.9)  # quantiles of the logged visits' clicks requested from CDT4Rec
+# For returning customers: the log's grade; the quantiles of its returns that are requested from
+# CDT4Rec; and the quantile at which CDT4Rec and the Decision Transformer are compared.
 GRADE, QUANTILES, ASKED = "mixed", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99), 0.9
 _CDT4REC = "cdt4rec"
 FIGURES = (
@@ -60,15 +60,15 @@ NOTE = ("clicks per page and per visit, of customers who come back per customer;
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One log.
+    """Policies learned from one log of visits.
 
     Attributes:
-        name: ``SHOP-GRADE``.
-        grade: grade of the policy that made the log.
-        num_logged: visits in the log.
-        num_served: visits that every policy serves, by the same customers.
-        steps: gradient steps of a training.
-        num_seeds: trainings.
+        name: the case's name in the record.
+        grade: grade of the logging policy.
+        num_logged: number of logged visits.
+        num_served: number of visits served by every policy, with the same customers.
+        steps: gradient steps per training.
+        num_seeds: number of trainings, with seeds from 1.
         weights: folder of VirtualTaobao's weights; None = a shop of random networks.
     """
 
@@ -111,7 +111,7 @@ class Case:
 
 def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | None = None
           ) -> list[Any]:
-    """A case per grade, and customers who come back; small ones, of a grade, when `quick`."""
+    """A case per grade, and one with returning customers; if `quick`, small ones for one grade."""
     found: list[Any] = [*(Case(grade, grade) for grade in ("random", "medium", "expert")),
                         RetentionCase("retention", GRADE, 1000, 300, runs=runs)]
     if quick:
@@ -121,7 +121,7 @@ def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | N
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments in addition to those of every benchmark."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train from seeds 1..N (default 3)")
     parser.add_argument("--weights", metavar="DIR",
@@ -133,7 +133,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
-    """Click-through rates of the visits of all seeds together, and seed by seed."""
+    """Click-through rates over the visits of all seeds, and of each seed."""
     clicks, pages = (np.concatenate([getattr(e, n) for e in served]) for n in ("clicks", "pages"))
     joint = {kind: x.to_json() for kind, x in click_through_rate(clicks, pages).items()}
     each = [round(float(e.clicks.sum() / e.pages.sum() / 10), 6) for e in served]
@@ -142,17 +142,17 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 
 
-# ---- customers who come back ---------------------------------------------------------------------
+# ---- returning customers -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionCase(Case):
-    """A log of customers who come back: like `Case`, but with customers instead of visits.
+    """Policies learned from a log of returning customers: numbers are of customers, not visits.
 
     Attributes:
-        short_steps: training steps of all methods except CDT4Rec and the Decision Transformer:
-            their steps take a fraction of the time and use half as many customers per batch.
-        runs: folder where every seed's outcomes are kept; None = nowhere.
+        short_steps: training steps of all methods except CDT4Rec and the Decision Transformer;
+            their steps take a fraction of the time, with half as many customers per batch.
+        runs: folder in which every seed's outcomes are stored; None = store nothing.
     """
 
     short_steps: int = 1500
@@ -189,9 +189,9 @@ class RetentionCase(Case):
 
     def _learn(self, shop: Shop, serve: Callable[[Policy], np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes of the policies learned from a seed's log, by name. For CDT4Rec also ``asked``:
-        the requested returns, ``answered``: the mean clicks reached, and ``repeated``: whether a
-        second run gave the same."""
+        """Outcomes by policy learned from a seed's log; and for CDT4Rec ``asked`` (the requested
+        returns), ``answered`` (the mean clicks achieved) and ``repeated`` (whether serving again
+        gave equal clicks)."""
         config = SIMULATOR_CONFIG()
         plain = replace(config, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
@@ -215,7 +215,7 @@ class RetentionCase(Case):
             "repeated": np.array((again[CLICKS] == answers[chosen][CLICKS]).all())}
 
     def _place(self, seed: int) -> Path | None:
-        """The file in which a seed's outcomes are kept."""
+        """The file of a seed's outcomes; None without a folder."""
         about = {**asdict(self), "num_seeds": seed, "runs": None}
         sources = sorted(str(m.__file__) for n, m in sys.modules.items()
                          if n.startswith("oper.rl_rec.") or n == __name__)
@@ -228,16 +228,14 @@ CLICKS, VISITED, PAGES = range(3)  # rows of an outcome
 
 
 def _outcome(episodes: Episodes) -> np.ndarray:
-    """Clicks, visits and pages of each customer, float64 [3, N]."""
+    """Clicks, visits and pages by customer, float64 [3, N]."""
     counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
     return np.stack([episodes.clicks, counted.amax(dim=1).double().numpy(), episodes.pages])
 
 
 def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict[str, Any]:
-    """Clicks and visits per customer, with intervals over customers and seeds, by policy.
-
-    A policy that learns nothing serves once; its results are used for every seed.
-    """
+    """By policy: clicks and visits per customer, with intervals over customers and seeds. The
+    single outcome of a policy without training is used for every seed."""
     every = {name: np.stack(runs, axis=1) for name, runs in served.items()}  # [3, seeds, N]
     clicks = {name: np.tile(x[CLICKS], (num_seeds // x.shape[1], 1)) for name, x in every.items()}
     return {name: {"return": bootstrap(clicks[name]).to_json(),
@@ -250,7 +248,7 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
 
 def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]
              ) -> dict[str, Any]:
-    """How the served return depends on the requested one, by seed and quantile."""
+    """Requested and achieved returns by seed and quantile, and their rank correlation by seed."""
     orders = []
     for wanted, got in zip(asked, answered, strict=True):
         _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal

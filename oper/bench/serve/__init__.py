@@ -1,1 +1,1 @@
-"""Inference under MLPerf LoadGen, in processes and over HTTP."""
+"""``oper bench serve``: inference under MLPerf LoadGen, in process and over HTTP."""

@@ -1,8 +1,8 @@
-"""The client of the serving benchmark: LoadGen in a separate process, over HTTP.
+"""The client of the serving benchmark: LoadGen in a separate process sends queries over HTTP.
 
-Queries are issued by LoadGen (C++), on its own schedule: a slow server does not slow arrivals down.
-The Python part sends bytes prepared before the run and notes when an answer is complete; answers
-are decoded and compared after the run.
+LoadGen (C++) issues queries on a fixed schedule, so that a slow server does not delay arrivals. The
+Python code sends requests encoded before the run and records when each response is complete;
+responses are decoded and compared after the run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.errors import OperError
 
-TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
-_CONNECTIONS = 64  # most queries in flight
-_ANSWER_S = 60.0  # beyond the length of a run
-_PATIENCE_S = 10.0  # of a query, with all that sends it again
-_PAUSE_S = 0.02  # before a query is sent again
-_SEND_BYTES = 1 << 20  # a query leaves in one go
+TOLERANCE = 1e-5  # absolute error of a score, since requests are batched differently
+_CONNECTIONS = 64  # limit of the queries in flight
+_ANSWER_S = 60.0  # time limit of a command, in addition to the length of a run
+_PATIENCE_S = 10.0  # time limit of a query, including retries
+_PAUSE_S = 0.02  # delay before a retry
+_SEND_BYTES = 1 << 20  # send buffer of a socket: sending a query does not block
 
 
 @dataclass(slots=True)
@@ -39,15 +39,16 @@ class Seen:
 
     Attributes:
         result: LoadGen's result.
-        begin, end: begin and end of each request, float64 [N] on the clock of `time.monotonic`.
-        epoch: epoch of the weights that scored it, int64 [N]; 0 = failed.
-        wrong: requests whose scores are not those of their epoch.
-        failed: requests without scores.
-        retries: requests sent again.
-        messages: messages of some failures.
-        cores: cores that the client kept busy, LoadGen included.
-        unchecked: query, epoch and scores float32 [candidates] of answers without known scores to
-            compare with.
+        begin, end: times of issue and completion of each request, float64 [N], seconds on the clock
+            of `time.monotonic`.
+        epoch: epoch of the weights that scored each request, int64 [N]; 0 = failed.
+        wrong: number of requests whose scores differ from the expected ones of their epoch.
+        failed: number of requests without scores.
+        retries: number of times that a request was sent again.
+        messages: up to 5 messages of failed requests.
+        cores: mean number of cores that the client kept busy, including LoadGen.
+        unchecked: query index, epoch and scores float32 [candidates] of each response, if no
+            expected scores are known.
     """
 
     result: loadgen.Result
@@ -63,7 +64,7 @@ class Seen:
 
     @property
     def latency_ms(self) -> np.ndarray:
-        """Milliseconds from LoadGen's issue to the scores, float64 [N]."""
+        """Time (ms) from LoadGen's issue to the complete response, float64 [N]."""
         return (self.end - self.begin) * 1e3
 
 
@@ -71,12 +72,12 @@ class LoadClient(Child):
     """Sends LoadGen's queries to a running server, from another process.
 
     Args:
-        address: address of the server.
+        address: address of the server, ``HOST:PORT``.
         served: the model and its queries.
-        once: whether queries contain their user's features only once.
+        once: whether a query has its user features once instead of once per candidate.
 
     Attributes:
-        seen: results of its runs.
+        seen: results of all runs so far.
     """
 
     def __init__(self, address: str, served: ServeWork, once: bool = False) -> None:
@@ -85,28 +86,28 @@ class LoadClient(Child):
         self.wait(_ANSWER_S)
 
     def learn(self) -> np.ndarray:
-        """Send all queries one by one and keep the scores as the expected ones of the current
-        weights.
+        """Send all queries one by one and store their scores as the expected ones.
 
-        Sets alternate: odd and even epochs have their own.
+        They are the expected scores of all epochs with the current epoch's parity, since two sets
+        of weights alternate.
 
         Returns:
-            float32 [num_queries, candidates].
+            Scores float32 [num_queries, candidates].
         """
         scores: np.ndarray = self.ask("learn", seconds=10 * _ANSWER_S)
         return scores
 
     def start(self, settings: loadgen.Settings) -> None:
-        """Begin a run; returns when its first request has been sent."""
+        """Start a run; returns when LoadGen issues its first query."""
         self.ask("run", settings)
 
     def finish(self, seconds: float) -> Seen:
-        """The result of the run, which may take up to `seconds`."""
+        """Wait for the started run, whose length is about `seconds`, and return its result."""
         self.seen.append(self.wait(seconds + 5 * _ANSWER_S))
         return self.seen[-1]
 
     def run(self, settings: loadgen.Settings) -> loadgen.Result:
-        """Run LoadGen once; returns its verdict."""
+        """Run LoadGen once; returns its result."""
         self.start(settings)
         return self.finish(settings.min_duration_s).result
 
@@ -118,7 +119,7 @@ class _Query:
     number: int
     index: int
     begin: float
-    lost: int = 0  # connections
+    lost: int = 0  # number of failed attempts
 
 
 class _Line:
@@ -128,7 +129,9 @@ class _Line:
         self.socket = socket.create_connection(place, _PATIENCE_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        self.worker = self.asked = b""  # who has it; whose query is counted
+        # The worker that owns the connection (known after the first response), and the one in whose
+        # count of queries in flight the current query is.
+        self.worker = self.asked = b""
         self.query: _Query | None = None
         self.is_kept = True
         self._got = b""
@@ -140,8 +143,8 @@ class _Line:
         self.socket.sendall(data)
 
     def read(self) -> bytes | None:
-        """The answer with its headers, once it is complete; raises OSError if the connection is
-        closed."""
+        """Read available bytes; returns the response with headers once it is complete, else None.
+        Raises OSError if the connection is closed."""
         part = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
         if not part:
             raise ConnectionError("closed by the server")
@@ -160,7 +163,8 @@ def _field(head: bytes, name: bytes) -> bytes:
 
 
 class _Sender:
-    """Sends queries over any number of connections and one thread that reads them."""
+    """Sends queries over up to `connections` connections, read by one thread. LoadGen's thread and
+    the reading thread share all state under `_lock`."""
 
     def __init__(self, address: str, served: ServeWork, connections: int, once: bool = False
                  ) -> None:
@@ -181,9 +185,9 @@ class _Sender:
         self._lock = threading.RLock()
         self._idle: list[_Line] = []
         self._lines: dict[int, _Line] = {}  # by descriptor
-        self._asked: Counter[bytes] = Counter()  # queries in hand, by worker
+        self._asked: Counter[bytes] = Counter()  # queries in flight, by worker
         self._waiting: deque[_Query] = deque()
-        self._again: list[tuple[float, int, _Query]] = []  # when to send them again
+        self._again: list[tuple[float, int, _Query]] = []  # retries: a heap by time
         self._answers: list[tuple[float, float, int, bytes]] = []
         self._failures: list[str] = []
         self._retries = 0
@@ -203,7 +207,7 @@ class _Sender:
         epochs = {epoch for _, epoch in found}
         if len(epochs) != 1:
             raise OperError("cannot learn the scores", "epochs", sorted(epochs), "one",
-                            "do not publish during this call")
+                            "do not publish while the scores are being learned")
         scores = np.stack([s for s, _ in found])
         self._expected[epochs.pop() % 2] = scores
         return scores
@@ -241,7 +245,7 @@ class _Sender:
             self._send()
 
     def _send(self) -> None:
-        """Send waiting queries, as long as there are connections."""
+        """Send waiting queries while connections are available. `_lock` must be held."""
         while self._waiting and (line := self._line()) is not None:
             query = self._waiting.popleft()
             self._asked[line.worker] += 1
@@ -252,8 +256,8 @@ class _Sender:
                 self._cut(line, error)
 
     def _line(self) -> _Line | None:
-        """An idle connection to the worker with the fewest queries; a new one if that worker has a
-        query in flight and more connections are allowed."""
+        """An idle connection to the worker with the fewest queries in flight; a new connection if
+        that worker has any and the limit allows it; None if neither is available."""
         line = min(reversed(self._idle), key=lambda x: self._asked[x.worker], default=None)
         if line is not None and (not self._asked[line.worker] or len(self._lines) >= self._most):
             self._idle.remove(line)
@@ -270,7 +274,7 @@ class _Sender:
         return line
 
     def _cut(self, line: _Line, error: Exception | None = None) -> None:
-        """Drop a connection that has ended, and send its query again over another one."""
+        """Close a connection; with `error`, schedule a retry of its query."""
         self._poll.unregister(line.socket)
         del self._lines[line.socket.fileno()]
         line.socket.close()
@@ -281,7 +285,7 @@ class _Sender:
             self._later(line.query, error)
 
     def _later(self, query: _Query, error: Exception | str) -> None:
-        """Send a query again after a moment, unless its time is over."""
+        """Schedule a retry of a query, or fail it if `_PATIENCE_S` have passed."""
         query.lost += 1
         now = time.monotonic()
         if now - query.begin > _PATIENCE_S:
@@ -333,12 +337,12 @@ class _Sender:
 
 
 def same(scores: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether scores are those expected, whatever batches they were computed in."""
+    """Whether all scores equal the expected ones within `TOLERANCE`."""
     return bool(np.abs(scores - expected).max() <= TOLERANCE)
 
 
 def _scores(answer: bytes) -> tuple[np.ndarray, int]:
-    """Scores and epoch of an answer, given with its headers; raises OperError."""
+    """Scores and epoch of a response with its headers; raises OperError if it has none."""
     from oper.serve.wire import HEADER_LENGTH, decode_scores
 
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -1,9 +1,10 @@
-"""From training to serving under load: the rows that a step changes are saved and served.
+"""Serve the deltas of a training run under load.
 
-A process trains and saves a delta after each step, the server publishes each delta, and a client
-sends requests at a fixed rate. This alternates with the same training of a second model whose
-deltas are not served; at the end all weights are published several times. After the run, every
-answer is compared with the scores of its epoch, computed by applying the same deltas without load.
+One process trains and saves a delta (the changed rows) after each step, the server publishes each
+delta, and a client sends requests at a fixed rate. This alternates with the same training of a
+second model, whose deltas are not served. At the end, all weights are published several times.
+After the run, every response is compared with the scores of its epoch, computed by applying the
+same deltas without load.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from oper.errors import InvalidInputError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
 
-_LATE_S = 30.0  # time limit for the last changes to be in service
-_RATE = 0.02  # learning rate; a step changes a row by about a tenth
+_LATE_S = 30.0  # time limit until the last deltas are in service
+_RATE = 0.02  # learning rate; a step changes a row by about 10 %
 _PERCENTILES = (50, 90, 99)
 _NICE = 10  # niceness of the training process, which shares the cores
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaCase:
-    """One case.
+    """Deltas of a training run, served under load.
 
     Attributes:
-        name: for the record.
-        served: the model that is trained and served.
-        workers: workers of the server.
+        name: the case's name in the record.
+        served: the model to train and serve.
+        workers: worker processes of the server.
         rate: requests per second.
         deltas: number of deltas to serve.
-        every_s: seconds between two steps.
+        every_s: time (s) between the starts of two steps.
         changed: share of each table's rows that a step changes.
-        rounds: rounds under load, each with the same number of steps of the model that is not
-            served and of the one that is; at most `deltas`. A percentile is the median over the
-            rounds' percentiles, which a single stall of the machine does not affect.
-        wholes: publications of all weights, for comparison.
-        apart: give the server the last core for itself, and training and client the others.
+        rounds: number of rounds under load, 1 to `deltas`. Each has the same number of steps
+            without and with serving. A reported percentile is the median over rounds of the rounds'
+            percentiles, which a single stall of the machine does not affect.
+        wholes: number of publications of all weights, for comparison.
+        apart: whether the server gets the last core alone, and training and client the rest.
     """
 
     name: str
@@ -73,7 +74,7 @@ class DeltaCase:
         if not 1 <= self.rounds <= self.deltas:
             raise InvalidInputError("cannot measure deltas", "rounds", self.rounds,
                                     f"between 1 and the number of deltas, {self.deltas}",
-                                    "ask for fewer rounds or more deltas")
+                                    "lower the rounds or raise the number of deltas")
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, serve and compare; returns the record's entry."""
@@ -103,12 +104,12 @@ class _Phase:
     """Requests of one phase, and the growth of the server's memory during it."""
 
     seen: Seen
-    growth_bytes: float  # of the supervisor's peak memory
+    growth_bytes: float  # peak resident memory of the supervisor process, minus that before
 
 
 @dataclass(slots=True)
 class _Live:
-    """A training process, a server, a client."""
+    """The processes of a running case."""
 
     case: DeltaCase
     folder: Path
@@ -117,13 +118,13 @@ class _Live:
     client: LoadClient
 
     def train(self, steps: int, is_served: bool) -> tuple[_Phase, int]:
-        """Train that many steps under load; returns the phase and the bytes of the deltas."""
+        """Train `steps` steps under load; returns the phase and the total bytes of its deltas."""
         self.trainer.send("run", steps, is_served)
         phase = self.load(steps * self.case.every_s)
         return phase, int(self.trainer.wait())
 
     def load(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> _Phase:
-        """Send requests for that many seconds while `meanwhile` runs."""
+        """Send requests for `seconds` while `meanwhile` runs."""
         reset_peak(self.host.pid)
         before = peak_rss_mb(self.host.pid)
         self.client.start(loadgen.Settings(
@@ -135,7 +136,7 @@ class _Live:
 
 @contextlib.contextmanager
 def _on(cores: list[int]) -> Iterator[None]:
-    """A block in which started processes run on these cores."""
+    """Restrict this process, and processes started in the block, to `cores`."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -235,11 +236,10 @@ def _wait(is_done: Callable[[], bool]) -> None:
 
 
 class _Check:
-    """Applies the deltas of a run again, to a publication without other readers.
+    """Applies the deltas of a run again, to a publication without load.
 
     Attributes:
-        moved: the smallest change that a delta made to a query's scores, where the change of a
-            query is the largest over its candidates.
+        moved: the minimum over deltas of the largest change of a score of query 0, set by `torn`.
     """
 
     def __init__(self, case: DeltaCase, folder: Path) -> None:
@@ -254,12 +254,12 @@ class _Check:
 
     def torn(self, made: list[Publication], first: int,
              seen: list[tuple[int, int, np.ndarray]]) -> int:
-        """Answers with scores that are not those of their epoch.
+        """Number of responses whose scores differ from those of their epoch.
 
         Args:
-            made: the changes that were served.
-            first: epoch of the weights before them.
-            seen: `Seen.unchecked` of the answers.
+            made: the deltas that were served, in order.
+            first: epoch of the weights before the first delta.
+            seen: `Seen.unchecked` of all runs.
         """
         answers: dict[int, list[tuple[int, np.ndarray]]] = {}
         for index, epoch, scores in seen:
@@ -279,7 +279,7 @@ class _Check:
             moved.append(float(np.abs(now - before).max()))
             before = now
         self.moved = min(moved, default=0.0)
-        return torn + sum(map(len, answers.values()))  # of no epoch that there was
+        return torn + sum(map(len, answers.values()))  # the rest name an epoch that did not exist
 
     def _differing(self, answers: Iterable[tuple[int, np.ndarray]]) -> int:
         return sum(not same(scores, self._score(index)) for index, scores in answers)
@@ -288,22 +288,22 @@ class _Check:
         return self._model.predict(self._case.served.query(index))[0]
 
     def sums(self) -> dict[str, int]:
-        """Checksums of the weights after all deltas."""
+        """Checksums of the current weights, by segment."""
         return _sums(self._publication.name)
 
     def whole(self, checkpoint: str) -> dict[str, int]:
-        """Checksums of a whole publication."""
+        """Publish all weights of a checkpoint and return their checksums."""
         self._publication.publish(checkpoint)
         return self.sums()
 
     def close(self) -> None:
-        """Free the tables."""
+        """Close the model and free the publication."""
         self._model.close()
         self._publication.close()
 
 
 def _sums(name: str) -> dict[str, int]:
-    """Checksums of all segments that the readers of a publication see."""
+    """Checksums of all segments of a publication, as its readers see them."""
     from oper.shmem.publication.reader import Reader
 
     reader = Reader(name)
@@ -317,26 +317,26 @@ def _sums(name: str) -> dict[str, int]:
 
 
 class _Run:
-    """A model that trains at most one step per `every_s` and saves a delta after each."""
+    """A model in training that saves a delta after each step."""
 
     def __init__(self, case: DeltaCase, place: str) -> None:
         import oper
         from oper.integration.checkpoint.deltas import DeltaCheckpoints
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no statistics: one rank needs none
+            warnings.simplefilter("ignore")  # about missing statistics: one rank needs none
             self.model: Any = oper.shard(build(case.served, "cpu"),
                                          optimizer=oper.RowWiseAdagrad(lr=_RATE))
         self._case, self._place, self._step = case, Path(place), 0
         self._saver = DeltaCheckpoints(place, self.model)
 
     def full(self) -> int:
-        """Save everything; returns the bytes of the folder."""
+        """Save all weights; returns the size (bytes) of the folder."""
         self._saver.save_full(self._step)
         return sum(p.stat().st_size for p in self._place.iterdir())
 
     def run(self, steps: int) -> int:
-        """Train; returns the bytes of the deltas."""
+        """Train, starting a step every `every_s`; returns the total bytes of the deltas."""
         self._saver.flush()
         before, begin = self._saver.written_bytes, time.monotonic()
         for k in range(steps):
@@ -348,12 +348,12 @@ class _Run:
         return self._saver.written_bytes - before
 
     def close(self) -> None:
-        """End the writing thread."""
+        """Stop the writing thread."""
         self._saver.close()
 
 
 def _train(control: Any, case: DeltaCase, place: str) -> None:
-    """Execute commands to train and save, until the other end of `control` closes."""
+    """Training process: execute commands until the parent closes `control`."""
     import torch
 
     import oper
@@ -373,7 +373,7 @@ def _train(control: Any, case: DeltaCase, place: str) -> None:
 
 
 def _step(model: Any, case: DeltaCase, step: int) -> None:
-    """Change a share of the rows by the runtime's own update, and one dense parameter."""
+    """Change a share of all rows by a backward pass with update, and the last bias."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -1,4 +1,4 @@
-"""The running server of the serving benchmark, in a separate process, and the commands to it."""
+"""The server of the serving benchmark in a separate process, and its commands."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ BATCHING = BatchOptions(512, 0.0, 16_384)  # of every worker
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """One publication, on the clock of `time.monotonic` (the same in all processes).
-
-    Attributes:
-        begin, end: its begin and end.
-    """
+    """Start and end of one publication, in seconds on the clock of `time.monotonic`, which all
+    processes share."""
 
     begin: float
     end: float
@@ -44,12 +41,12 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One change of a training run in service.
+    """One delta that is in service.
 
     Attributes:
-        step: step of the run.
-        seconds: time for reading, checking and publishing it.
-        lag_s: time from the step until its weights are in service.
+        step: step of the training run.
+        seconds: time (s) to read, check and publish the delta.
+        lag_s: time (s) from the step until its weights are in service.
     """
 
     step: int
@@ -60,13 +57,14 @@ class Publication:
 class Host(Child):
     """``oper.serve.Server`` with a published model whose weights alternate between two sets.
 
-    Odd epochs are set A, the float32 model. Even ones are set B: all rows negated and the last bias
-    changed, so that a mixture of both sets gives the scores of neither.
+    Odd epochs have set A, the model's weights. Even epochs have set B, with all rows negated and
+    the last bias changed, so that a mixture of both sets would give different scores.
 
     Args:
         served: the model.
-        workers: workers of the server.
-        run: folder of a training run's checkpoints, whose weights are served instead.
+        workers: worker processes of the server.
+        run: folder of a training run's checkpoints, whose weights are served instead; ``""`` =
+            none.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
             each worker, to which nothing can be published.
 
@@ -85,10 +83,10 @@ class Host(Child):
 
 @contextlib.contextmanager
 def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
-    """A client of the server of case `name` inside the block; both end with it.
+    """Run a client of the server of case `name`; closes both after the block.
 
     Raises:
-        OperError: the server ends with an error.
+        OperError: the server's exit code is not 0.
     """
     try:
         client = LoadClient(host.address, served)
@@ -97,17 +95,18 @@ def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
         finally:
             client.close()
     finally:
-        code = host.close(90.0)  # it drains
+        code = host.close(90.0)  # the server first answers its remaining requests
     if code:
-        raise OperError(f"the server of case {name} ended with exit code {code}")
+        raise OperError(f"the server of case {name} failed", "exit code", code, "0",
+                        "see its log above")
 
 
 class _Following(Follower):
-    """Follows a training run as ``oper serve --watch`` does, and records the time that this
-    takes."""
+    """Follows a training run as ``oper serve --watch`` does, and records a `Publication` per
+    change in `made`."""
 
     def __init__(self, server: Server, run: str) -> None:
-        super().__init__(lambda: Path(run), in_service=False)  # published whole first
+        super().__init__(lambda: Path(run), in_service=False)  # starts with all weights
         self.made: list[Publication] = []
         self._began = 0.0
         self._server, self._stop = server, threading.Event()
@@ -119,7 +118,7 @@ class _Following(Follower):
             self._server.follow(self)
 
     def changes(self) -> Iterator[Change]:
-        """The changes; records when the reading of each begins."""
+        """Yield the changes and record when the reading of each starts."""
         self._began = time.time()
         for change in super().changes():
             yield change
@@ -133,13 +132,13 @@ class _Following(Follower):
         super().applied(change)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop following."""
         self._stop.set()
         self._thread.join()
 
 
 class _Quantised:
-    """A `Source`: TorchRec's quantised model, of which every worker has a copy."""
+    """A `Source` of TorchRec's quantised model; every worker builds a copy."""
 
     def __init__(self, served: ServeWork) -> None:
         self.signature, self._served = served.signature, served
@@ -154,11 +153,11 @@ class _Quantised:
                         "start another server")
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: workers share no memory."""
 
 
 def _quantised(served: ServeWork) -> Any:
-    """In a worker: builds the model as TorchRec deploys it."""
+    """Build a worker's scripted predictor, TorchRec's form for deployment."""
     predictor = make_predictor("torchrec", served, "")
     warm_up(predictor, [served.query(k) for k in range(8)])
     predictor.variant = VARIANTS[1]
@@ -166,7 +165,7 @@ def _quantised(served: ServeWork) -> Any:
 
 
 def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind: str) -> None:
-    """The server process: executes commands until the other end of `control` closes."""
+    """Server process: execute commands until the parent closes `control`."""
     if kind == "torchrec":
         with Server(_Quantised(served), options) as server:
             control.send(server.address)
@@ -192,7 +191,7 @@ def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind
 
 
 def _two_sets(served: ServeWork) -> dict[str, Any]:
-    """Sets A and B."""
+    """State dicts of the sets A and B, see `Host`."""
     sets = {"a": build(served, "cpu").state_dict()}
     sets["b"] = {name: -w if "embedding_bags" in name else w for name, w in sets["a"].items()}
     last = [name for name in sets["b"] if name.endswith("bias")][-1]
@@ -201,7 +200,7 @@ def _two_sets(served: ServeWork) -> dict[str, Any]:
 
 
 def _swap(server: Server, weights: Any) -> Swap:
-    """Publish the given weights, or otherwise the set that is not in service."""
+    """Publish a checkpoint, or of two sets the one that is not in service."""
     if isinstance(weights, dict):
         even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
         weights = weights["b" if even else "a"]

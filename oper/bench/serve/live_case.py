@@ -1,4 +1,4 @@
-"""The running server under LoadGen from another process: capacity, publications, a soak."""
+"""The HTTP server under LoadGen: capacity, publications under load, and a soak test."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
 from oper.errors import OperError
 
-_GROWTH_BYTES = 16 << 20  # of all processes together: allocators keep varying amounts of memory
+_GROWTH_BYTES = 16 << 20  # allowed growth of all processes: allocators retain varying memory
 _SOAK_SWAPS = 20
-_ROUNDS = 3  # over HTTP and in process, in turn, at one rate
-_KEPT = 0.97  # of the rate asked for, at least; arrivals are random
-_SUSTAINED_MS = 100.0  # p99 of a rate that the server keeps up with: its queues do not grow
+_ROUNDS = 3  # runs of each contender at the common rate
+_KEPT = 0.97  # minimum completed / requested rate, since arrivals are random
+_SUSTAINED_MS = 100.0  # p99 bound of a sustained rate, at which the server's queues do not grow
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCase:
-    """One case over HTTP.
+    """A case with the HTTP server.
 
     Attributes:
-        name: for the record.
-        kind: ``"http"``: the highest rate at the latency bound, over HTTP and in process;
-            ``"candidates"``: the same for requests that name their user's features once and for
-            full ones; ``"publish"``: new weights under load; ``"soak"``: a long run with a killed
-            worker. For the last two, the capacity is the highest rate that the server sustains.
+        name: the case's name in the record.
+        kind: ``"http"``: highest rates at the latency bound, over HTTP and in process;
+            ``"candidates"``: highest rates of requests with their user's features once and of full
+            requests; ``"publish"``: new weights under load; ``"soak"``: a long run in which a
+            worker is killed. The capacity is the highest rate at the latency bound; for the last
+            two kinds, the highest sustained rate.
         served: the model and its queries.
-        workers: workers of the server.
-        seconds: length of the main runs.
-        load: their rate as a share of the capacity.
-        swaps: publications, for ``"publish"``.
-        run_s, min_queries: least length of the runs that search the capacity.
+        workers: worker processes of the server.
+        seconds: duration (s) of the main runs.
+        load: rate of the main runs as a share of the capacity.
+        swaps: number of publications for ``"publish"``.
+        run_s, min_queries: minimum duration (s) and queries of the runs of the rate search.
         votes: number of VALID runs required for a rate: 2 (of 3) or 3 (of 5).
-        search_s: longest time of the search.
-        bound_ms: latency bound of 99 % of the queries.
+        search_s: time limit (s) of the search.
+        bound_ms: latency bound (ms) of 99 % of the queries.
     """
 
     name: str
@@ -85,7 +86,7 @@ class _Live:
     client: LoadClient
     settings: loadgen.Settings
     progress: Progress
-    separation: float = 0.0  # least distance between the two sets' scores of a query
+    separation: float = 0.0  # minimum over queries of the sets' largest score difference
     std: float = 0.0
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
 
@@ -126,15 +127,16 @@ Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]] 
 
 def _compared(live: _Live, sides: dict[str, Side], clients: Sequence[LoadClient],
               only_searched: str = "") -> dict[str, Any]:
-    """Compare ways to score the same queries: their highest rates at the latency bound, the time of
-    a single query, and runs at a common rate, a share of the first way's highest rate. The ways
-    take turns, with equal queries, arrivals, lengths of runs and verdicts.
+    """Compare contenders on the same queries, with equal arrivals and alternating runs.
+
+    Measures each one's highest rate at the latency bound, its latency of single queries, and runs
+    at a common rate, which is a share of the first contender's highest rate.
 
     Args:
         live: the server.
-        sides: the ways by name.
-        clients: the clients of the ways over HTTP.
-        only_searched: a way that has no runs at the common rate.
+        sides: the contenders by name.
+        clients: clients of the contenders over HTTP.
+        only_searched: name of a contender without runs at the common rate.
     """
     case, first, *others = live.case, *sides
     live.progress("looking for the capacity")
@@ -184,8 +186,8 @@ def _http(live: _Live) -> dict[str, Any]:
     """Compare scoring over HTTP with scoring in process and with TorchRec's quantised model behind
     the same HTTP front end."""
     case = live.case
-    # The same weights, batches and messages without a network: what the server would reach if
-    # requests were in its workers' memory already. LoadGen sends it their numbers.
+    # The same weights, batches and messages without a network: an upper limit for the server, whose
+    # requests are already in the workers' memory. LoadGen only sends their indices.
     beside = Pool("oper", case.served, BATCHING, case.workers, live.host.ask("publication"))
     peer = Host(case.served, case.workers, kind="torchrec")
     try:
@@ -220,8 +222,8 @@ def _candidates(live: _Live) -> dict[str, Any]:
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
-    """Settings of a run at a share of the highest sustained rate of Poisson arrivals, and how that
-    rate was found. The search starts from the rate of sequential queries times the workers."""
+    """Find the highest sustained rate of Poisson arrivals, starting from the rate of sequential
+    queries times the workers; returns settings of a run at a share of it, and the search."""
     case = live.case
     live.progress("looking for the rate that can be sustained")
     single = live.client.run(replace(live.settings, scenario="SingleStream", expected_qps=300))
@@ -230,7 +232,7 @@ def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
         live.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
         seed=live.settings.seed + before)), case.search_s)
     rate, result = found.best()
-    # A machine too busy for any valid rate still gets its load, and the record says so.
+    # If no rate is valid on a busy machine, use the lowest; the record then has capacity_qps 0.
     target = case.load * (rate or min(r[0] for r in found.to_json()))
     return live.at(target, case.seconds), {
         "capacity_qps": round(rate, 2), "target_qps": round(target, 2), "capacity": {

@@ -28,15 +28,15 @@ Issue = Callable[[list[tuple[int, int]]], None]  # pairs of query id and sample 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run.
+    """Settings of one LoadGen run.
 
     Attributes:
         scenario: ``"Offline"``, ``"Server"`` (Poisson arrivals) or ``"SingleStream"``.
-        expected_qps: the target rate in Server; otherwise about the expected rate, since LoadGen
-            generates its queries ahead.
-        min_duration_s, min_queries: least length of the run.
-        bound_ms: Server's latency bound, which 99 % of the queries must meet.
-        num_samples: size of the library from which sample indices are drawn.
+        expected_qps: queries per second: Server's target rate; in other scenarios an estimate, from
+            which LoadGen generates the queries in advance.
+        min_duration_s, min_queries: minimum duration (s) and queries of the run.
+        bound_ms: Server's latency bound (ms), which 99 % of the queries must meet.
+        num_samples: number of distinct samples, from which LoadGen draws indices.
         seed: seed of sample indices and arrivals.
     """
 
@@ -58,10 +58,10 @@ class Result:
     """The result of a run of LoadGen.
 
     Attributes:
-        valid: its verdict, for the duration that the settings ask for.
-        rate: queries (samples, in its words) completed per second.
-        latency_ms: by percentile, e.g. ``"p99"``; with ``"mean"``.
-        notes: LoadGen's lines about constraints that were not satisfied.
+        valid: whether LoadGen's verdict is VALID for the minimum duration of the settings.
+        rate: completed queries (LoadGen's samples) per second.
+        latency_ms: latency (ms) by percentile, e.g. ``"p99"``, and ``"mean"``.
+        notes: LoadGen's messages about constraints that were not satisfied.
     """
 
     valid: bool
@@ -87,16 +87,16 @@ def library() -> Any:
 
 
 def complete(ids: list[int]) -> None:
-    """Tell LoadGen that queries are answered; from any thread."""
+    """Report answered queries to LoadGen; may be called from any thread."""
     lg = library()
     lg.QuerySamplesComplete([lg.QuerySampleResponse(k, 0, 0) for k in ids])
 
 
 def run(settings: Settings, issue: Issue) -> Result:
-    """Run LoadGen against `issue`, which must lead to `complete` for every query it is given.
+    """Run LoadGen with `issue`, after which `complete` must be called for every query.
 
     Raises:
-        OperError: `issue` raised an exception (which LoadGen does not pass on), or LoadGen left no
+        OperError: `issue` raised an exception (which LoadGen suppresses), or LoadGen wrote no
             summary.
     """
     lg = library()
@@ -111,7 +111,7 @@ def run(settings: Settings, issue: Issue) -> Result:
             complete([k for k, _ in pairs])
 
     sut = lg.ConstructSUT(issue_all, lambda: None)
-    # Samples are in every contender's memory before the run, as MLPerf's rules have it.
+    # Every contender has the samples in memory before the run, as MLPerf's rules require.
     qsl = lg.ConstructQSL(settings.num_samples, settings.num_samples, lambda _: None,
                           lambda _: None)
     with tempfile.TemporaryDirectory(prefix="oper-loadgen-") as folder:
@@ -132,7 +132,7 @@ def run(settings: Settings, issue: Issue) -> Result:
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """A garbage collection in the process that issues would delay whatever is being served."""
+    """Disable garbage collection, which would delay queries in the issuing process."""
     gc.collect()
     gc.disable()
     try:
@@ -165,7 +165,7 @@ def _log_settings(lg: Any, folder: str) -> Any:
 
 
 def parse(text: str) -> Result:
-    """LoadGen's summary as a `Result`; raises OperError on anything else."""
+    """Parse LoadGen's summary; raises OperError if a field is missing."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, value = line.strip().partition(":")

@@ -1,4 +1,4 @@
-"""The serving benchmark's queries, and the models of the compared systems."""
+"""Queries and models of the serving benchmark's contenders."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
-VARIANTS = ("eager", "scripted")  # ways to run a peer's model
-_STATS_BATCHES = 64  # of other lookups, that rows are called hot by
-FLOOR = "floor"  # no model: a fixed amount of work in its place
-_HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's model
+VARIANTS = ("eager", "scripted")  # execution modes of TorchRec's model
+_STATS_BATCHES = 64  # batches from which the hotness of rows is determined
+FLOOR = "floor"  # a fixed amount of computation instead of a model
+_HASHED = bytes(7 << 10)  # input to hash per sample, which takes about as long as OPER's model
 
 
 @dataclass(frozen=True, slots=True)
 class ServeWork:
-    """A DLRM to serve, and queries that each rank the candidates of one visit.
+    """A DLRM to serve, and queries that each score the candidates of one visit.
 
     Attributes:
-        work: tables and skew; its batch size is not used.
-        candidates: samples of a query.
-        num_queries: distinct queries, from which LoadGen draws.
-        user_features: number of leading features that are the visitor's, with the same ids for all
+        work: tables and distribution of ids; its batch size is not used.
+        candidates: samples per query.
+        num_queries: number of distinct queries, from which LoadGen draws.
+        user_features: number of leading features that are the user's, with equal ids for all
             candidates of a query.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
-        row_dtype: type of OPER's rows; TorchRec's are quantised to the same width.
-        error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
-        in_order: whether ids are in hotness order, as `oper preprocess` writes them, or scattered.
+        row_dtype: dtype of OPER's rows; TorchRec's are quantised to the same width.
+        error_budget: if above 0, OPER's rows have dtypes by hotness instead; see `oper.publish`.
+        in_order: whether ids are in hotness order, as ``oper preprocess`` writes them, or permuted.
     """
 
     work: Workload = field(default_factory=Workload)
@@ -60,11 +60,11 @@ class ServeWork:
 
     @property
     def signature(self) -> Signature:
-        """Signature of the requests."""
+        """Names and shapes of a request's features."""
         return Signature("bench", tuple(self.work.features), self.work.num_rows, NUM_DENSE)
 
     def query(self, number: int) -> Request:
-        """The query of a number."""
+        """The query with index `number`."""
         work = self.work
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
         lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
@@ -79,7 +79,7 @@ class ServeWork:
                        tuple(range(self.user_features)))
 
     def rows(self) -> str | TieredRows:
-        """Types of OPER's rows."""
+        """Dtype of OPER's rows, or their dtypes by hotness."""
         if not self.error_budget:
             return self.row_dtype
         stats = collect_stats(self.work, 0, 1, _STATS_BATCHES)
@@ -92,7 +92,7 @@ class ServeWork:
 
 
 def build(served: ServeWork, device: str) -> nn.Module:
-    """The float32 DLRM, with weights on ``"cpu"``, without on ``"meta"``."""
+    """The float32 DLRM on device ``"cpu"``, or without weights on ``"meta"``."""
     import torch
     from torchrec.models.dlrm import DLRM
 
@@ -110,7 +110,7 @@ def build(served: ServeWork, device: str) -> nn.Module:
 
 
 def _spread(model: nn.Module) -> None:
-    """Rows of norm about 1, so that scores depend on the tables as in a trained model."""
+    """Scale rows to norms of about 1, so that scores depend on the tables as after training."""
     import torch
 
     with torch.no_grad():
@@ -120,11 +120,11 @@ def _spread(model: nn.Module) -> None:
 
 
 class TorchPredictor:
-    """A model in this process's own memory.
+    """A predictor whose model is in this process's memory.
 
     Attributes:
-        variants: the supported ones of `VARIANTS`; TorchRec's float models cannot be traced.
-        variant: the one in which the model runs.
+        variants: the supported `VARIANTS`; TorchRec's float models cannot be traced.
+        variant: the current one.
     """
 
     epoch = 1
@@ -134,7 +134,7 @@ class TorchPredictor:
         self.signature, self.variant = signature, VARIANTS[0]
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """Probabilities float32 [B], and 1."""
+        """Probabilities float32 [B], and the epoch 1."""
         import torch
 
         if self.variant not in self._models:  # weights are shared
@@ -146,15 +146,13 @@ class TorchPredictor:
             return torch.sigmoid(logits.reshape(-1)).numpy(), 1
 
     def rows_read(self) -> dict[str, int]:
-        """Empty: no rows are counted."""
+        """An empty dictionary: rows are not counted."""
         return {}
 
 
 class FloorPredictor:
-    """A null model: a fixed amount of computation per sample, within a core's caches.
-
-    It shows the limits of the machine and the transport for a model that takes this long.
-    """
+    """A predictor with a fixed amount of computation per sample, within a core's caches. It shows
+    the limits of the machine and the transport for a model of that duration."""
 
     epoch = 1
 
@@ -162,7 +160,7 @@ class FloorPredictor:
         self.signature = signature
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """Zeros float32 [B], and 1."""
+        """Zeros float32 [B], and the epoch 1."""
         digest = hashlib.sha256()
         for _ in range(batch.num_samples):
             digest.update(_HASHED)  # other threads may run meanwhile, as in PyTorch's operators
@@ -170,12 +168,12 @@ class FloorPredictor:
 
 
 def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
-    """A contender's predictor.
+    """Build a contender's predictor.
 
     Args:
         kind: one of `KINDS`, or `FLOOR`.
-        served: what is scored.
-        publication: the name under which OPER's tables are published.
+        served: the model.
+        publication: name of the publication of OPER's tables; only for kind ``"oper"``.
     """
     if kind == FLOOR:
         return FloorPredictor(served.signature)
@@ -195,8 +193,8 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
 
 
 def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
-    """Run first calls of all variants, so that everything created lazily exists."""
-    # Scripted after a call: a trace would leave its mark in the module.
+    """Make the first calls of all variants, which create lazily initialized state."""
+    # Eager calls come first, because tracing changes the module.
     for variant in getattr(predictor, "variants", VARIANTS[:1]):
         predictor.variant = variant
         for request in requests:
@@ -205,8 +203,8 @@ def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
 
 
 def _scripted(model: nn.Module) -> Any:
-    """TorchRec's way of deploying: traced, scripted, frozen. (``torch.compile`` of the dense parts,
-    with and without freezing, was slower than this one query at a time.)"""
+    """Trace, script and freeze a model as TorchRec does for deployment. (For single queries,
+    ``torch.compile`` of the dense parts was slower, with and without freezing.)"""
     import torch
     from torchrec.fx.tracer import symbolic_trace
 
@@ -217,6 +215,6 @@ def _scripted(model: nn.Module) -> Any:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, so that it is not counted as the tables'."""
+    """Return freed memory to the system, so that it does not count as memory of the tables."""
     gc.collect()
     give_back()

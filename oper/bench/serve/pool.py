@@ -1,9 +1,8 @@
-"""Worker processes of the serving benchmark: LoadGen's queries reach every contender in the same
-way.
+"""Worker processes that score LoadGen's queries without a network.
 
-A query is the index of a sample that all processes hold; a worker batches waiting queries, as the
-server's workers do, and reports those that are done. The messages are small, the path is the same
-for all contenders, and no time is spent on a network.
+All processes have the queries in memory, and messages only contain their indices. A worker batches
+waiting queries, as the server's workers do, and reports the finished ones. This is equal for all
+contenders.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions, publish_options
 from oper.serve.wire import decode_request, encode_request, encode_scores
 
-TABLES = "/memfd:oper-tables"  # mappings of published tables
-_PAIRS = 512  # queries of one message
+TABLES = "/memfd:oper-tables"  # prefix of the mappings of published tables
+_PAIRS = 512  # limit of the queries per message
 
 
 @dataclass(slots=True)
@@ -51,16 +50,16 @@ class _Worker:
 
 
 class Pool:
-    """Processes of one kind of contender.
+    """Worker processes of one kind of contender.
 
     Args:
         kind: a kind of predictor, see `oper.bench.serve.models.make_predictor`.
         served: the model and its queries.
         batching: batching options of each worker.
-        count: workers, which are ready to score.
-        publication: weights to score with, instead of a publication made by the pool. Queries and
-            scores then have the form of the HTTP messages: a worker reads each query from such a
-            message and writes its answer as one, in its own memory.
+        count: number of workers to start.
+        publication: name of an existing publication to score with; ``""`` = the pool publishes the
+            weights. With an existing publication, workers also decode each query from an HTTP
+            message and encode its response, in memory.
     """
 
     def __init__(self, kind: str, served: ServeWork, batching: BatchOptions, count: int,
@@ -94,13 +93,13 @@ class Pool:
                      options)
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
-        """Set the number of threads, the largest batch and the variant
-        (`oper.bench.serve.models.VARIANTS`) of the first `count` workers' models."""
+        """Set threads, samples per batch and variant (see `VARIANTS`) of the first `count`
+        workers."""
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
 
     def scores(self, numbers: range) -> np.ndarray:
-        """Scores float32 [queries, candidates] of the queries with the given numbers."""
+        """Scores float32 [queries, candidates] of the queries with indices `numbers`."""
         shares = [numbers[k::len(self._workers)] for k in range(len(self._workers))]
         for worker, share in zip(self._workers, shares, strict=True):
             worker.process.send("scores", share)
@@ -108,14 +107,14 @@ class Pool:
         return np.concatenate(found)[np.argsort(np.concatenate(shares), kind="stable")]
 
     def published(self) -> dict[str, Any]:
-        """Figures of the tables that this pool has published: ``tables``, bytes of one epoch; and,
-        if they have types by hotness, ``row_error`` and ``share_of_rows`` by type."""
+        """Figures of the tables that this pool publishes: ``tables`` (bytes of one epoch),
+        ``row_error``, ``page_kind`` and ``share_of_rows`` (by dtype)."""
         assert self._publisher is not None
         return dict(self._publisher.ask("published"))
 
     def memory(self, count: int) -> dict[str, Any]:
-        """PSS in bytes of the first `count` workers: the memory added to each by loading the model;
-        for OPER also each process's part of the tables, including the publisher's."""
+        """PSS (bytes) that loading the model adds to each of the first `count` workers; for OPER
+        also each process's share of the tables, including the publisher's."""
         own = [w.process.ask("memory") for w in self._workers[:count]]
         found: dict[str, Any] = {"own_pss_bytes_per_worker": own, "total_pss_bytes": sum(own)}
         if self._publisher is not None:
@@ -131,8 +130,8 @@ class Pool:
         return sum(child.cpu_seconds() for child in self._children())
 
     def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
-        """Run LoadGen; each query goes to the one of the first `count` workers that has the fewest.
-        """
+        """Run LoadGen; a query goes to the least loaded of the first `count` workers. Raises
+        OperError if a worker fails."""
         used = self._workers[:count]
         stop = threading.Event()
         lost: list[int] = []
@@ -141,7 +140,7 @@ class Pool:
 
         def issue(pairs: list[tuple[int, int]]) -> None:
             if lost:
-                raise OperError("a worker has ended", "system", self.kind, "running",
+                raise OperError("a worker has failed", "contender", self.kind, "a running worker",
                                 "see its log above")
             size = min(_PAIRS, max(1, len(pairs) // (8 * len(used))))
             for k in range(0, len(pairs), size):
@@ -155,15 +154,15 @@ class Pool:
             stop.set()
             receiver.join()
         if lost:
-            raise OperError("a worker has ended during the run", "system", self.kind, "running",
-                            "see its log above")
+            raise OperError("a worker has failed during the run", "contender", self.kind,
+                            "a running worker", "see its log above")
         return result
 
     def _children(self) -> list[Child]:
         return [*(w.process for w in self._workers), *filter(None, [self._publisher])]
 
     def close(self) -> None:
-        """End the processes."""
+        """Close all processes."""
         for child in self._children():
             child.close()
         for worker in self._workers:
@@ -194,7 +193,7 @@ def _receive(workers: list[_Worker], stop: threading.Event, lost: list[int]) -> 
 
 
 def _publish(control: Any, served: ServeWork, name: str) -> None:
-    """Hold OPER's tables until the other end closes."""
+    """Publisher process: publish OPER's tables until the parent closes `control`."""
     import oper
 
     publication = oper.publish(build(served, "cpu"), name, **publish_options(served.rows()))
@@ -218,13 +217,13 @@ def _published(publication: Any) -> dict[str, Any]:
 
 def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
           batching: BatchOptions, as_messages: bool) -> None:
-    """A worker process; its queries arrive over a socket."""
+    """Worker process: score queries from the socket with descriptor `number`."""
     import torch
 
     queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
     library = [served.query(k) for k in range(served.num_queries)]
-    build(served, "meta")  # imports what the model needs: not part of its memory
+    build(served, "meta")  # imports modules, whose memory is not the model's
     give_back_memory()
     before = unfiled_pss_bytes(os.getpid())
     predictor = make_predictor(kind, served, name)
@@ -232,11 +231,11 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     warm_up(predictor, library[:8])
     batcher = Batcher(predictor, batching)
-    # Queries are read from messages and answered by them, as over HTTP, or stay where they are.
+    # The HTTP messages to decode; empty = queries are used as they are in memory.
     messages = [encode_request(r) for r in library] if as_messages else []
 
     def done(number: bytes, pending: PendingRequest) -> None:
-        if pending.error is not None:  # a contender that fails must not look fast
+        if pending.error is not None:  # a failed query must not count as a fast one
             traceback.print_exception(pending.error)
             os._exit(1)
         assert pending.result is not None
@@ -270,8 +269,8 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
 
 def _serve(queries: socket.socket, control: Any, batcher: Batcher,
            submit: Callable[[bytes, int], None]) -> None:
-    """Score queries until a command arrives: like the server's workers, on the thread that reads
-    them, in batches of the queries that have arrived meanwhile."""
+    """Score queries until a command arrives. Like the server's workers, the reading thread scores
+    batches of the queries that have arrived."""
     poll = select.poll()
     for end in (queries, control):
         poll.register(end, select.POLLIN)

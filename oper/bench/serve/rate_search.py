@@ -1,8 +1,8 @@
-"""The highest rate at which LoadGen's runs are VALID.
+"""Search the highest rate at which LoadGen's runs are VALID.
 
-A p99 at a tight bound is decided by a few stalls of the machine, so no single run counts: a rate
-is VALID when the majority of three (or five) runs are. All contenders try rates of one grid and
-take turns, run by run, so that they meet the same arrivals and share the machine's disturbances.
+A few stalls of the machine decide the p99 at a tight bound, so that a single run is not reliable: a
+rate is VALID if the majority of three (or five) runs are. All contenders try rates of one grid,
+and their runs alternate, so that they have equal arrivals and share the machine's disturbances.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from oper.bench.serve.loadgen import Result
 
-STEP = 1.08  # between neighbouring rates of the grid
-_STRIDE = 5  # steps while only valid, or only invalid, rates are known
+STEP = 1.08  # ratio of neighbouring rates of the grid
+_STRIDE = 5  # grid steps to skip while only valid, or only invalid, rates are known
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class Search:
     """The search for a contender's highest valid rate.
 
     Attributes:
-        start: approximate rate to begin with, queries per second.
+        start: approximate first rate, queries per second.
         votes: number of equal verdicts that decide on a rate: 2 (of three runs) or 3 (of five).
-        runs: the grid's steps tried, with LoadGen's results.
+        runs: grid step and LoadGen's result of each run.
     """
 
     start: float
@@ -34,7 +34,7 @@ class Search:
     runs: list[tuple[int, Result]] = field(default_factory=list)
 
     def verdict(self, step: int) -> bool | None:
-        """Whether the rate of a step is VALID; None = not known yet."""
+        """Whether the rate of a grid step is VALID; None = more runs are needed."""
         found = [r.valid for k, r in self.runs if k == step]
         if max(sum(found), len(found) - sum(found)) < self.votes:
             return None
@@ -66,8 +66,8 @@ class Search:
         return (low + high) // 2 if high - low > 1 else None
 
     def best(self) -> tuple[float, Result]:
-        """The highest valid rate, and the slowest VALID run at that rate; without one 0 and the
-        last run."""
+        """The highest valid rate (queries per second) and its VALID run with the highest p99; 0 and
+        the last run if no rate is valid."""
         step, _ = self.bracket()
         if step is None:
             return 0.0, self.runs[-1][1]
@@ -88,13 +88,13 @@ def rate_of(step: int) -> float:
 
 def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Result],
            seconds: float = math.inf) -> None:
-    """Run all searches, turn by turn.
+    """Run all searches, one run of each in turn.
 
     Args:
         searches: the searches by contender.
-        run: function that runs a contender (its name, the rate, and the number of its earlier runs
-            at that rate).
-        seconds: no run begins after this time, except in the first turn.
+        run: function that runs LoadGen, from a contender's name, the rate, and the number of its
+            earlier runs at that rate.
+        seconds: time after which no run starts; every contender has at least one run.
     """
     names, until = list(searches), time.monotonic() + seconds
     for turn in itertools.count():

@@ -1,4 +1,4 @@
-"""Contenders under LoadGen: Offline, SingleStream and Server with its latency bound."""
+"""Contenders under LoadGen's Offline, SingleStream and (latency-bounded) Server scenarios."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from oper.bench.serve.rate_search import Search, search
 from oper.serve.options import BatchOptions
 
 FLOOR_NAME = "floor-2p"
-# Contender: kind of model, worker processes. Workers have one thread each; a peer in one process
-# has one or two, whichever it is faster with.
+# By contender: kind of model and number of worker processes. A worker has one thread, except for
+# peers in a single process, which use one or two threads, whichever is faster.
 CONTENDERS = {
     "oper-1w": ("oper", 1), "oper-2w": ("oper", 2), "oper-4w": ("oper", 4),
     "torchrec-1p": ("torchrec", 1), "torchrec-2p": ("torchrec", 2), "torch-1p": ("torch", 1),
@@ -26,25 +26,25 @@ CONTENDERS = {
 }
 _COMPARED = ("oper-2w", "torchrec-2p", FLOOR_NAME)
 _TUNED = ("torchrec-1p", "torch-1p")
-_EQUAL = 1e-6  # scores of two int8 models on the same rows: the dense part may round otherwise
-_NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # scores of rounded rows, of float32 rows
+_EQUAL = 1e-6  # max difference of scores on equally quantised rows: dense layers may round
+_NEAR = {"int8": 5e-3, "int4": 5e-2, "float16": 1e-4}  # ... and of scores on float32 rows
 _CHECKED = 16
-_MOST_QUERIES = (1, 4)  # queries per batch, as tried for each contender
+_MOST_QUERIES = (1, 4)  # limits of the queries per batch that are tried for each contender
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCase:
-    """One case.
+    """Comparison of all contenders without a network.
 
     Attributes:
-        name: for the record.
-        served: what is scored.
-        run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
-            that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and, in the limit,
-            99 %.
-        search_s: longest time of all searches for the rates together. A rate is decided by 3 of 5
-            runs for the contenders whose ratio is reported, by 2 of 3 for the others.
-        other_s: length of the other runs.
+        name: the case's name in the record.
+        served: the model and its queries.
+        run_s, min_queries: minimum duration (s) and queries of a Server run. The fewer queries a
+            run has, the larger the share that LoadGen requires within the bound: all of 460, 99.5 %
+            of 2,000 and, in the limit, 99 %.
+        search_s: time limit (s) of all rate searches together. The rates of contenders whose ratio
+            is reported are decided by 3 of 5 runs, the remaining ones by 2 of 3.
+        other_s: minimum duration (s) of Offline and SingleStream runs.
     """
 
     name: str
@@ -83,16 +83,15 @@ class ServerCase:
 
 
 class _Runner:
-    """Runs LoadGen against contenders, with the threads, batches and variant that were fastest for
-    each."""
+    """Runs LoadGen against a contender with its setting in `ways`, which `tune` chooses."""
 
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
-        # Threads of a worker, queries of its largest batch, and the way to run its model.
+        # By contender: threads of a worker, queries per batch, variant of the model.
         self.ways = dict.fromkeys(CONTENDERS, (1, _MOST_QUERIES[0], VARIANTS[0]))
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
-        """One run."""
+        """Run LoadGen once against contender `name`."""
         self._progress(f"{settings.scenario} {name}, {settings.expected_qps:.0f}/s")
         kind, count = CONTENDERS[name]
         threads, most, variant = self.ways[name]
@@ -101,9 +100,12 @@ class _Runner:
 
     def tune(self, offline: loadgen.Settings, server: loadgen.Settings
              ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Choose each contender's threads, batches and variant by the p99 (mean of two runs) at 0.6
-        of its Offline rate; returns the Offline rates (queries/s) by contender, and the p99 (ms) of
-        every choice."""
+        """Choose the setting of each contender with the lowest p99 (mean of two runs) at 0.6 of its
+        Offline rate.
+
+        Returns:
+            The Offline rates (queries/s) by contender, and the p99 (ms) by contender and setting.
+        """
         rates = {name: self(name, offline).rate for name in CONTENDERS}
         tried = {}
         for name, (kind, _) in CONTENDERS.items():
@@ -126,7 +128,8 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
                      min_queries=case.min_queries)
     run = _Runner(case, pools, progress)
     guess, tried = run.tune(replace(base, min_duration_s=0.5), server)
-    # LoadGen makes all queries ahead; too few would end the run too early for its verdict.
+    # LoadGen generates all queries in advance from the expected rate; with too few, a run would be
+    # too short to be VALID.
     offline = {name: run(name, replace(base, expected_qps=2 * guess[name]))
                for name in CONTENDERS}
     single = {name: run(name, replace(base, scenario="SingleStream",
@@ -134,7 +137,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
               for name in CONTENDERS}
     searches = {name: Search(0.5 * found.rate, 3 if name in _COMPARED else 2)
                 for name, found in offline.items()}
-    # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
+    # The k-th run at a rate has the same seed, and so the same arrivals, for every contender.
     search(searches, lambda name, rate, before: run(
         name, replace(server, expected_qps=rate, seed=server.seed + before)),
         case.search_s)
@@ -160,7 +163,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
 
 
 def _verify(pools: dict[str, Pool], served: ServeWork) -> dict[str, dict[str, Any]]:
-    """OPER's scores against TorchRec's on equally rounded rows, both against float32."""
+    """Compare OPER's scores with TorchRec's on equally quantised rows, and both with float32."""
     queries = range(min(_CHECKED, served.num_queries))
     scores = {kind: pool.scores(queries) for kind, pool in pools.items() if kind != FLOOR}
     found = {}

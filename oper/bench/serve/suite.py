@@ -17,12 +17,12 @@ from oper.bench.tables.lookup import LookupCase
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.support.flags import number
 
-_USER_FEATURES = 18  # of the 26: the other 8 are the candidate's
-# A third of the user's features list what he has seen; all others have one id.
+_USER_FEATURES = 18  # of 26; the remaining 8 are the candidate's
+# A third of the user features are histories of 20 ids; the remaining features have one id.
 _HISTORY = tuple(20 if k < 6 else 1 for k in range(len(CRITEO_KAGGLE_ROWS)))
-# Publishing 50 times should take a minute, not an hour.
+# Smaller tables for cases that publish, since publishing 50 times should take about a minute.
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
-_SHORTER: dict[type, dict[str, Any]] = {  # of the quick cases
+_SHORTER: dict[type, dict[str, Any]] = {  # changes of the cases with --quick
     TiersCase: {"samples": 1 << 15, "rounds": 3, "round_s": 0.7},
     DeltaCase: {"deltas": 20, "rounds": 2, "rate": 100.0},
     ServerCase: {"run_s": 0.7, "min_queries": 64, "search_s": 60.0, "other_s": 0.5},
@@ -49,7 +49,7 @@ NOTE = ("forward: 2 threads; server: queries/s at the latency bound, runs shorte
 
 
 def cases(quick: bool, soak_seconds: float | None = None) -> list[Any]:
-    """The cases in the order of the record; shorter ones when `quick`."""
+    """The cases in the order of the record; shorter if `quick`. `soak_seconds` is the flag."""
     found: list[Any] = [LookupCase(
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
@@ -83,6 +83,6 @@ def _small(work: Workload) -> Workload:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments in addition to those of every benchmark."""
+    """Add this benchmark's arguments."""
     parser.add_argument("--soak-seconds", type=number(above=True), metavar="S",
                         help="length of the soak test (default 600, as MLPerf requires)")

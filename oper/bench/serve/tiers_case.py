@@ -1,8 +1,8 @@
-"""Types of rows by hotness, compared with int8 rows throughout: bytes, queries per second, AUC.
+"""Compare rows with dtypes by hotness with int8 rows: bytes, queries per second, AUC.
 
-Workers score LoadGen's queries in process, with the sets of tables in turn. The AUC uses labels
-drawn from the scores of the same model with float32 rows, which therefore has the highest possible
-AUC; the difference from it is the cost of rounding the rows.
+Workers score LoadGen's queries in process, alternating between the sets of tables. For the AUC,
+labels are drawn from the scores of the same model with float32 rows, which therefore has the
+highest expected AUC.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from oper.bench.serve.pool import Pool
 from oper.serve.options import BatchOptions
 from oper.train.metrics import auc
 
-_BLOCKS = 32  # of the samples; the differences between blocks give the interval
-_STUDENT = 2.04  # 97.5 % of Student's t with 31 degrees of freedom
-_SPREAD, _BIAS = 1.3, -1.3  # of the labels' logits: an AUC about 0.77 and 27 % clicks
+_BLOCKS = 32  # blocks of samples, from whose AUCs the interval is computed
+_STUDENT = 2.04  # 97.5 % quantile of Student's t with 31 degrees of freedom
+_SPREAD, _BIAS = 1.3, -1.3  # std and mean of the labels' logits: AUC of about 0.77, 27 % clicks
 _NAMES = ("tiers", "int8", "int4", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class TiersCase:
-    """One case.
+    """Comparison of a model with different dtypes of rows.
 
     Attributes:
-        name: for the record.
+        name: the case's name in the record.
         served: the model and its queries.
-        error_budget: error budget of the rows with types by hotness (`oper.publish`).
-        workers: processes that score.
+        error_budget: error budget of the rows with dtypes by hotness, see `oper.publish`.
+        workers: number of scoring processes.
         samples: number of samples for the AUC.
-        rounds, round_s: number and length of the rounds that measure queries per second.
+        rounds, round_s: number and duration (s) of the runs that measure queries per second.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TiersCase:
         pools: dict[str, Pool] = {}
         told: dict[str, dict[str, Any]] = {}
         try:
-            # The timed ones come first, because huge pages may run out.
+            # The sets that are timed come first, because huge pages may run out.
             for name in _NAMES:
                 progress(f"{self.samples} samples with {name} rows")
                 served = replace(self.served, **{"error_budget": self.error_budget}
@@ -91,7 +91,7 @@ class TiersCase:
 
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
-    """Logits of queries that are never timed, float64 [samples]."""
+    """Logits of at least `samples` samples of untimed queries, float64 [n]."""
     first = case.served.num_queries
     found = pool.scores(range(first, first - (-case.samples // case.served.candidates)))
     wide = found.astype(np.float64).reshape(-1)
@@ -99,15 +99,15 @@ def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
 
 
 def _labels(case: TiersCase, teacher: np.ndarray) -> np.ndarray:
-    """Clicks drawn from the float32 model's scores, with more spread and fewer clicks than random
-    weights give them; bool [samples]."""
+    """Labels drawn from the float32 model's logits `teacher`, rescaled to `_SPREAD` and `_BIAS`;
+    bool [samples]."""
     logits = _BIAS + _SPREAD * (teacher - teacher.mean()) / teacher.std()
     rng = np.random.default_rng((case.served.work.seed, 11))
     return rng.random(teacher.size) < 1 / (1 + np.exp(-logits))
 
 
 def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """Difference of two AUCs: mean over blocks of samples, and its 95 % interval."""
+    """AUC of `scores` minus that of `other`: mean over blocks of samples, with 95 % interval."""
     parts = [np.array_split(x, _BLOCKS) for x in (labels, scores, other)]
     each = np.array([auc(s, y) - auc(o, y) for y, s, o in zip(*parts, strict=True)])
     half = _STUDENT * float(each.std(ddof=1)) / math.sqrt(_BLOCKS)
@@ -117,8 +117,8 @@ def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> di
 
 def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
            ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Queries per second of each round, by set of tables, and the median latency of a single
-    query."""
+    """By set of tables: queries per second of each round, and median latency (ms) of single
+    queries."""
     base = loadgen.Settings("Offline", 300, case.round_s, num_samples=case.served.num_queries)
 
     def run(name: str, settings: loadgen.Settings) -> loadgen.Result:

@@ -1,4 +1,4 @@
-"""Ceilings: bare loops that sum or rewrite the same rows of the same arena."""
+"""Performance ceilings: bare loops that read or rewrite the rows of a batch in OPER's arena."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from oper.bench.core.workload import NO_ID
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
 
-# Tried before the measurement; the fastest is the ceiling.
+# Settings that `Ceiling.tune` tries: prefetch distances in rows, and orders of the bags.
 PREFETCH_ROWS = (8, 16, 24, 32, 48)
 ORDERS = ("feature", "sample")
-_REPEATS = 6  # batches per setting; the median counts
+_REPEATS = 6  # batches timed per setting; their median is compared
 
 
 def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
@@ -45,17 +45,18 @@ def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
 
 def gather_batch(addresses: np.ndarray, pooling: int, dim: int, order: str
                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One batch of bare gathers, from the addresses of its rows, int64 [F, B * pooling], key-major.
+    """Arguments of one batch of bare gathers.
 
     Args:
-        addresses: by feature, sample and position in the bag; 0 = no lookup.
-        pooling: positions per bag.
-        dim: columns of all tables.
-        order: order of the bags: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
+        addresses: row addresses, int64 [F, B * pooling], key-major; 0 = no lookup.
+        pooling: ids per bag, padding included.
+        dim: columns of each table.
+        order: order of the bags: ``"feature"`` (all samples of one feature, then of the next) or
+            ``"sample"``.
 
     Returns:
-        Addresses int64 [N + surplus] in the order of the bags, offsets int64 [num_bags + 1], and
-        the position of each bag in the output, in floats, int64 [num_bags].
+        Addresses in the order of the bags, int64 [N + padding] (padded for prefetching); offsets
+        int64 [num_bags + 1]; and each bag's offset in the output, in floats, int64 [num_bags].
     """
     num_features = addresses.shape[0]
     bags = addresses.reshape(num_features, -1, pooling)
@@ -73,13 +74,16 @@ def gather_batch(addresses: np.ndarray, pooling: int, dim: int, order: str
 
 
 class Ceiling:
-    """Bare gathers over the arena of sharded tables; whose tables have the same dim and one feature
-    each.
+    """Bare gathers over the arena of sharded tables.
 
     Args:
-        tables: the sharded tables.
-        batches: ids of each batch, int64 [F, B * pooling], key-major, features in output order.
-        pooling: positions per bag; those with `NO_ID` are not looked up.
+        tables: the sharded tables, with equal dims and one feature each.
+        batches: ids of each batch, int64 [F, B * pooling], key-major, features in output order;
+            `NO_ID` = no lookup.
+        pooling: ids per bag, padding included.
+
+    Attributes:
+        settings: the fastest settings, set by `tune`, for the record.
     """
 
     def __init__(self, tables: ShardedTables, batches: Sequence[np.ndarray], pooling: int) -> None:
@@ -96,20 +100,20 @@ class Ceiling:
         self._arrange(ORDERS[0], len(batches))
 
     def run(self, number: int) -> torch.Tensor:
-        """Gather batch `number` (modulo the number of batches); the result is valid until the next
-        one."""
+        """Pooled rows of batch `number` (modulo the number of batches), float32 [B, F * dim]. The
+        next call overwrites the result."""
         torch.ops.oper.gather_ceiling(*self._batches[number % len(self._batches)], self._dim,
                                       self._prefetch, self._stream, self._out)
         return self._out
 
     def tune(self, align: Callable[[], None]) -> float:
-        """Find the fastest order of bags, prefetch distance and kind of store. Collective.
+        """Choose the fastest order of bags, prefetch distance and kind of store. Collective.
 
         Args:
-            align: brings all ranks to the same point.
+            align: function that synchronizes all ranks.
 
         Returns:
-            Seconds of the slowest rank with the best settings.
+            Median seconds per batch of the slowest rank with these settings.
         """
         tried, seconds = [], []
         streams = (False, True) if self._dim % 16 == 0 else (False,)
@@ -137,20 +141,22 @@ class Ceiling:
 
 
 class UpdateCeiling:
-    """Bare rewrites of the rows and states that a step updates at one rank.
+    """Bare rewrites of the rows and optimizer states that this rank updates in a step.
 
-    These are its rows that any rank looks up, and their state, each read and written once
-    unchanged, in the order of their slots.
+    Each row that any rank looks up in this rank's shard is read and written back once, unchanged,
+    in slot order; its state likewise.
 
     Args:
-        tables: the sharded tables; no replicas, row-wise Adagrad.
-        batches: by rank, ids of each batch, int64 [F, ids], key-major, features in output order.
+        tables: the sharded tables, without replicas and with row-wise Adagrad.
+        batches: ids indexed by rank and batch, each int64 [F, ids], key-major, features in output
+            order.
 
     Attributes:
-        batches: addresses of each batch's rows and of their states, int64 [n + PREFETCH].
+        batches: for each batch, the addresses of its rows and of their states, each int64 [n +
+            PREFETCH].
     """
 
-    PREFETCH = 16  # places ahead, as in the update itself
+    PREFETCH = 16  # prefetch distance in rows, as in the update kernel
 
     def __init__(self, tables: ShardedTables, batches: Sequence[Sequence[np.ndarray]]) -> None:
         self._row_bytes = tables.directories[0].row_bytes
@@ -176,8 +182,7 @@ class UpdateCeiling:
                 torch.from_numpy(np.concatenate([states, surplus[1]])))
 
     def run(self, number: int) -> None:
-        """Rewrite the rows and states that batch `number` (modulo the number of batches)
-        updates."""
+        """Rewrite the rows and states of batch `number` (modulo the number of batches)."""
         rows, states = self.batches[number % len(self.batches)]
         torch.ops.oper.rewrite_ceiling(rows, self._row_bytes, self.PREFETCH)
         torch.ops.oper.rewrite_ceiling(states, 4, self.PREFETCH)

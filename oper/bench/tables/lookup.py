@@ -1,8 +1,8 @@
 """``oper bench lookup``: lookups and updates compared with torch, fbgemm and bare gathers; scaling.
 
-Lookups are forward passes without gradient on OPER's read-only tables; updates are backward passes
-with the optimizer, compared with fbgemm's. Unsharded tables are in one process, which has as many
-threads as OPER's processes have together.
+Lookups are forward passes without gradient on OPER's read-only tables. Updates are backward passes
+with the optimizer and are compared with fbgemm's. Unsharded contenders run in one process with as
+many threads as all of OPER's processes together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from oper.train.model import ranks
 WORLD_SIZES = (1, 2)
 _CHECKED_BATCHES = 2
 _OVERHEAD_CALLS = 65
-_LINE = 64  # smallest number of bytes that a memory access moves
+_LINE = 64  # bytes of a cache line
 FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
@@ -60,8 +60,8 @@ configure = suite.configure
 
 
 def cases(quick: bool, device: str = "") -> list[Any]:
-    """The cases by world size: all dims at exponent 1.05, all exponents at dim 64, updates, and
-    growth."""
+    """All cases: per world size, lookups at exponent 1.05 for every dim and at dim 64 for every
+    exponent; updates; and, unless `quick`, scaling."""
     if device == "cuda":
         return suite.cases(quick, "lookup")
     found: list[Case] = [
@@ -82,10 +82,10 @@ def cases(quick: bool, device: str = "") -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LookupCase(Case):
-    """One case of lookups without gradient.
+    """A case of lookups without gradient.
 
     Attributes:
-        torchrec: compare with TorchRec's plans; otherwise with the bare gather.
+        torchrec: whether to compare with TorchRec's plans instead of the bare gather.
     """
 
     torchrec: bool = False
@@ -139,8 +139,9 @@ class LookupCase(Case):
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
-    """Median microseconds of a call outside the kernels, the slower rank's: on the case's batches,
-    which push Python's code out of the caches, and on one of 32 samples, which does not."""
+    """Median microseconds of a lookup call outside the kernels, maximum over ranks. Measured on the
+    case's batches, which evict Python's code from the caches, and on one batch of 32 samples, which
+    does not."""
     work, (_, world_size) = case.work, ranks()
     ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
     small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
@@ -159,7 +160,7 @@ def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]
 
 
 def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
-    """The headline figures; `moved`: bytes that all ranks move per batch."""
+    """The entry's main figures; `moved` is the bytes that all ranks together move per batch."""
     ms = {name: t["median_ms"] for name, t in timings.items()}
     unsharded = min(PEERS, key=ms.__getitem__)
     ratio = round(ms[unsharded] / ms["oper"], 3)
@@ -176,13 +177,16 @@ def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
 
 def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: int
            ) -> dict[str, dict[str, Any]]:
-    """Compare pooled rows of all contenders with the unsharded collection's; verdicts on rank 0.
+    """Compare all contenders' pooled embeddings with the unsharded collection's. Collective.
 
     Args:
-        lookups: functions by name that return this rank's pooled rows of a batch, given by its
-            number, with features in the order of the configuration.
+        lookups: by contender, a function from the index of a batch to this rank's pooled
+            embeddings [B, sum of dims], features in the order of the configuration.
         peers: the result of `make_peers` on rank 0, empty elsewhere.
         num_batches: number of batches.
+
+    Returns:
+        `Verdict.to_json` by contender on rank 0, empty elsewhere.
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
@@ -201,7 +205,7 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
 
 @dataclass(frozen=True, slots=True)
 class UpdateCase(Case):
-    """A case of backward passes; fbgemm's single process uses all the threads."""
+    """A case of backward passes with update; fbgemm runs in one process with `num_threads`."""
 
     num_batches: int = 16
 
@@ -223,11 +227,11 @@ class UpdateCase(Case):
         own_gradient = gradient.chunk(world_size)[rank].clone()
 
         def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
-            """The contenders by name, for batches by number and rank."""
+            """The contenders by name; `batches` is indexed by batch and rank."""
             kjts = [make_kjt(work, x[rank]) for x in batches]
             found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
             if fused is not None:
-                # The gradient of the mean of the ranks' losses, as OPER takes it.
+                # OPER averages the gradients of the ranks' losses.
                 found["fbgemm"] = Steps(over(whole_batches(work, batches), lambda x: fused(*x)),
                                         gradient / world_size)
             return found
@@ -252,8 +256,7 @@ class UpdateCase(Case):
 
 
 def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
-    """Compare whole tables after both sides have made the same steps; returns a verdict on rank
-    0."""
+    """Make the same steps on all sides and compare the tables; rank 0 returns the verdict."""
     for number in range(NUM_STEPS):
         for side in sides.values():
             side.forward(number)
@@ -268,7 +271,7 @@ def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str
     return verdict.to_json()
 
 
-# ---- growth --------------------------------------------------------------------------------------
+# ---- scaling -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +279,8 @@ class ScaleCase(Case):
     """One point of a scaling experiment; all tables are striped over the ranks.
 
     Attributes:
-        axis: the quantity that is varied; step times per byte are compared along it.
+        axis: the quantity that varies: ``"rows"``, ``"batch"``, ``"tables"`` or ``"dim"``. Step
+            times per byte are compared along it.
     """
 
     axis: str = ""
@@ -321,15 +325,14 @@ class ScaleCase(Case):
 
 
 def scale_cases() -> list[ScaleCase]:
-    """The points of all axes: exponent 1.05, and 10 ids per bag except along batch sizes and
-    tables."""
+    """The points of all axes, at exponent 1.05; 10 ids per bag (``batch``, ``tables``: 2)."""
     base = Workload(num_rows=(500_000,) * 8, pooling=10)
     points: dict[str, dict[Any, Workload]] = {
         "rows": {f"{size:g}GB": replace(base, num_rows=(int(size * 1e9 / (8 * base.dim * 4)),) * 8)
                  for size in (0.1, 1.0, 4.0, 12.0)},
         "batch": {batch: replace(base, batch_size=batch, pooling=2)
                   for batch in (512, 4096, 16_384, 65_536)},
-        "tables": {number: replace(  # as many ids and rows in all
+        "tables": {number: replace(  # the total numbers of ids and rows stay constant
             base, num_rows=(4_000_000 // number,) * number,
             batch_size=512 * 856 // number // 2 * 2, pooling=2) for number in (2, 26, 128, 856)},
         "dim": {dim: replace(base, dim=dim, num_rows=(100_000,) * 8)
@@ -339,17 +342,14 @@ def scale_cases() -> list[ScaleCase]:
 
 
 def line_bytes(work: Workload, distinct_rows: int) -> int:
-    """Bytes of whole cache lines that a rank's step moves.
-
-    Like `moved_bytes`, except that a row or gradient counts as the cache lines that it occupies and
-    its state as one line; each id counts once (8 bytes).
-    """
+    """Bytes that a rank's step moves, rounded up to cache lines. As `moved_bytes`, but a row or
+    gradient counts as the cache lines that it occupies, and its state as one line; each id adds 8
+    bytes."""
     row = -(-work.dim * 4 // _LINE) * _LINE
     bags = work.batch_size // ranks()[1] * len(work.num_rows)
     return bags * (work.pooling * (2 * row + 8) + row) + distinct_rows * (4 * row + 2 * _LINE)
 
 
 def _per_byte(ms: float, lines: int) -> float:
-    """Nanoseconds per byte of a rank, whose bytes are its share of `lines`, the bytes of all
-    ranks."""
+    """Nanoseconds per byte of one rank; `lines` is the number of bytes summed over ranks."""
     return round(ms * 1e6 / lines * ranks()[1], 5)

@@ -24,23 +24,24 @@ from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
 
 MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
-# CaD-VAE's tables are 400 columns wide together, and every contender holds its own.
+# Name and items of the large catalogue, where they differ from 2 million: CaD-VAE's tables have 400
+# columns in total, and every contender holds a copy of them.
 LARGE = {"cadvae": ("500k", 500_000)}
-# HSTU sees the last 200 items, as in its authors' MovieLens-1M model; users have as many
-# interactions as in that log: 165 on average, fewer than 100 for half of them.
+# HSTU sees the last 200 items, as in its authors' MovieLens-1M model. The number of interactions
+# per user follows that log: 165 on average, fewer than 100 for half of the users.
 SEQUENCES: dict[str, dict[str, Any]] = {"hstu": {
     "model.steps": 200, "model.window": 1, "catalogue.length": 165, "catalogue.spread": 1.0}}
-BATCH_SIZE = {"hstu": 64}  # whose sequences are longer
-SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # of TorchRec, for all tables alike
-TOLERANCE = 1e-4  # of a loss, relative; the models' matrix products differ in shape
+BATCH_SIZE = {"hstu": 64}  # smaller than the default, since its sequences are longer
+SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # TorchRec's; one for all tables
+TOLERANCE = 1e-4  # relative error of a loss; shapes of matrix products differ between contenders
 CHECKED_STEPS = 3
-# Of the collections alone (lookups, backward, update), and of the whole model.
+# embedding: lookups, backward and update of the collections alone; step: the entire model's.
 FIGURES = (tuple(f"{key}_{phase}{unit}" for phase in ("embedding", "step") for key, unit in (
     ("torchrec", "_ms"), ("oper", "_ms"), ("ratio", ""), ("torchrec_best", ""))),)
 
 
 def cases(quick: bool, model: str) -> list[ModelCase]:
-    """A small and a large catalogue; the small one only when `quick`."""
+    """Cases with 100,000 items and with a larger catalogue; if `quick`, one with 20,000."""
     if quick:
         return [ModelCase(f"{model}-20k", model, 20_000, 16, num_batches=4, rounds=2, per_round=1)]
     size, num_items = LARGE.get(model, ("2m", 2_000_000))
@@ -50,14 +51,14 @@ def cases(quick: bool, model: str) -> list[ModelCase]:
 
 @dataclass(frozen=True, slots=True)
 class ModelCase:
-    """One case.
+    """Training steps of one recommender.
 
     Attributes:
-        name: for the record.
+        name: the case's name in the record.
         model: name of a model in `oper.rl_rec.registry`.
         num_items: items of the synthetic catalogue.
         batch_size: trajectories per rank and step.
-        num_batches: distinct batches that are timed.
+        num_batches: number of distinct timed batches.
         rounds, per_round: see `record.interleave`.
     """
 
@@ -72,7 +73,7 @@ class ModelCase:
     threads_per_rank: ClassVar[int] = 1
 
     def config(self) -> TrainConfig:
-        """Row-wise Adagrad on the tables, SGD on the rest, no dropout (it would be timed too)."""
+        """Training configuration: SGD for the dense part, and no dropout, which would be timed."""
         drawn = {"model.sampled": 1024} if self.model == "cadvae" else {}
         return load_config(None, drawn | SEQUENCES.get(self.model, {}) | {
             "model.name": self.model, "model.dropout": 0.0, "batch_size": self.batch_size,
@@ -83,9 +84,9 @@ class ModelCase:
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         run = Run(self, progress)
-        run.say("inventing interactions")
+        run.say("drawing interactions")
         task = RecommenderTask(self.config())
-        # Epoch 0 is what the statistics are counted from.
+        # Epoch 1, since the access statistics are collected from epoch 0.
         batches = [b for b, _ in itertools.islice(task.epoch(1), self.num_batches)]
         engines = {}
         shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
@@ -94,7 +95,7 @@ class ModelCase:
             engines[name] = _engine(task, name)
         run.say("comparing losses")
         worst = _compare(task, engines, batches)
-        # The same lookups for all: candidates are drawn once.
+        # One draw of the candidates, so that all contenders look up the same ids.
         drawing: Any = engines["oper"].bare
         work = [_with_gradients(drawing, drawing.lookups(b)) for b in batches]
         tables = {name: _Tables(engine, work) for name, engine in engines.items()}
@@ -113,11 +114,11 @@ class ModelCase:
 
 
 def plan_kinds(model: nn.Module) -> tuple[str, ...]:
-    """TorchRec's plans: ``planner``, its own choice, and those that it supports for all tables on
-    CPU.
+    """Names of TorchRec's plans: ``planner`` (its planner's choice), and each of `SHARDING_TYPES`
+    that it supports on CPU for every table of the model.
 
-    It shards pooled tables row-wise only on GPUs, so a model with pooled tables has no row-wise
-    contender.
+    TorchRec shards pooled tables row-wise only on GPUs, so a model with pooled tables has no
+    row-wise contender.
     """
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -139,10 +140,8 @@ def _engine(task: RecommenderTask, name: str) -> Engine:
 
 def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequence[Any]
              ) -> dict[str, float]:
-    """Largest relative difference of a loss from the unsharded model's, by contender. Collective.
-
-    Rank 0 trains the unsharded model on the batches of all ranks; a step's loss is their mean.
-    """
+    """Largest relative error of a step's loss by contender, over `CHECKED_STEPS`. Collective. The
+    reference is the unsharded model, trained by rank 0 on the mean loss of all ranks' batches."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, list[float]] = {}
     for name, engine in engines.items():
@@ -169,11 +168,12 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
     return {name: float(f"{x:.3g}") for name, x in gather(worst)[0].items()}
 
 
-_Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and gradients of the outputs
+_Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and output gradients
 
 
 class _Tables:
-    """The collections of a model alone: lookups, backward from given gradients, update."""
+    """Steps of a model's embedding collections alone: lookups, backward from given gradients,
+    update."""
 
     def __init__(self, engine: Engine, work: Sequence[_Lookups]) -> None:
         self._collections = collections_of(engine.bare)
@@ -182,7 +182,7 @@ class _Tables:
         self._kjts: list[Any] = []
 
     def prepare(self, number: int) -> None:
-        """Make KJTs without cached results for the next call, as of a new batch."""
+        """Rebuild the next call's KJTs without cached offsets, like those of a new batch."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         self._kjts = [KeyedJaggedTensor(x.keys(), x.values(), x.weights_or_none(), x.lengths(),
@@ -200,7 +200,7 @@ class _Tables:
 
 def _outputs(collections: Sequence[tuple[set[str], nn.Module]], kjts: Sequence[Any]
              ) -> list[torch.Tensor]:
-    """Outputs of the collections for the KJTs: pooled values, or unpooled ones by feature."""
+    """Outputs of the collections: pooled values of each KJT, or unpooled values per feature."""
     outputs: list[torch.Tensor] = []
     for kjt in kjts:
         keys = set(kjt.keys())
@@ -216,7 +216,8 @@ def _with_gradients(model: nn.Module, kjts: list[Any]) -> _Lookups:
 
 
 def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
-    """The collections of a model, sharded by any system or unsharded, with their features."""
+    """The embedding collections of a model, unsharded or sharded by OPER or TorchRec, each with the
+    set of its feature names."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -229,7 +230,7 @@ def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
 
 
 def _features(collection: Any) -> list[str]:
-    if hasattr(collection, "_features"):  # ours
+    if hasattr(collection, "_features"):  # OPER's
         return list(collection._features)
     configs = getattr(collection, "_embedding_configs", None) or collection._embedding_bag_configs
     return [f for c in configs for f in c.feature_names]
@@ -253,7 +254,7 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 
 def _describe(engine: Engine) -> list[dict[str, Any]]:
-    """The tables, and the ranks that hold their rows."""
+    """Each table's name, rows and dim, and its rows by placement, for the record."""
     modules: list[Any] = [module for _, module in collections_of(engine.bare)]
     return [{"name": entry.table.name, "num_rows": entry.table.num_rows, "dim": entry.table.dim,
              "rows": rows_by_placement([entry])}

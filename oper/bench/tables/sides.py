@@ -1,4 +1,4 @@
-"""The systems of the training benchmark: OPER and TorchRec on the same model and numbers."""
+"""Contenders of the training benchmark: OPER and TorchRec with the same model and weights."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ if TYPE_CHECKING:
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
-OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # OPER's
+OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # of OPER's tables
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The dense part of a whole model, the same on all sides.
+    """The dense part of a DLRM, equal for all contenders.
 
     Attributes:
-        layers: layer sizes; the width is that of the workload's tables.
-        dtype: type of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
-            autocast); weights, their updates and lookups are float32.
-        bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
-            own wrapper.
-        as_shipped: whether the parts between tables and layers are TorchRec's own, see `dlrm_over`.
+        layers: layer sizes; `over` sets ``dim`` to that of the workload's tables.
+        dtype: dtype of matrix products' operands, ``"float32"`` or ``"bfloat16"`` (torch's
+            autocast); weights, updates and lookups are float32.
+        bucket_mb: DDP's bucket size (MiB); the default is that of TorchRec's DDP wrapper.
+        as_shipped: whether to use TorchRec's modules between tables and layers, see `dlrm_over`.
     """
 
     layers: DLRMConfig = field(default_factory=lambda: DLRMConfig(
@@ -49,7 +48,7 @@ class Dense:
     as_shipped: bool = False
 
     def over(self, work: Workload) -> DLRMConfig:
-        """The layer sizes for the width of a workload's tables."""
+        """The layer sizes with ``dim`` set to that of the workload's tables."""
         return replace(self.layers, dim=work.dim)
 
 
@@ -58,16 +57,16 @@ class Side:
     """One contender.
 
     Attributes:
-        name: for the record.
+        name: the contender's name in the record.
         model: the module that a step calls.
-        collection: the sharded embedding bag collection inside it.
-        optimizers: optimizers that step after every backward pass.
-        gradient: output gradient float32 [B, sum of dims] in the order of the collection's keys;
-            None for a whole model.
-        features: keys in the order of the configuration.
-        plan: summary of its plan, for the record.
-        tables: OPER's tables; None on TorchRec's side.
-        pipeline: trains OPER's whole DLRM in parts of batches, or None.
+        collection: the sharded embedding bag collection inside `model`.
+        optimizers: optimizers to step after every backward pass.
+        gradient: output gradient float32 [B, sum of dims], in the order of the collection's keys;
+            None for a whole DLRM, whose loss gives the gradient.
+        features: feature names in the order of the configuration.
+        plan: summary of the contender's plan, for the record.
+        tables: OPER's tables; None for other contenders.
+        pipeline: pipeline that trains OPER's DLRM in micro-batches, or None.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Side:
     pipeline: MicroBatchPipeline | None = None
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Forward, backward, update; returns the pooled embeddings or the logits."""
+        """Train on a batch; returns pooled embeddings [B, sum of dims] or a DLRM's logits [B]."""
         if self.pipeline is not None:
             logits: torch.Tensor = self.pipeline.progress(iter([batch]))[1][1]
             return logits
@@ -98,7 +97,7 @@ class Side:
         return out
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Forward without gradient."""
+        """Forward pass without gradient; the result is that of `step`."""
         with torch.no_grad():
             if self.gradient is not None:
                 return self.model(batch.sparse_features).values()
@@ -108,11 +107,11 @@ class Side:
         """A step that also returns the collection's output and its gradient.
 
         Returns:
-            Output of the collection, float32 [B, sum of dims], features in the order of the
-            configuration; the gradient of the rank's loss by it; and logits float32 [B], None for a
-            collection alone.
+            Output of the collection and gradient of the rank's loss with respect to it, each
+            float32 [B, sum of dims] with features in the order of the configuration; and logits
+            float32 [B], None for a collection alone.
         """
-        seen: dict[str, list[torch.Tensor]] = {"pooled": [], "gradient": []}  # part after part
+        seen: dict[str, list[torch.Tensor]] = {"pooled": [], "gradient": []}  # by micro-batch
 
         def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
             blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
@@ -132,20 +131,22 @@ class Side:
                 out.float() if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:
-        """Pooled embeddings in the order of the configuration, without gradient."""
+        """Pooled embeddings float32 [B, sum of dims] of a KJT, without gradient, features in the
+        order of the configuration."""
         with torch.no_grad():
             found = self.collection(features).to_dict()
             return torch.cat([found[f] for f in self.features], dim=1)
 
     def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
-        """Set the output gradient, given in the order of the configuration."""
+        """Set the output gradient, float32 [B, sum of dims] in the order of the configuration.
+        `batch` is any batch; a lookup of it shows the order of the collection's keys."""
         with torch.no_grad():
             keys = list(self.collection(batch.sparse_features).keys())
         blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
         self.gradient = torch.cat([blocks[k] for k in keys], dim=1).contiguous()
 
     def dense_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters outside the tables, by their plain names."""
+        """Dense parameters by name, without the prefixes of wrapper modules."""
         found = {}
         for name, value in self.model.named_parameters():
             if "embedding_bag" not in name:
@@ -154,14 +155,13 @@ class Side:
         return found
 
 
-_PERIOD = 1_000_003  # a prime: equal rows of a table are at least as many rows apart
+_PERIOD = 1_000_003  # prime, so equal rows are 1,000,003 rows apart for any dim
 
 
 def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
-    """Uniform in TorchRec's default range, from a seed: the same numbers on every side.
-
-    The numbers repeat with `_PERIOD`, since drawing them all takes longer than the measurement.
-    """
+    """Fill a table uniformly within TorchRec's default range, equally for every contender. Only
+    `_PERIOD` numbers are drawn and then repeated: drawing all of them would take longer than the
+    measurement."""
     bound = math.sqrt(1.0 / num_rows)
     with torch.no_grad():
         flat = weight.view(-1)
@@ -174,7 +174,7 @@ def _initialise(weight: torch.Tensor, num_rows: int, seed: int) -> torch.Tensor:
 
 
 def make_collection(work: Workload, device: str) -> Any:
-    """The unsharded collection of a workload on ``"cpu"`` or ``"meta"``."""
+    """The unsharded `EmbeddingBagCollection` of a workload on device ``"cpu"`` or ``"meta"``."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -188,7 +188,7 @@ def make_collection(work: Workload, device: str) -> Any:
 
 
 class Bfloat16(nn.Module):
-    """A model whose matrix products take operands of bfloat16."""
+    """Runs a model under torch's CPU autocast to bfloat16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Bfloat16(nn.Module):
 
 
 def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> Any:
-    """A DLRM for training around a collection; `dense` defaults to `Dense()`."""
+    """A `DLRMTrain` around a collection, with dense part `dense` (default `Dense()`)."""
     from torchrec.models.dlrm import DLRMTrain
 
     dense = dense or Dense()
@@ -211,10 +211,10 @@ def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> An
 
 def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: bool,
                objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
-    """OPER's side, and the unsharded model if `keep_reference`. Collective.
+    """Build OPER's side; returns it and, if `keep_reference`, the unsharded model. Collective.
 
-    Without `dense` it is the collection alone. `collection` is `make_collection`'s, whose tables
-    are copied; made here by default.
+    Without `dense` the side is the collection alone; with `objective` ``"inference"`` its tables
+    are read-only. `collection` has the weights to copy, by default those of `make_collection`.
     """
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard
@@ -224,7 +224,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
     model = make_dlrm(work, collection, dense) if dense else BagsOnly(collection)
     reference = None
     if keep_reference:
-        # The tables themselves are shared: sharding copies them into the arena.
+        # The copy shares the collection's tables; sharding copies their rows into the arena.
         reference = copy.deepcopy(model, {id(collection): collection})
     sharded = shard(model, plan=plan, objective=objective,
                     optimizer=OPTIMIZER if objective == "training" else None)
@@ -240,7 +240,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
 
 
 def build_data_parallel(work: Workload) -> Side:
-    """Whole tables on every rank under torch's DDP, with dense gradients. Collective."""
+    """Build the side with all tables on every rank under DDP, with dense gradients. Collective."""
     from torchrec.optim import RowWiseAdagrad as Adagrad
 
     collection = make_collection(work, "cpu")
@@ -250,8 +250,8 @@ def build_data_parallel(work: Workload) -> Side:
 
 
 def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
-    """DDP with the settings that TorchRec's own wrapper uses, except for the buckets, and without
-    messages where ranks share memory."""
+    """DDP with the settings of TorchRec's wrapper except for `bucket_mb`; ranks that share memory
+    average gradients there instead of sending messages."""
     import torch.distributed as dist
 
     from oper.integration.dense.gradients import average_in_shared_memory
@@ -267,13 +267,13 @@ def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
 
 def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: int,
                    machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
-    """TorchRec's side by one of its plans, and its `ShardingPlan`. Collective.
+    """Build TorchRec's side under one of its plans; returns it and its `ShardingPlan`. Collective.
 
     Args:
         work: the workload.
         dense: the dense part around the tables; None = the collection alone.
         kind, machine: see `build_peer`.
-        world_size: ranks.
+        world_size: number of ranks.
     """
     collection = make_collection(work, "meta")
     model, bags, sharding, optimizers = build_peer(
@@ -288,12 +288,12 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: i
 
 
 def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:
-    """Bytes that a rank has to move per batch, mean over batches.
+    """Bytes that a rank must move per batch, mean over `ids` (its batches).
 
     Returns:
-        ``forward``: rows read, one per id, and outputs written. ``step``: that, plus the output
-        gradient read once per id, a gradient row written and read per distinct row of the batch,
-        and weight and row-wise state of each of them read and written.
+        ``forward``: one row read per id, and outputs written. ``step``: ``forward``, one output
+        gradient read per id, and for each distinct row of the batch a gradient written and read,
+        and the row and its 4-byte state read and written. ``distinct_rows``: their number.
     """
     row = work.dim * 4
     forward = distinct = lookups = 0

@@ -1,6 +1,6 @@
 """TorchRec's side of a comparison: the same model sharded by a TorchRec plan, on CPU over gloo.
 
-TorchRec is imported when something is built, not with this module.
+TorchRec is imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from oper.train.engines import is_table, shard_by_torchrec, unfused_tables
 
 PLAN_KINDS = ("table_wise", "mixed")
-# Its sharders shard no rows on CPU (no row-wise, table-row-wise or grid sharding).
+# On CPU, TorchRec has no row-wise, table-row-wise or grid sharding of pooled tables.
 CPU_PLAN_KINDS = (*PLAN_KINDS, "column_wise", "any")
 MIXED_MAX_ROWS = 10_000  # tables up to this size are data-parallel in the mixed plan
 
@@ -37,23 +37,22 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
     """Shard `module` by TorchRec. Collective over the default process group (gloo).
 
     Args:
-        module: a model that contains an `EmbeddingBagCollection`, best with tables on the meta
-            device: TorchRec fills its tables by their ``init_fn``, whatever weights they had.
-        kind: ``"table_wise"`` (what TorchRec's planner chooses on CPU by itself), or ``"mixed"``:
-            tables of at most `MIXED_MAX_ROWS` rows data-parallel, the others table-wise;
-            ``"column_wise"``; ``"any"``: whatever its planner chooses among what CPUs support.
-        batch_size: samples per rank and step, for its planner.
-        pooling: mean ids per bag of each table, for its planner.
-        adagrad: ``lr`` and ``eps`` of row-wise Adagrad on the tables (fused into the backward pass
-            wherever TorchRec fuses it); SGD on the dense part has the same rate.
-        machine: machine description for its planner (fields of its `Topology`, bandwidths in bytes
-            per millisecond); by default all ranks share a host.
+        module: a model that contains an `EmbeddingBagCollection`. Its tables should be on the meta
+            device: TorchRec ignores their weights and fills its shards with ``init_fn``.
+        kind: ``"table_wise"``; ``"column_wise"``; ``"mixed"`` (tables of at most `MIXED_MAX_ROWS`
+            rows data-parallel, larger ones table-wise); or ``"any"`` (the planner's choice among
+            all types that TorchRec supports on CPU).
+        batch_size: samples per rank and step, for TorchRec's planner.
+        pooling: mean ids per bag of each table, for TorchRec's planner.
+        adagrad: ``lr`` and ``eps`` of the tables' row-wise Adagrad, which TorchRec fuses into the
+            backward pass where it can; the dense part has SGD with the same ``lr``.
+        machine: fields of TorchRec's planner `Topology` (bandwidths in bytes per millisecond); by
+            default all ranks share a host.
 
     Returns:
         The `DistributedModelParallel` model; the sharded embedding bag collection inside it;
-        TorchRec's own `ShardingPlan`; and the optimizers that must step after the backward pass:
-        row-wise Adagrad for data-parallel tables (TorchRec does not fuse it there), SGD for the
-        dense part.
+        TorchRec's `ShardingPlan`; and the optimizers to step after the backward pass: row-wise
+        Adagrad for data-parallel tables (which TorchRec does not fuse), SGD for the dense part.
     """
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.distributed.planner import ParameterConstraints
@@ -79,7 +78,7 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
 
 
 def _sharding_types(kind: str, num_rows: int) -> list[str] | None:
-    """The sharding types allowed for a table; None = all that the sharder supports."""
+    """The sharding types allowed for a table; None = all that TorchRec's sharder supports."""
     if kind == "any":
         return None
     if kind == "mixed":

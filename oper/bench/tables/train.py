@@ -1,4 +1,4 @@
-"""``oper bench train``: training steps of OPER and of TorchRec side by side."""
+"""``oper bench train``: training steps of OPER compared with TorchRec's."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from oper.shmem.group.domains import DOMAIN_ENV
 from oper.train.config import DLRMConfig
 
 _PHASE_STEPS = 16
-# MLPerf's models: layers of its reference implementations, ids per bag of its multi-hot data, rows
-# of its tables up to a hundredth of its own limit.
+# MLPerf's models, with the layers of its reference implementations and the bag lengths of its
+# multi-hot data; tables have at most a hundredth of its row limit (`_MAX_ROWS`).
 MLPERF = {
     "dlrm": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256)),
     "dlrm-dcnv2": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256),
                              cross_layers=3, cross_rank=512)}
 _MAX_ROWS = MLPERF_CAP // 100
-# A whole model that is all TorchRec's; the others have OPER's parts between tables and layers.
+# Contender whose DLRM is entirely TorchRec's; the remaining DLRMs use OPER's modules between tables
+# and layers.
 SHIPPED = "table_wise as shipped"
 FIGURES = (
     *suite.FIGURES, *model_case.FIGURES, *drift.FIGURES, *dynamic.FIGURES,
@@ -53,7 +54,8 @@ NOTE = ("2 processes, 1 thread each; medians of the slower rank; ratio = TorchRe
 
 def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
           exchange: str = "shared") -> list[Any]:
-    """The cases in the order of the record; the main ones only when `quick`."""
+    """The cases in the order of the record; only the main ones if `quick`. `device`, `model`,
+    `tables` and `exchange` are the values of the flags, see `configure`."""
     if device == "cuda":
         return suite.cases(quick, "train")
     if model and model not in MLPERF:
@@ -65,7 +67,7 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
 
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
-    """The collection alone under three skews, and a whole DLRM under one."""
+    """Cases of the collection alone with each of `EXPONENTS`, and of a whole DLRM with 1.05."""
     found = [TrainCase(f"ebc-pool{pooling}{suffix}", Workload(pooling=pooling, exponent=exponent))
              for suffix, exponent in EXPONENTS.items() for pooling in (1, 20)]
     found[2:2] = [TrainCase(f"dlrm-pool{pooling}", Workload(pooling=pooling), dense=Dense(),
@@ -74,7 +76,7 @@ def criteo_cases(quick: bool) -> list[TrainCase]:
 
 
 def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
-    """One of `MLPERF` with matrix products of float32 and of bfloat16; small when `quick`."""
+    """Cases of a model of `MLPERF` with float32 and with bfloat16; small tables if `quick`."""
     most, batch_size = (2_000, 64) if quick else (_MAX_ROWS, 1024)
     work = Workload(tuple(min(n, most) for n in CRITEO_1TB_DISTINCT), dim=128,
                     batch_size=batch_size, pooling=max(MLPERF_MULTI_HOT), lengths=MLPERF_MULTI_HOT)
@@ -85,7 +87,7 @@ def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments in addition to those of every benchmark."""
+    """Add this benchmark's arguments."""
     suite.configure(parser)
     parser.add_argument("--model", choices=(*MLPERF, *model_case.MODELS), default="",
                         help="train this instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a "
@@ -101,12 +103,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TrainCase(Case):
-    """One case.
+    """Training steps of a workload.
 
     Attributes:
-        dense: the dense layers of a whole model; None = the collection alone.
-        exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
-            its own and exchanges messages, as TorchRec's ranks do over gloo.
+        dense: the dense part of a whole DLRM; None = the collection alone.
+        exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each rank acts as a
+            separate host and exchanges messages, as TorchRec's ranks do over gloo.
     """
 
     dense: Dense | None = None
@@ -138,11 +140,11 @@ class _TrainRun(Run):
         reference = self._build(plan, checks)
         verdicts = verify(self.sides, checks, reference, self.say)
         reference = None
-        # The ceiling reads all arenas in place.
+        # The bare gather reads the arenas of all ranks directly, which needs shared memory.
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
         if ceiling is not None:
-            verdict = Verdict()  # whether the sums of the bare gather equal those of a lookup
+            verdict = Verdict()  # compares the bare gather's sums with a lookup's
             verdict.compare("ceiling", ceiling.run(0),
                             self.sides[0].lookup(batches[0].sparse_features))
             if self.rank == 0:
@@ -161,7 +163,7 @@ class _TrainRun(Run):
         return self.sides[0].tables
 
     def _build(self, plan: Plan, checks: Checks) -> Reference | None:
-        """All contenders, alive together; the unsharded model on rank 0."""
+        """Build all contenders; returns the unsharded model on rank 0."""
         dense = self.case.dense
         self.say("building OPER's side")
         oper, model = build_oper(self.work, dense, plan, keep_reference=self.rank == 0)
@@ -179,7 +181,7 @@ class _TrainRun(Run):
 
     def _time(self, batches: Sequence[Any], ceiling: Ceiling | None
               ) -> dict[str, dict[str, np.ndarray]]:
-        """Seconds by phase and contender, the maximum over ranks of every call."""
+        """Seconds of every call by phase and contender, maximum over ranks."""
         align = self._tables.barrier
         if ceiling is not None:
             self.say("finding the gather ceiling's best settings")
@@ -196,8 +198,9 @@ class _TrainRun(Run):
         return found
 
     def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
-        """Bytes that all ranks send per training step: by contender, as the loopback interface
-        counts them (with TCP's headers), OPER's own count by kind, and what the simulator says."""
+        """Bytes that all ranks together send per training step. Counted on the loopback interface
+        by contender, with TCP headers; by OPER's runtime, by kind of message; and simulated from
+        OPER's plan."""
         found: dict[str, Any] = {}
         self._tables.sent_bytes(reset=True)
         for side in self.sides:
@@ -218,7 +221,7 @@ class _TrainRun(Run):
             "simulated_equals_sent": simulated == round(sum(joint))}
 
     def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
-        """Times within OPER's step: median milliseconds by phase, mean over ranks."""
+        """Median milliseconds of each phase of OPER's step, mean over ranks."""
         tables = self._tables
         taken = []
         self.sides[0].model.train()
@@ -230,7 +233,7 @@ class _TrainRun(Run):
         return median_phases(tables, taken)
 
     def _throughput(self, seconds: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Samples that a core trains per second with a whole model, by contender."""
+        """Samples trained per second and core by contender; empty without a dense part."""
         dense = self.case.dense
         if dense is None:
             return {}

@@ -1,4 +1,4 @@
-"""Unsharded tables in one process: `nn.EmbeddingBag`s, TorchRec's collection, fbgemm's bags."""
+"""Single-process contenders: `nn.EmbeddingBag`s, TorchRec's unsharded collection, fbgemm's bags."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LEARNING_RATE, EPS = 0.02, 1e-8  # row-wise Adagrad of all contenders' tables
 def fbgemm_bags(num_rows: Sequence[int], dim: int, rows_of: Callable[[int], torch.Tensor],
                 device: torch.device | None = None, location: str = "DEVICE",
                 dtype: str = "float32") -> Any:
-    """fbgemm's table-batched bags with exact row-wise Adagrad.
+    """fbgemm's table-batched embedding bags with exact row-wise Adagrad.
 
     Args:
         num_rows: rows of each table.
-        dim: columns of all tables.
-        rows_of: initial rows of a table by its number, [num_rows, dim].
-        device: where it runs; the CPU by default.
-        location: place of its rows on a GPU: ``"DEVICE"``, ``"MANAGED"`` (host memory that kernels
-            read) or ``"MANAGED_CACHING"`` (host memory behind a cache in device memory).
-        dtype: type of its rows, ``"float32"`` or ``"float16"``.
+        dim: columns of each table.
+        rows_of: function from a table's index to its initial rows [num_rows, dim].
+        device: device of the kernels; the CPU by default.
+        location: where a GPU's rows are: ``"DEVICE"``, ``"MANAGED"`` (host memory that kernels
+            read) or ``"MANAGED_CACHING"`` (host memory with a cache in device memory).
+        dtype: dtype of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -62,10 +62,10 @@ def fbgemm_of(collection: Any) -> Any:
 
 def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = None
                    ) -> list[tuple[torch.Tensor, Any]]:
-    """One step of an unsharded model on the mean of its losses on the ranks' batches.
+    """Train an unsharded model for one step on the mean loss of the ranks' batches, `shares`.
 
-    For each batch the model draws random numbers from `seed` plus the rank; returns its results by
-    rank.
+    With `seed`, torch's seed is `seed` + r in the forward pass of rank r's batch. Returns by rank
+    the detached loss and the rest of the model's result.
     """
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
@@ -83,20 +83,21 @@ def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = Non
 
 def whole_batches(work: Workload, everyones: Sequence[Sequence[np.ndarray]]
                   ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and offsets in fbgemm's form of whole batches, joined from `everyones` by number and
-    rank."""
+    """Ids int64 [L] and offsets int64 [F * B + 1] of batches that join all ranks' shares.
+    `everyones` holds ids [F, B / W * pooling], indexed by batch and rank."""
     kjts = [make_kjt(work, np.concatenate(x, axis=1)) for x in everyones]
     return [(k.values(), k.offsets().long()) for k in kjts]
 
 
 def make_peers(work: Workload, collection: Any, everyones: Sequence[Sequence[np.ndarray]]
                ) -> dict[str, Call]:
-    """Lookups of whole batches, by name of `PEERS`; each takes a batch number.
+    """Functions by contender of `PEERS` that look up a batch of all ranks' samples by its index.
 
     Args:
         work: the workload.
-        collection: `EmbeddingBagCollection` on CPU; its weights are shared or copied.
-        everyones: ids of each batch by rank, int64 [F, batch_size / W * pooling].
+        collection: `EmbeddingBagCollection` on CPU; ``fbgemm`` copies its weights, the remaining
+            contenders share them.
+        everyones: ids int64 [F, batch_size / W * pooling], indexed by batch and rank.
     """
     ids = [np.concatenate(x, axis=1) for x in everyones]
     kjts = [make_kjt(work, x) for x in ids]

@@ -1,9 +1,9 @@
-"""Comparison of contenders with the unsharded model, before anything is timed.
+"""Compare contenders with the unsharded model before timing.
 
-The tables of a DLRM are compared under the output gradients that the contender itself has computed.
-Rounding may put a hidden unit of a sample on the other side of its kink, which changes the
-gradients of that sample's rows by several per cent, and the first steps of Adagrad magnify small
-gradients: two correct runs of the whole model may differ there.
+To compare a DLRM's tables, the unsharded tables are trained with the output gradients that the
+contender computed, instead of their own: rounding may move a ReLU's input across 0, which changes
+the gradients of one sample's rows by several per cent, and the first steps of Adagrad amplify small
+gradients. The tables of two correct runs may therefore differ.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.train.reference import SparseTableOptimizer
 
 NUM_STEPS = 2
-# max|a - b| <= tolerance * max|b| per tensor; of dense parameters, see `Verdict.compare_changes`.
-# Tables differ by the order of sums only; the dense part of a DLRM also by the shapes of its matrix
-# products. Sums in another order round to a neighbouring bfloat16 now and then, 2^-8 away, in each
-# of several layers.
+# max|a - b| <= tolerance * max|b| per tensor; for dense parameters see `Verdict.compare_changes`.
+# Only the order of additions differs for tables; for a DLRM's dense part also the shapes of matrix
+# products. In bfloat16, a different order may round to a neighbouring number, a relative 2^-8 away,
+# in each of several layers.
 TOLERANCE = {"pooled": 1e-5, "ceiling": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4,
              "dense": 0.01, "logits of bfloat16": 2 ** -5, "dense of bfloat16": 2 ** -4}
 _CHUNK_ROWS = 4096
-_PROBED_ROWS = 16_384  # per table, of the touched ones
+_PROBED_ROWS = 16_384  # touched rows per table that `_compare_rows` looks up, at most
 
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a comparison.
+    """The result of comparing tensors with a reference.
 
     Attributes:
         tolerance: largest allowed relative difference, by kind of tensor.
-        worst: largest relative difference of a tensor, by kind of tensor.
+        worst: largest relative difference found so far, by kind of tensor.
     """
 
     tolerance: Mapping[str, float] = field(default_factory=lambda: TOLERANCE)
     worst: dict[str, float] = field(default_factory=dict)
 
     def compare(self, kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
-        """Compare one tensor with its reference; NaN and wrong shapes never pass."""
+        """Compare a tensor with its reference: max|ours - reference| / max|reference|. A different
+        shape, an infinity or a NaN never passes; an empty tensor is not counted."""
         if ours.shape != reference.shape:
             self.worst[kind] = float("inf")
             return
         if not ours.numel():
             return
-        # In parts: temporaries of a whole table cost more than the comparison.
+        # By blocks of rows: allocating temporaries of a table's size takes longer than comparing.
         parts = zip(ours.split(_CHUNK_ROWS), reference.split(_CHUNK_ROWS), strict=True)
         most = [torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in parts]
-        found, scale = torch.stack(most).amax(dim=0).tolist()  # NaN wins
+        found, scale = torch.stack(most).amax(dim=0).tolist()  # amax propagates NaN
         self._note(kind, found, scale)
 
     def compare_changes(self, kind: str, ours: torch.Tensor, reference: torch.Tensor,
                         start: torch.Tensor) -> None:
-        """Compare the change of a parameter by training.
+        """Compare a trained parameter with its reference, relative to the change by training:
+        |ours - reference| / max(|reference - start|, |reference| / 1000), with Euclidean norms.
 
-        The measure is the norm of the difference over that of the reference's change, or over a
-        thousandth of the parameter's own norm if that is larger. Norms are used because one hidden
-        unit of one sample on the other side of its kink changes single elements much, but the whole
-        parameter little.
+        A single ReLU input that rounding moves across 0 changes some elements by much, but the norm
+        by little.
         """
         if ours.shape != reference.shape:
             self.worst[kind] = float("inf")
@@ -82,12 +82,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and everything compared agrees."""
+        """Whether at least one tensor was compared and all of them are within tolerance."""
         return bool(self.worst) and all(
             x <= self.tolerance[k] for k, x in self.worst.items())
 
     def to_json(self) -> dict[str, Any]:
-        """The result as values for the record."""
+        """The result for the record: ``passed``, ``max_relative_diff`` (None = infinite) and
+        ``tolerance``."""
         worst = {k: None if x == float("inf") else float(f"{x:.3g}") for k, x in self.worst.items()}
         return {"passed": self.passed, "max_relative_diff": worst,
                 "tolerance": {k: self.tolerance[k] for k in self.worst}}
@@ -95,12 +96,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Input of the comparison, the same on all ranks.
+    """Batches for the comparison; every rank knows those of all ranks.
 
     Attributes:
         work: the workload.
-        rank, world_size: this rank, and the number of ranks.
-        ids: ids by step and rank, int64 [F, B * pooling] each.
+        rank, world_size: this rank and the number of ranks.
+        ids: ids indexed by step and rank, each int64 [F, B * pooling].
     """
 
     work: Workload
@@ -110,17 +111,17 @@ class Checks:
 
     @staticmethod
     def make(work: Workload, rank: int, world_size: int) -> Checks:
-        """The batches of `NUM_STEPS` steps of all ranks."""
+        """Draw the batches of all ranks for `NUM_STEPS` steps."""
         return Checks(work, rank, world_size, [
             [batch_ids(work, r, world_size, number, CHECKED) for r in range(world_size)]
             for number in range(NUM_STEPS)])
 
     def batch(self, step: int, rank: int) -> Any:
-        """The batch of a rank."""
+        """A rank's batch of a step, with dense features and labels."""
         return make_batch(self.work, self.ids[step][rank], (CHECKED, rank, step))
 
     def joint_batch(self, step: int) -> Any:
-        """The batches of all ranks as one, in rank order."""
+        """The batches of all ranks in a step, concatenated in rank order."""
         from torchrec.datasets.utils import Batch
 
         parts = [self.batch(step, r) for r in range(self.world_size)]
@@ -129,7 +130,7 @@ class Checks:
                      torch.cat([p.labels for p in parts]))
 
     def touched(self, table: int) -> np.ndarray:
-        """Ids that the steps touch in a table, ascending."""
+        """Distinct ids of a table in all steps of all ranks, ascending, int64 [n]."""
         found = np.unique(np.concatenate([x[table] for step in self.ids for x in step]))
         return found[found != NO_ID]
 
@@ -139,7 +140,7 @@ class Reference:
 
     Args:
         model: `BagsOnly` or `DLRMTrain` with an `EmbeddingBagCollection` on CPU.
-        checks: the input.
+        checks: the batches.
     """
 
     def __init__(self, model: nn.Module, checks: Checks) -> None:
@@ -157,7 +158,7 @@ class Reference:
         self.dense_start = {n: p.detach().clone() for n, p in self.dense.items()}
 
     def reset(self) -> None:
-        """Restore the initial weights, for the next contender."""
+        """Restore the initial weights and optimizer state for the next contender."""
         with torch.no_grad():
             for weight, at, rows in zip(self.weights.values(), self._touched, self._rows,
                                         strict=True):
@@ -168,21 +169,22 @@ class Reference:
                 sums.zero_()
 
     def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One step; the dense part follows its own gradients, the tables the given one.
+        """Train the dense part with its own gradients, and the tables with `gradient`.
 
         Args:
-            number: number of the step.
-            gradient: gradient of every rank's own loss with respect to its pooled embeddings,
-                float32 [W * B, columns].
+            number: index of the step.
+            gradient: gradient of each rank's loss with respect to its pooled embeddings,
+                concatenated in rank order, float32 [W * B, sum of dims].
 
         Returns:
-            Pooled embeddings and logits (None without a dense part) before the update.
+            Pooled embeddings [W * B, sum of dims] and logits [W * B] (None without a dense part),
+            both from before the tables' update.
         """
         batch, logits = self._checks.joint_batch(number), None
         if self.dense:
             logits = self._dense_step(batch)
         pooled = self._bags(batch.sparse_features).values()
-        # Data parallelism averages over ranks.
+        # OPER and TorchRec average the gradients of the ranks' losses.
         pooled.backward(gradient / self._checks.world_size)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -200,9 +202,8 @@ class Reference:
 
 
 class KeptReference(Reference):
-    """A reference that trains once, for contenders that all get the same output gradients.
-
-    A contender with other gradients fails, because it is compared with NaN.
+    """A reference without dense part that trains only once, for contenders that all have the same
+    output gradients. A contender with different gradients is compared with NaN and fails.
     """
 
     def __init__(self, model: nn.Module, checks: Checks) -> None:
@@ -210,7 +211,7 @@ class KeptReference(Reference):
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reset(self) -> None:
-        """Do nothing: the weights stay as after the last step."""
+        """Do nothing: every contender is compared with the weights after the last step."""
 
     def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if number == len(self._kept):
@@ -222,19 +223,19 @@ class KeptReference(Reference):
 
 def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
            progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Train every side for a few steps and compare with the unsharded model. Collective.
+    """Train every side for a few steps and compare it with the unsharded model. Collective.
 
-    Compared are pooled embeddings and logits of every step, afterwards the dense parameters, the
-    touched rows (looked up one by one) and, on OPER's side, all rows of all tables.
+    This compares the pooled embeddings and logits of every step, and then the dense parameters, the
+    touched rows (looked up in bags of one id) and, for OPER, all rows of all tables.
 
     Args:
-        sides: the contenders, freshly built.
-        checks: the input.
-        reference: on rank 0; None elsewhere.
-        progress: called with a description of the current activity.
+        sides: the contenders, with their initial weights.
+        checks: the batches.
+        reference: the unsharded model on rank 0; None elsewhere.
+        progress: function that reports the current activity.
 
     Returns:
-        By side on rank 0: ``passed``, ``max_relative_diff``, ``tolerance``. Elsewhere empty.
+        `Verdict.to_json` by contender on rank 0, empty elsewhere.
     """
     verdicts = {}
     for side in sides:
@@ -260,7 +261,7 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
                 verdict.compare_changes(f"dense{suffix}", dense.get(name, torch.empty(0)),
                                         value.detach(), reference.dense_start[name])
         if side.tables is not None and (reference is not None or not side.tables.is_one_domain):
-            for name in side.tables.specs:  # between memory domains all ranks read
+            for name in side.tables.specs:  # `read` is collective if there are several domains
                 rows = side.tables.read(name)
                 if reference is not None:
                     verdict.compare("tables", rows, reference.weights[name].detach())
@@ -274,7 +275,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
                   ) -> None:
-    """Look the touched rows up one by one; rank 0 compares, the others look nothing up."""
+    """Look up the touched rows on rank 0 in bags of one id, and compare them there. The remaining
+    ranks take part with empty bags."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     work, dim = checks.work, checks.work.dim
