@@ -67,7 +67,7 @@ FIGURES = ((
 def configure(parser: argparse.ArgumentParser) -> None:
     """The argument of benchmarks that have cases for a GPU as well."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="",
-                        help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
+                        help="cuda: benchmark one GPU, compared with torch and fbgemm")
 
 
 def cases(quick: bool, prefix: str) -> list[Case]:
