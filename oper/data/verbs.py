@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper preprocess``."""
-    parser.add_argument("recipe", help="recipe of a public data set, a recipe file (.toml), or csv or "
+    parser.add_argument("recipe", help="a public data set, a recipe file (.toml), or csv or "
                                        "parquet for your own files")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
                         help="log files, plain or compressed (gzip, zstd, bzip2), or folders of "

@@ -122,8 +122,8 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
 def configure_explain(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper explain``, except those of its page."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
-    parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate it on (default: all "
-                                                          "rows of a table equally hot)")
+    parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate it on (default: "
+                                                          "all rows of a table equally hot)")
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
