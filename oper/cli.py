@@ -25,24 +25,24 @@ from oper.errors import OperError, PlanInfeasibleError, UsageError
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
     "vocabulary": ("oper.data.verbs", "extend a finished vocabulary by the new values of a day"),
-    "sequences": ("oper.data.verbs", "turn a log's events into one row per user, in order of time"),
-    "analyze": ("oper.data.verbs", "count how often rows are looked up: access statistics"),
-    "generate": ("oper.data.verbs", "draw synthetic lookups of a workload, with their statistics"),
+    "sequences": ("oper.data.verbs", "turn a log's events into one row per user, in time order"),
+    "analyze": ("oper.data.verbs", "count how often each row is looked up (access statistics)"),
+    "generate": ("oper.data.verbs", "generate the access statistics of a synthetic workload"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),
-    "verify": ("oper.search.verbs", "check the proof of a plan's lower bound, independently"),
+    "verify": ("oper.search.verbs", "check the proof of a plan's lower bound independently"),
     "explain": ("oper.report.verbs",
-                "show what a plan does, what limits it and what would change it"),
-    "simulate": ("oper.report.simulation", "replay batches through a plan: bytes and a timeline"),
-    "report": ("oper.report.verbs", "make an HTML page about statistics, a plan or a benchmark"),
+                "show a plan's loads, its bottleneck and the effect of changes"),
+    "simulate": ("oper.report.simulation", "replay batches through a plan: bytes, times, timeline"),
+    "report": ("oper.report.verbs", "make an HTML page of statistics, a plan or a record"),
     "train": ("oper.train.verbs", "train a DLRM or a recommender from a configuration file"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
     "demo": ("oper.bench.demo.demo",
-             "statistics, plan and training of a click log, with TorchRec for comparison"),
+             "count, plan and train on a click log, compared with TorchRec"),
     "bench": ("oper.bench.verbs", "compare with other systems and with the machine's limits"),
     "calibrate": ("oper.bench.calibrate.calibrate",
                   "measure the cost model's constants on this machine"),
     "doctor": ("oper.report.doctor",
-               "show what is installed, what the machine has and what is missing"),
+               "check the installation and the machine"),
 }
 
 
@@ -51,7 +51,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="oper", description="Statistics-driven placement of embedding tables.",
         epilog="'oper COMMAND --help' explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
-               "3 infeasible plan. OPER_DEBUG=1 shows where an error comes from.")
+               "3 infeasible plan. OPER_DEBUG=1 prints an error's traceback.")
     parser.add_argument("--version", action="version", version=f"oper {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, help_line) in COMMANDS.items():

@@ -20,25 +20,27 @@ from oper.support.files import check_target
 # the tables), ``configure(parser)`` (adds flags), ``run(args, cases)`` (replaces `measured`),
 # ``totals(entries)`` (further items of the record) and ``remarks(entries)`` (text printed last).
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
-    "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
+    "train": ("oper.bench.tables.train",
+              "training steps in two processes, compared with TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
-               "lookups and updates, and those of torch, fbgemm and bare gathers"),
-    "device-model": ("oper.bench.device.model", "steps on eight GPUs of one host, modelled"),
+               "lookups and updates, compared with torch, fbgemm and bare gathers"),
+    "device-model": ("oper.bench.device.model", "modelled steps on eight GPUs of one host"),
     "serve": ("oper.bench.serve.suite",
-              "inference under MLPerf LoadGen, and that of TorchRec and torch"),
-    "data": ("oper.bench.data.suite", "preprocessing, counting, merging, the collector's overhead"),
+              "inference under MLPerf LoadGen, compared with TorchRec and torch"),
+    "data": ("oper.bench.data.suite",
+             "preprocessing, counting, merging and the collector's overhead"),
     "simulator": ("oper.bench.quality.simulator",
-                  "policies of a simulated shop, learned from a log"),
+                  "policies learned from logs of a simulated shop"),
     "off-policy": ("oper.bench.quality.off_policy",
-                   "estimates of a policy from the log of another, where its value is known"),
+                   "off-policy estimates, on simulated logs with known values"),
     "graphs": ("oper.bench.quality.graphs",
-               "graphs over concepts, found from simulated users' histories, beside the true ones"),
+               "concept graphs fitted to simulated users, compared with the true ones"),
     "recommenders": ("oper.bench.quality.recommenders",
-                     "recommenders on real logs: full ranking, with intervals"),
-    "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "
-                                           "links, beside peers' and TorchRec's"),
+                     "recommenders on real logs: full ranking with confidence intervals"),
+    "cluster": ("oper.bench.cluster.grid", "plans on emulated hosts with rate-limited links, "
+                                           "compared with other planners'"),
     "plan": ("oper.bench.plan.suite",
-             "the planner: gaps, times, peers' plans, on modelled machines"),
+             "the planner on modelled machines: gaps, times, other planners"),
 }
 
 
@@ -61,16 +63,16 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True,
                                  parser_class=_LazyParser)
     for name, (place, help_line) in BENCHMARKS.items():
-        sub = subs.add_parser(name, help=help_line, description=f"Measure {help_line}.")
-        sub.add_argument("--json", metavar="F", help="also write the record to this file")
+        sub = subs.add_parser(name, help=help_line, description=f"Benchmark: {help_line}.")
+        sub.add_argument("--json", metavar="F", help="also write the record (JSON) to this file")
         sub.add_argument("--only", "--cases", metavar="GLOB",
                          help="only cases whose name matches, e.g. 'ebc-*'")
         sub.add_argument("--quick", action="store_true",
-                         help="main cases only, with few repetitions")
+                         help="run the main cases only, with few repetitions")
         sub.add_argument("--resume", metavar="RECORD", default="",
-                         help="an earlier record: its cases are kept and not run again, whatever "
-                              "the other flags name; may be the file of --json, which then need "
-                              "not exist yet")
+                         help="an earlier record: keep its cases and do not run them again, "
+                              "whatever the other flags are; may be the file of --json, even if "
+                              "it does not exist yet")
         sub.place = place
 
 

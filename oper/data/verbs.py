@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper preprocess``."""
-    parser.add_argument("recipe", help="a data set that comes with OPER, a recipe file (.toml), or "
-                                       "csv or parquet for files of your own")
+    parser.add_argument("recipe", help="a public data set, a recipe file (.toml), or csv or "
+                                       "parquet for your own files")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
                         help="log files, plain or compressed (gzip, zstd, bzip2), or folders of "
-                             "them, in time order; a quoted pattern is expanded in the order of "
-                             "its numbers; s3://, gs:// and other stores too; - reads a pipe")
+                             "them, in time order; also s3://, gs:// and other stores; a quoted "
+                             "pattern is expanded in numerical order; - reads standard input")
     parser.add_argument("-o", "--output", "--out", metavar="DIR",
-                        help="folder to write, here or in a store; an interrupted run continues "
-                             "from DIR's sibling .DIR.work when the command is given again")
+                        help="folder to write, local or in a store; after an interruption, the "
+                             "same command continues from the work folder .DIR.work next to DIR")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
     parser.add_argument("--max-rows", type=whole(1), metavar="N",
-                        help="at most N rows per table; the hottest values keep their own")
+                        help="at most N rows per table; rarer values share row 0")
     parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
-                        help="hash values into tables of N rows instead; collisions are counted")
+                        help="hash values into tables of N rows instead, and count collisions")
     parser.add_argument("--vocabulary", metavar="DIR",
-                        help="apply the finished vocabulary of an earlier output, or one that "
-                             "'oper vocabulary extend' wrote: equal values get equal ids, values "
-                             "that it does not contain share row 0 and are counted")
+                        help="apply the vocabulary of an earlier output or of 'oper vocabulary "
+                             "extend': its values get the same ids; other values share row 0 "
+                             "and are counted")
     parser.add_argument("--raw-ids", action="store_true",
-                        help="no vocabulary: ids become 64-bit keys for the dynamic tables of "
-                             "'oper train': integers unchanged, strings (all ids of CSV files "
-                             "except A:int and the like) as hashes")
+                        help="make no vocabulary; ids become 64-bit keys for the dynamic tables "
+                             "of 'oper train': integers unchanged, strings hashed (ids of CSV "
+                             "files are strings except A:int and similar)")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -53,34 +53,32 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bad", type=whole(0), default=0, metavar="N",
                         help="leave out up to N malformed rows (default 0)")
     parser.add_argument("--layout", metavar="NAME",
-                        help="which of the recipe's layouts the files have, if several fit")
+                        help="the recipe's layout that the files have, if several fit")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
-                        help="processes on this machine (default 1). Processes that are started "
-                             "with the same command elsewhere, by torchrun or as an array job, "
-                             "share the work too")
+                        help="processes on this machine (default 1); processes with the same "
+                             "command on other machines (torchrun, array jobs) share the work")
     parser.add_argument("--ray", type=whole(1), metavar="N",
                         help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="compression of the Parquet files: none (the default, fastest to "
                              "read) or zstd (about a third of the size)")
     parser.add_argument("--dry-run", action="store_true",
-                        help="write nothing: print how the first 10,000 rows are read "
-                             "(columns, types, split, problems) and what the whole log would need; "
-                             "recipes csv and parquet without --sparse: the files' columns")
+                        help="write nothing; print how the first 10,000 rows are read (columns, "
+                             "types, split, problems) and the estimated disk, memory and time; "
+                             "for csv and parquet without --sparse, print the files' columns")
     parser.add_argument("--no-disk-check", action="store_true",
                         help="start even if the disk is estimated to be too small")
     parser.add_argument("--force", action="store_true",
                         help="replace an earlier output, or the unfinished work of a run with "
-                             "other settings; a run that is still active is never replaced")
+                             "other settings, unless that run is still active")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("your own files (recipes csv and parquet)")
     own.add_argument("--sparse", type=names, default=[], metavar="A,B",
                      help="id columns; in CSV files they are strings, except A:int, A:uint64, "
-                          "A:hex32, A:integral (ids written 17850.0), A:bins=18/30 (binned "
-                          "numbers); A:| for fields like 3|17|4")
+                          "A:hex32, A:integral (ids written 17850.0) and A:bins=18/30 (binned "
+                          "numbers); A:| splits fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
-                     help="column of 0 and 1, or of values that --threshold or --among turn "
-                          "into 0 and 1")
+                     help="column of 0 and 1, or of values for --threshold or --among")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
                      help="the label is 1 for numbers >= X")
     own.add_argument("--among", type=names, default=[], metavar="A,B",
@@ -88,14 +86,14 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--dense", type=names, default=[], metavar="A,B",
                      help="numeric columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
-                     help="another id column: the pairs of ids of A and B, hashed into N rows")
+                     help="add an id column: pairs of ids of A and B, hashed into N rows")
     own.add_argument("--join", metavar="FILE",
                      help="a side table (CSV with a header, or Parquet), for example of items")
     own.add_argument("--join-on", metavar="A[=B]", default="",
-                     help="id column by which its rows are found, called B in FILE")
+                     help="id column that selects a row of FILE, where it is called B")
     for kind in ("sparse", "dense"):
         own.add_argument(f"--join-{kind}", type=names, default=[], metavar="A,B",
-                         help=f"its columns to add, as --{kind}")
+                         help=f"columns of FILE to add, written like those of --{kind}")
     own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
                      help="encoding of CSV files (default utf-8)")
     own.add_argument("--time", metavar="NAME", help="time column to split by")
@@ -103,8 +101,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
     own.add_argument("--filter", action="append", metavar="C", default=[],
-                     help="keep only rows with, e.g., 'country == de'; may be repeated, and all "
-                          "must hold")
+                     help="keep only rows that meet a condition, e.g. 'country == de'; may be "
+                          "repeated: rows must meet all")
     own.add_argument("--separator", default=",", metavar="C",
                      help=r"field separator of CSV files (default ,); TAB is '\t'")
 
@@ -248,8 +246,8 @@ def _print_tables(manifest: dict[str, Any]) -> None:
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper vocabulary``."""
     parser.add_argument("action", choices=("extend",),
-                        help="extend: append the unseen values of further days to the old ones, "
-                             "which keep their row numbers")
+                        help="extend: append rows for new values of further days; old values "
+                             "keep their row numbers")
     parser.add_argument("vocabulary", metavar="DIR",
                         help="folder that 'oper preprocess' or 'oper vocabulary extend' wrote")
     parser.add_argument("folders", nargs="+", metavar="DAY",
@@ -257,12 +255,12 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write, for 'oper preprocess --vocabulary NEW'")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
-                        help="values seen fewer than N times over all days stay unseen (default: "
+                        help="values seen fewer than N times over all days get no row (default: "
                              "that of DIR)")
     parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
     parser.add_argument("--reorder", action="store_true",
-                        help="renumber all rows in frequency order, and write the new number of "
-                             "each (NEW/remap), for 'oper train' and oper.load_checkpoint")
+                        help="renumber all rows in frequency order, and write each row's new "
+                             "number (NEW/remap) for 'oper train' and oper.load_checkpoint")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -287,13 +285,13 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper sequences``."""
     parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
     parser.add_argument("--by", required=True, metavar="NAME",
-                        help="column of users or sessions: each becomes a row of every part "
-                             "that has its events, with the ids of other columns as lists in "
-                             "order of time; rare, unseen and missing users are left out")
+                        help="column of users or sessions: each gets one row in every part "
+                             "that has its events, with lists of the other columns' ids in time "
+                             "order; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
     parser.add_argument("--columns", type=names, metavar="A,B",
-                        help="columns with one id per row to keep as well (default: all)")
+                        help="other columns to keep, with one id per row (default: all)")
     parser.add_argument("--max-length", type=whole(1), metavar="N",
                         help="keep the N latest events of each user")
     parser.add_argument("--min-length", type=whole(1), default=1, metavar="N",
@@ -334,21 +332,21 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--counts", action="store_true", help="read published value counts")
     kind.add_argument("--merge", action="store_true",
-                      help="merge the statistics of parts (files, days, workers), in time order")
+                      help="merge statistics files (of days, parts or workers), in time order")
     parser.add_argument("--grown", action="store_true",
-                        help="with --merge: tables may have new rows appended, as by "
+                        help="with --merge: later files may have more rows per table, as after "
                              "'oper vocabulary extend'")
     parser.add_argument("--remap", metavar="DIR",
                         help="with --merge: renumber rows as 'oper vocabulary extend --reorder "
                              "-o DIR' did; implies --grown")
     parser.add_argument("--samples", type=whole(1), metavar="N",
-                        help="with --counts: rows of the log that was counted (default: the "
-                             "largest sum of any field)")
+                        help="with --counts: number of rows of the counted log (default: the "
+                             "largest sum over a field)")
     parser.add_argument("--cut", type=whole(1), metavar="N",
-                        help="with --counts: values seen fewer than N times are missing from the "
-                             "file (default: its least count); their rows are modelled")
+                        help="with --counts: the file lacks values seen fewer than N times, "
+                             "whose rows are modelled (default: its smallest count)")
     parser.add_argument("--rows", metavar="FIELD=N,...",
-                        help="with --counts: number of distinct values of fields, where known")
+                        help="with --counts: known numbers of distinct values")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="STATS",
                         help="file to write")
     parser.add_argument("--memory", default="2GiB", metavar="SIZE",
@@ -356,13 +354,13 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                              "tables, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
                         help="memory for each such hash table, and for the keys of each column of "
-                             "raw ids; beyond it heavy hitters are kept with a bounded error and "
-                             "the tail is estimated (default 256MiB)")
+                             "raw ids; beyond it, counts of heavy hitters have a bounded error "
+                             "and the tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
-                        help="for raw ids: also predict how each column would use a dynamic "
-                             "table of N rows (modelled; keys are admitted at once and the least "
-                             "recently seen one is evicted): rows in use, lookups of the default "
-                             "row, inserts and evictions")
+                        help="for raw ids: also forecast each column in a dynamic table of N "
+                             "rows: rows in use, lookups of the default row, inserts and "
+                             "evictions (modelled: keys are admitted at once, the least recently "
+                             "seen key is evicted)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -475,9 +473,9 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
                         help="samples to draw (default 100000)")
     parser.add_argument("--lookups", metavar="DIR",
                         help="also write the lookups, as Parquet with one list column per table; "
-                             "'oper train' and 'oper analyze' cannot read them, since they have no "
-                             "labels or manifest (STATS has their statistics, for 'oper plan')")
-    parser.add_argument("--seed", type=whole(0), default=1)
+                             "without labels or manifest, so not for 'oper train' or "
+                             "'oper analyze'")
+    parser.add_argument("--seed", type=whole(0), default=1, help="seed of the draws (default 1)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

@@ -39,22 +39,21 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
     parser.add_argument("--split", default="train", help="split of that folder (default train)")
     parser.add_argument("--stats", metavar="STATS",
-                        help="statistics for the prediction (default: those of the folder's "
-                             "training split); without --trace, batches are drawn from them")
+                        help="statistics for the predicted figures (default: of the folder's "
+                             "training part); without --trace, batches are drawn from them")
     verbs.add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N",
                         help="samples per rank and step (default: the plan's own)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N",
                         help="maximum number of steps (default 20)")
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
-                        help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
-                             "'*' = all tables")
-    verbs.add_message_bits(parser, "replaces the plan's")
+                        help="tables with row gradients clipped by norm (max_row_norm); '*' = all")
+    verbs.add_message_bits(parser, "default: the plan's")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
-                        help="batches in flight: ids of K - 1 later ones are sorted during dense "
-                             "compute (default 1)")
+                        help="batches in flight: ids of up to K - 1 later batches are sorted "
+                             "during dense compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
     parser.add_argument("--seed", type=whole(0), default=0, help="seed of drawn batches")

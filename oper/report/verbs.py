@@ -15,7 +15,7 @@ from oper.support.flags import number
 def configure_explain(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper explain``, including those of its HTML page."""
     verbs.configure_explain(parser)
-    parser.add_argument("--html", metavar="FILE", help="also write a self-contained HTML page with "
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page (one file) with "
                                                        "plots")
 
 
@@ -42,12 +42,12 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
     sub.add_argument("--plan", metavar="PLAN",
-                     help="the plan in use; adds when a new plan pays")
+                     help="the plan in use: also model when a new plan pays off")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
-                     help="rate at which a rank copies rows when the plan changes (default 1)")
+                     help="GB/s at which a rank copies rows to a new plan (default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    configure_explain(kinds.add_parser("plan", help="a page about a plan, as oper explain --html"))
+    configure_explain(kinds.add_parser("plan", help="a page about a plan"))
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -27,32 +27,32 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
     _add_overlap(parser)
-    add_message_bits(parser, "recorded in the plan (default 32, exact)")
+    add_message_bits(parser, "stored in the plan (default 32, exact)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
-                        help="what the plan is for (default training)")
+                        help="workload of the plan (default training)")
     parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
-                        help="comma-separated features that the plan may use: replicated, striped, "
-                             "owned, pull, push, columns, host, per_host; or everything (all but "
-                             "per_host). Default: those that run well on the topology, and host "
-                             "if rows do not fit without it")
+                        help="placements and modes that the plan may use, separated by commas: "
+                             "replicated, striped, owned, pull, push, columns, host, per_host; or "
+                             "everything (all but per_host). Default: those that suit the "
+                             "topology, and host memory if rows do not fit without it")
     parser.add_argument("--effort", choices=("fast", "thorough"), default="fast",
-                        help="how long to search and to raise the bound (default fast)")
+                        help="effort of the search and of raising the bound (default fast)")
     parser.add_argument("--time-budget", type=number(), metavar="S", help="seconds to search")
     parser.add_argument("--target-gap", type=number(), default=0.01, metavar="X",
                         help="stop when the gap to the bound is at most this (default 0.01)")
     parser.add_argument("--seed", type=whole(0), default=0, help="seed of the search (default 0)")
     parser.add_argument("--start", metavar="PLAN",
-                        help="start from a plan of the same tables and ranks; the new one is "
+                        help="start from a plan of the same tables and ranks; the new plan is "
                              "never slower")
     parser.add_argument("--request-rate", type=number(above=True), metavar="R",
-                        help="samples per second; with --latency-bound and --objective inference, "
-                             "chooses replicas and batching that need the least memory")
+                        help="samples per second, for inference with --latency-bound; chooses "
+                             "the replicas and batching that need the least memory")
     parser.add_argument("--latency-bound", type=number(above=True), metavar="MS",
                         help="upper limit of the 99th percentile of latency, milliseconds")
     parser.add_argument("--dense-us", metavar="FIXED,PER_SAMPLE", default="0,0",
@@ -133,9 +133,9 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
                                                         "tables")
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
                         metavar="CHANGE",
-                        help="evaluate this plan and make a new one on a changed machine: "
-                             "memory=+10%%, link=x2, cross=, read=, host-memory=, host-link=, "
-                             "batch=; may be repeated")
+                        help="evaluate this plan and a new plan after a change of memory, link, "
+                             "cross (between hosts), read, host-memory, host-link or batch, e.g. "
+                             "memory=+10%% or link=x2; may be repeated")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -265,16 +265,15 @@ def _stats(args: argparse.Namespace) -> AccessStats | None:
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="append", default=[], metavar="PHASE=US",
                         type=text_for(lambda text: parse_argument([text])),
-                        help="microseconds of dense compute that overlap with a phase (forward, "
-                             "backward, update, resolve), or one number per rank, separated by "
-                             "commas; default none")
+                        help="microseconds of dense compute (one number, or one per rank separated "
+                             "by commas) that overlap with forward, backward, update or resolve")
 
 
 def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--message-bits``, the precision of messages between hosts; `what` ends its help."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
-                        help="bits per number in messages between hosts: 32, 16 or 8, or two "
-                             f"numbers (answers,gradients); {what}")
+                        help="bits per number in messages between hosts: 32, 16 or 8, or one "
+                             f"for answers and one for gradients as in 16,8; {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -282,7 +281,7 @@ def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--topology", metavar="NAME|FILE", required=required,
                         help="this-host, a preset such as h100-8 or h100-2x8, or a TOML file")
     parser.add_argument("--world-size", type=whole(1, 1024), metavar="N",
-                        help="ranks of this-host (default 2)")
+                        help="number of ranks, for this-host (default 2)")
 
 
 def _add_tables(parser: argparse.ArgumentParser) -> None:

@@ -20,48 +20,48 @@ _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper serve``."""
-    parser.add_argument("model", metavar="MODEL", help="folder that 'oper train' wrote, or "
-                        "MODULE:FUNCTION that makes a predictor (see docs/how-to/serve.md)")
+    parser.add_argument("model", metavar="MODEL", help="output folder of 'oper train', or "
+                        "MODULE:FUNCTION that returns a predictor (see docs/how-to/serve.md)")
     parser.add_argument("--name", type=text_for(check_name),
-                        help="name of a folder's model in addresses (default dlrm)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default "
+                        help="name of the model in URLs, for a folder (default dlrm)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default "
                                                             "127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535), default=8500,
-                        help="port to listen at; 0 = any free one (default 8500)")
-    parser.add_argument("--workers", type=whole(1), default=2, help="processes that score "
+                        help="port to listen on; 0 = any free port (default 8500)")
+    parser.add_argument("--workers", type=whole(1), default=2, help="scoring processes "
                                                                     "(default 2)")
     parser.add_argument("--threads", type=whole(1), default=1, help="threads of each worker "
                                   "(default 1)")
     parser.add_argument("--row-dtype", choices=_ROW_DTYPES,
                         help="type of the tables' rows (default: as trained)")
     parser.add_argument("--error-budget", type=number(above=True), metavar="X",
-                        help="instead of --row-dtype: rows as float16, int8 or int4, hotter "
-                             "ones wider, with the fewest bytes that keep the expected squared "
-                             "error of looked-up numbers below this share of their squares "
-                             "(1e-4: 1 %% root mean square)")
+                        help="instead of --row-dtype: store rows as float16, int8 or int4, "
+                             "hotter rows in wider types, in the fewest bytes whose expected "
+                             "squared error is below this share of the looked-up numbers' "
+                             "squares (1e-4: 1 %% root mean square)")
     parser.add_argument("--stats", metavar="FILE",
-                        help="access statistics of oper analyze, for --error-budget")
+                        help="access statistics (of 'oper analyze') for --error-budget")
     parser.add_argument("--keep-spare", action="store_true",
-                        help="keep the memory for new weights between publications")
+                        help="keep the second buffer, for new weights, between publications")
     parser.add_argument("--max-batch", type=whole(1), default=1024, metavar="SAMPLES",
-                        help="most samples scored together (default 1024)")
+                        help="maximum samples per scored batch (default 1024)")
     parser.add_argument("--max-wait-ms", type=number(), default=0.0, metavar="MS",
-                        help="how long a request may wait for others while the model is idle "
+                        help="longest wait of a request for others while the model is idle "
                         "(default 0)")
     parser.add_argument("--max-queued", type=whole(1), default=16_384, metavar="SAMPLES",
-                        help="most samples that may wait in a worker; further ones get status "
-                        "503 (default 16384)")
+                        help="maximum samples that wait in a worker; further requests get "
+                        "status 503 (default 16384)")
     parser.add_argument("--max-bytes", type=whole(1), default=8 << 20, metavar="N",
-                        help="largest request (default 8388608)")
+                        help="maximum size of a request, bytes (default 8388608)")
     parser.add_argument("--spin-us", type=number(), default=0.0, metavar="US",
                         help="how long an idle worker polls for requests before it sleeps "
                         "(default 0)")
     parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
-                        help="time for requests in flight after SIGTERM (default 30)")
-    parser.add_argument("--watch", action="store_true", help="publish the folder's weights "
-                        "whenever there are newer ones, or only changed rows if the run saves "
-                        "these (delta_every)")
-    parser.add_argument("--follow", metavar="DIR", help="as --watch, for another folder to "
+                        help="seconds for requests in flight after SIGTERM (default 30)")
+    parser.add_argument("--watch", action="store_true", help="publish newer weights of the "
+                        "folder as they appear; only the changed rows if the run saves deltas "
+                        "(delta_every)")
+    parser.add_argument("--follow", metavar="DIR", help="like --watch, for another folder, to "
                         "which the run's files are copied")
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "

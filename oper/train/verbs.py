@@ -23,8 +23,8 @@ _FLAGS = {  # flag: help; each one overrides the key of the same name
     "batch_size": "samples per rank and step",
     "epochs": "passes over the training split",
     "max_steps": "stop after this many steps",
-    "trace": "file for a trace of some steps on all ranks, for ui.perfetto.dev",
-    "trace_steps": "the first and the last of these steps, A-B (11-20)",
+    "trace": "write a trace of some steps of all ranks, for ui.perfetto.dev",
+    "trace_steps": "first and last traced step, A-B (default 11-20)",
 }
 
 
@@ -34,13 +34,13 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     for key, about in _FLAGS.items():
         parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="X", help=about)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-                        help="any other key, e.g. --set model.dim=64")
-    parser.add_argument("--force", action="store_true", help="replace an earlier run in --out")
+                        help="set any other key, e.g. --set model.dim=64; may be repeated")
+    parser.add_argument("--force", action="store_true", help="overwrite an earlier run in --out")
     parser.add_argument("--resume", action="store_true",
                         help="continue from the run's last checkpoint (checkpoint_every), if "
-                             "any")
+                             "there is one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.epilog = ("Ctrl-C keeps the state trained so far. In two processes: "
+    parser.epilog = ("Ctrl-C saves the state trained so far. For two processes: "
                      "torchrun --nproc-per-node 2 --max-restarts 3 -m oper train CONFIG")
 
 

@@ -22,7 +22,7 @@ DIFFERENCES: dict[int, str] = {
     BATCH: "A batch must not change before its backward pass",
     MODULES: "Which modules are replaced",
     FROZEN_TOGETHER: "Frozen tables and accumulated gradients",
-    ENDS: "A refused batch ends training on several ranks",
+    ENDS: "A batch that one rank refuses",
     THREADS: "Threads",
     NO_RESHARD: "`DistributedModelParallel.reshard`",
 }

@@ -93,13 +93,13 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
                         help="processes that share this machine (default 2); ignored under "
                              "torchrun, which sets the number per host")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
-                        help="collective: a topology in which every process is a host, with the "
-                             "costs of exchanging over this machine's network stack")
+                        help="collective: treat every process as a host, and measure the costs "
+                             "of exchanges over this machine's network stack")
     parser.add_argument("--hosts-per-rack", type=whole(1), metavar="N", default=0,
-                        help="under torchrun: number of hosts, in the order of their ranks, "
-                             "that share an uplink to the others, which is then measured; by "
-                             "default all hosts are connected equally")
-    parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
+                        help="under torchrun: each N successive hosts, in the order of their "
+                             "ranks, share an uplink, which is measured (default: all hosts are "
+                             "connected equally)")
+    parser.add_argument("--quick", action="store_true", help="use fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")
 

@@ -75,8 +75,8 @@ def cases(quick: bool) -> list[Any]:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own arguments."""
     parser.add_argument("--constants", metavar="TOPOLOGY", default="",
-                        help="topology file of 'oper calibrate' with this machine's constants; "
-                             "measured first unless given (with --quick: assumed)")
+                        help="topology file of 'oper calibrate' with this machine's constants "
+                             "(default: measure them first; with --quick: assume them)")
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -59,8 +59,8 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--folder", metavar="DIR",
-                        help="keep generated logs here, and reuse those already here (default: a "
-                             "temporary folder)")
+                        help="save generated logs in this folder, and reuse logs in it (default: "
+                             "a temporary folder)")
 
 
 def cases(quick: bool, folder: str | None = None) -> list[Case]:

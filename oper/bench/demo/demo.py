@@ -34,15 +34,15 @@ _ROWS, _QUICK_ROWS = 400_000, 30_000
 def configure_demo(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper demo``."""
     parser.add_argument("--data", metavar="F", help="a click log in the Criteo-Kaggle format, "
-                        "plain or .gz; without it a synthetic one is written")
+                        "plain or .gz (default: a synthetic log)")
     parser.add_argument("--rows", type=whole(1000), metavar="N",
                         help=f"rows of the synthetic log (default {_ROWS:,})")
-    parser.add_argument("--out", metavar="DIR", help="keep everything here (default: a new folder "
-                        "under the temporary one)")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: a new temporary "
+                        "folder)")
     parser.add_argument("--json", metavar="F", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true",
-                        help="a small log and few steps, to see that it runs")
-    parser.add_argument("--seed", type=whole(0), default=1)
+                        help="use a small log and few steps, to check that it runs")
+    parser.add_argument("--seed", type=whole(0), default=1, help="random seed (default 1)")
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ FIGURES = ((
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the argument of benchmarks that also have cases for a GPU."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="",
-                        help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
+                        help="cuda: benchmark one GPU, compared with torch and fbgemm")
 
 
 def cases(quick: bool, prefix: str) -> list[Case]:

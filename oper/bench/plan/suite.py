@@ -104,8 +104,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "measured ones (default published)")
     configure_torchrec(parser)
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
-                        help="seconds for raising the bound of a case above the target gap "
-                             "after planning (default 20; 0 = none)")
+                        help="seconds to raise the bound after planning, for cases above the "
+                             "target gap (default 20; 0 = none)")
 
 
 def _seeds(text: str) -> str:

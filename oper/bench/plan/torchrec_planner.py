@@ -22,8 +22,8 @@ _GRACE_S = 2.0  # in addition to the time limit, for the proposal that is then i
 def configure_torchrec(parser: argparse.ArgumentParser) -> None:
     """Add the argument of benchmarks that compare with TorchRec's plans."""
     parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
-                        help="time limit of TorchRec's planner per case (default 10, as OPER's "
-                             "target; 0 = leave it out)")
+                        help="time limit of TorchRec's planner per case (default 10; 0 = leave "
+                             "that planner out)")
 
 
 @functools.cache

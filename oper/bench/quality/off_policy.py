@@ -81,8 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--samples", type=whole(1), default=1000, metavar="N",
                         help="bootstrap samples of an interval (default 1000)")
-    parser.epilog = ("Open Bandit's logs are looked for in the folder that OPER_DATA names; "
-                     "without them there are simulated ones only.")
+    parser.epilog = ("Open Bandit's logs are read from the folder in OPER_DATA; without "
+                     "them, only simulated logs are used.")
 
 
 def _simulated(case: Case, progress: Progress) -> dict[str, Any]:

@@ -282,14 +282,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
-                             "report the runs kept in --runs")
+                             "report the runs saved in --runs")
     parser.add_argument("--models", choices=("ablations",), default="",
-                        help="ablations: of CDT4Rec alone, its returns x reward head x backbone x "
-                             "loss, and its states")
+                        help="ablations: train only CDT4Rec, with every combination of returns, "
+                             "reward head, backbone and loss, and every state")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep every training run in this folder, and reuse kept runs of the "
-                             "same data and source files")
-    parser.epilog = "Logs are looked for in the folder that OPER_DATA names."
+                        help="save every training run in this folder, and reuse saved runs of "
+                             "the same data and source files")
+    parser.epilog = "Logs are read from the folder in OPER_DATA."
 
 
 def load(name: str, protocol: str) -> Interactions:

@@ -125,11 +125,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=whole(1), default=3, metavar="N",
                         help="train from seeds 1..N (default 3)")
     parser.add_argument("--weights", metavar="DIR",
-                        help="VirtualTaobao's three weight files; without it a shop of random "
-                             "networks")
+                        help="folder of VirtualTaobao's three weight files (default: a shop of "
+                             "random networks)")
     parser.add_argument("--runs", metavar="DIR",
-                        help="keep the results of each seed of the case retention in this folder, "
-                             "and reuse kept ones of the same source files")
+                        help="save the results of each seed of the case retention in this "
+                             "folder, and reuse saved results of the same source files")
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:

@@ -90,13 +90,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     suite.configure(parser)
     parser.add_argument("--model", choices=(*MLPERF, *model_case.MODELS), default="",
-                        help="train this instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a "
-                             "recommender over a synthetic catalogue, see "
-                             "docs/how-to/recommenders.md")
+                        help="model to train instead of tables alone: a DLRM or DLRM-DCNv2 with "
+                             "MLPerf's layers, or a recommender over a synthetic catalogue (see "
+                             "docs/how-to/recommenders.md)")
     parser.add_argument("--tables", choices=("dynamic", "drift"), default="",
-                        help="dynamic: tables of raw keys, compared with static tables and "
-                             "TorchRec's managed-collision modules; drift: their quality on logs "
-                             "whose ids change, compared with hashing and a fixed vocabulary")
+                        help="dynamic: compare dynamic tables with static tables and TorchRec's "
+                             "managed-collision modules; drift: compare their AUC on drifting "
+                             "ids with hashing and a fixed vocabulary")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts")
 
