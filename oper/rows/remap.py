@@ -65,5 +65,5 @@ def of_table(spec: TableSpec, remap: Remap) -> np.ndarray | None:
     if named[0].size != spec.num_rows:
         raise InvalidInputError(f"cannot renumber table {spec.name!r}", "num_rows", spec.num_rows,
                                 f"{named[0].size}, the number of rows of the re-map",
-                                "if the table has grown, use oper.load_checkpoint in a larger model")
+                                "if the table has grown, use oper.load_checkpoint instead")
     return named[0]

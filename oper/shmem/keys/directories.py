@@ -123,7 +123,7 @@ class Keys:
         self._history = RowHistory()
         self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
                                                      [0] * (len(rules) + 1))
-        # The packet of all overloads would look for it in every call.
+        # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
         self._release = weakref.finalize(self, _release, self._handle, self._heap)
