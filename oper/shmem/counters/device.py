@@ -1,10 +1,11 @@
-"""Counters of what ranks read from each other on devices, as in the host back end.
+"""Counters of transfers between ranks for tables in device memory; see `oper.rows.traffic`.
 
-Counts come from what the kernels read: the batch plan, outboxes, requests, lists of changed rows.
-They are read after each pass, which waits for the device; counting is off by default.
+Counts are derived from the arrays that the kernels read (distinct rows of the batch, outboxes,
+requests, lists of changed rows) after each pass, which waits for the device. Counting is therefore
+off by default.
 
-Units are those of `oper.rows.traffic`. On devices gradients of pushed rows are sent reduced by row,
-so they count as ``gradient_rows``, where the host back end counts ids and bag gradients.
+On devices gradients of pushed rows are reduced by row before they are read, so they count as
+``gradient_rows``; the host back end counts ``gradient_ids`` and ``bag_gradients`` instead.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class DeviceCounters:
     """Counters of one rank.
 
     Args:
-        tables: its tables.
+        tables: the tables of the rank.
 
     Attributes:
-        traffic: what has been counted.
+        traffic: the counts so far.
     """
 
     def __init__(self, tables: DeviceRows) -> None:
