@@ -255,7 +255,7 @@ class Keys:
         only check them.
 
         Raises:
-            InvalidInputError: the records have a wrong dtype or shape, or one is invalid in its slot.
+            InvalidInputError: the records have a wrong dtype or shape, or one is invalid there.
         """
         if records.dtype != torch.int64 or records.dim() != 2 or (
                 records.shape[1] != _RECORD_COLUMNS):
