@@ -45,7 +45,7 @@ class DeviceCounters:
         copies = [nearest_replica(x.tier, self._rank, near) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
                                     zip(self._ranges, copies, strict=True)])
-        # A rank that owns the whole of a pushed table reads it like a pulled one, on the host.
+        # As in the host back end, a rank reads a pushed table that it owns entirely like a pulled one.
         asks = [any(x.tier.mode == "push" for x in d.tiers) and not (
             all(x.tier.mode == "push" for x in d.tiers) and d.num_slots.sum() == d.num_slots[
                 self._rank]) for d in self._of_key]
@@ -59,7 +59,7 @@ class DeviceCounters:
         self.traffic.counts[KIND[kind], self._order[table], peer] += count
 
     def rows(self, kind: str, step: StepArrays, without_pushed: bool) -> None:
-        """Count rows read one by one, in a forward pass or for the gradient of weights."""
+        """Count rows read for single ids, in a forward pass or for the gradient of weights."""
         keys, begin = step.runs()
         first, last = begin[torch.searchsorted(keys, self._bounds)].cpu().numpy()
         skipped = self._pushed & without_pushed
@@ -70,8 +70,8 @@ class DeviceCounters:
             self.traffic = replace(self.traffic, num_forward=self.traffic.num_forward + 1)
 
     def requests(self, addresses: np.ndarray) -> None:
-        """Count the ids that readers ask this owner to pool; `addresses` are those of all ranks'
-        requests."""
+        """Count the ids that readers request this owner to pool; `addresses`: int64 [W], addresses
+        of the ranks' requests."""
         for reader in range(self._size):
             request = Request.read(self._tables, int(addresses[reader]))
             pairs, sums = request.num_pairs(), request.num_runs()

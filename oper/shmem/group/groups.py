@@ -30,7 +30,7 @@ class Group(Protocol):
     is_local: bool
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Collective."""
+        """Return every rank's `value`, by rank. Collective."""
 
 
 class SingleGroup:
@@ -64,12 +64,13 @@ class ProcessGroup:
         return str(group.group_name)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Collective.
+        """Return every rank's `value`, by rank. Collective.
+
+        With gloo, errors do not name the rank; `LogicalRows.all_gather` names it.
 
         Raises:
-            PeerLostError: a peer has ended. gloo does not tell which one; `LogicalRows.all_gather`
-                does.
-            DeadlineError: a peer did not arrive in time; as above.
+            PeerLostError: a peer has ended.
+            DeadlineError: a peer did not arrive in time.
         """
         values: list[Any] = [None] * self.world_size
         if "gloo" not in self._dist.get_backend(self.process_group):
