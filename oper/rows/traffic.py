@@ -17,8 +17,7 @@ gradient_ids          backward  slot and bag of a pushed id, 8 bytes
 gradient_id_weights   backward  the per-sample weight of a pushed id, 4 bytes
 bag_gradients         backward  the gradient of a pushed id's bag, read by the row's owner
 gradient_rows         backward  a rank's summed gradient of one row, and its slot, read by the
-                                owner; read twice if the owners of its column pieces first
-                                exchange squares
+                                owner; once more for each exchange of squares
 squares               backward  the sum of squared gradients over a column piece of one row,
                                 4 bytes
 updated_rows          backward  a row and its optimizer state, read and written by the owner
