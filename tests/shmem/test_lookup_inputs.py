@@ -96,7 +96,7 @@ def test_a_refused_batch_leaves_the_tables_alone(tables: ShardedTables) -> None:
 def test_lengths_that_do_not_fit(tables: ShardedTables, lengths: list[int], total: int) -> None:
     for dtype in (torch.int32, torch.int64):
         batch = lookup([1, 2, 3], lengths)
-        found = rf"min\(lengths\)=\({total}, {min(lengths)}\), expected 3 "
+        found = rf"min\(lengths\)=\({total}, {min(lengths)}\), expected a sum of 3,"
         with pytest.raises(InvalidInputError, match=found):
             tables.lookup(replace(batch, lengths=batch.lengths.to(dtype)))
 
