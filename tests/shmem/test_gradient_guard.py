@@ -1,4 +1,4 @@
-"""Gradients that are not finite: named and refused, or left out sample by sample."""
+"""Gradients that are not finite: an error that names them, or zero gradients per sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
 
 class Bags(nn.Module):
-    """Two tables, whose rows side by side are the output."""
+    """A module that concatenates the rows of two tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
 
 
 def test_large_numbers_are_finite() -> None:
-    """Their sum is not."""
+    """Large finite gradients pass although their sum overflows."""
     model = sharded("stop")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,7 +180,7 @@ def test_where_one_rank_stops_no_rank_waits_for_it(how: str) -> None:
 
 
 def test_a_stop_drops_what_was_held_back() -> None:
-    """As on the other ranks, whose batches it ends."""
+    """After a refused pass, the passes held back are dropped, as they are on the other ranks."""
     weight, grad = torch.randn(20, 4), torch.ones(3, 4)
     model, other = (sharded("stop", nn.EmbeddingBag.from_pretrained(
         weight.clone(), freeze=False, mode="sum")) for _ in range(2))
@@ -210,7 +210,7 @@ def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]
 
 
 def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
-    """Gradients of different windows meet in no update, and nobody waits for the deadline."""
+    """No update mixes gradients of different windows, and no rank waits until the deadline."""
     begin = time.monotonic()
     (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
                                                   env={"OPER_DEADLINE_S": "60"})
@@ -222,7 +222,7 @@ def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
 
 
 def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
-    """As before, of one collection, with gradients dropped where a window begins."""
+    """Like the previous program with one collection; gradients are dropped at a window's start."""
     bag, told = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum")), []
     for window in range(3):
         bad = float("nan") if rank and not window else 1.0
@@ -238,7 +238,7 @@ def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
 
 
 def test_dropped_gradients_of_one_rank_end_the_update_of_all() -> None:
-    """The others are told, and all go on with the same window."""
+    """The other ranks get an error, and all ranks continue with the same window."""
     (told, rows), (mine, others) = run_world(2, _drops, env={"OPER_DEADLINE_S": "60"})
     assert (told, mine) == (["PeerLostError", "", ""], ["InvalidInputError", "", ""])
     # Windows 1 and 2: gradients window + 1, averaged over two ranks, at a rate of 0.5.
