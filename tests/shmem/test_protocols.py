@@ -14,7 +14,7 @@ import pytest
 
 def explore(start: tuple, following: Callable[[tuple], Iterable[tuple]],
             look: Callable[[tuple, list[tuple]], None]) -> set[tuple]:
-    """All states from `start` on; `look` sees each, and those that follow it."""
+    """Explore all states from `start`; calls `look` on each state and its successors."""
     seen, todo = {start}, [start]
     while todo:
         state = todo.pop()
@@ -50,7 +50,7 @@ class BarrierModel:
         self.start = ((start,) * world_size, zeros, zeros, (None,) * world_size)
 
     def check(self) -> int:
-        """Number of states; raises AssertionError at the first bad one."""
+        """Return the number of states; raises AssertionError at the first bad one."""
         def look(state, following) -> None:
             assert following or all(r[0] == DONE for r in state[0]), f"asleep for ever: {state}"
 
@@ -113,7 +113,7 @@ def put(values: tuple, at: int, value) -> tuple:
 
 @pytest.mark.parametrize("world_size, rounds", [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_no_rank_passes_alone_and_none_sleeps_for_ever(world_size: int, rounds: int) -> None:
-    """Without the 100 ms after which a sleeper looks for itself: they would hide a lost wake-up."""
+    """Without the sleepers' timeout of 100 ms, which would hide a lost wake-up."""
     assert BarrierModel(world_size, rounds).check() > 50
 
 
@@ -161,7 +161,7 @@ class PublicationModel:
         self.size, self.program = world_size, one * steps
 
     def check(self) -> int:
-        """Number of states; raises AssertionError when a region is written while it is used."""
+        """Return the number of states; raises AssertionError if a region in use is written."""
         start = ((0, False),) * self.size  # place in the program, whether inside of the access
         seen = explore(start, self.following, self.look_for_races)
         assert ((len(self.program), False),) * self.size in seen, "the ranks never finish"

@@ -1,4 +1,4 @@
-"""What ranks of different memory domains send: counted by the exchange, and replayed; equal."""
+"""Bytes between memory domains: the exchange's counters equal a replay."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
 
 
 def test_quantised_rows_are_not_pooled_for_others() -> None:
-    """Owners cannot sum codes: readers fetch the rows."""
+    """Owners cannot sum quantised rows, so readers fetch the rows."""
     case = dlrm_case("sgd")
     coded = replace(case, tables=tuple(replace(t, dtype="int8", optimizer="none")
                                        for t in case.tables if t.dim % 4 == 0))
@@ -110,7 +110,7 @@ def test_quantised_rows_are_not_pooled_for_others() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8)], ids=str)
 def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
-    """Byte for byte, of tables of one column to 200 that are cut anywhere, and so are narrower."""
+    """Bytes are equal for tables of 1 to 200 columns and for their column pieces."""
     case = dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(replace(t, dtype="float16") if t.name == "large" else t
                                       for t in case.tables))
@@ -121,7 +121,7 @@ def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
 
 
 def test_owners_of_pushed_tables_read_their_own_rows() -> None:
-    """No rank asks itself: bits and reads are those of a pulled table where it owns all of it."""
+    """A rank that owns an entire pushed table reads it like a pulled one."""
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 4, 3)
     chosen = OPTIMIZERS["rowwise_adagrad"]
