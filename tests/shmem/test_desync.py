@@ -88,8 +88,8 @@ def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> 
 
 
 def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
-    """Rank 1 leaves a step out, is elsewhere until the others have given up, and goes on. `alone`:
-    the others' process ends meanwhile."""
+    """Rank 1 skips a step and returns after the other ranks have given up. `alone`: their processes
+    have exited by then."""
     model = _open(world_size, mode)
     report("open")
     _HELD.append(model)  # a process that ends, not one that closes its tables before

@@ -138,8 +138,8 @@ def test_ranks_need_not_agree() -> None:
 
 
 def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
-    """Rank 1 has a number that is not finite; what each rank is told, after how many seconds, and
-    the rows before, then and after another step."""
+    """Rank 1 has a NaN gradient; returns each rank's error, the seconds until it, and the rows
+    before, after it, and after another step."""
     model, told = sharded("stop"), ""
     bad = gradient(float("nan") if rank else None)
     rows = [rows_of(model)]
@@ -194,8 +194,8 @@ def test_a_stop_drops_what_was_held_back() -> None:
 
 
 def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]:
-    """Rank 1 catches the error of a window's first pass and goes on with another window; what each
-    rank is told in each, and the rows before and behind them."""
+    """Rank 1 catches the error of a window's first pass and starts another window; returns each
+    rank's errors, and the rows before and after."""
     model, told = sharded("stop"), []
     before = rows_of(model)
     for window in range(1 + rank):

@@ -58,7 +58,7 @@ def _segments() -> list[dict[str, Any]]:
 
 
 def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
-    """Memory of a table with a replicated head, a striped tier, and half of its rows on the host."""
+    """Memory of a table: replicated head, striped tier, and half of its rows on the host."""
     from oper.shmem.group.groups import ProcessGroup
 
     spec = TableSpec("t", ROWS, DIM, ("f",))

@@ -1,6 +1,6 @@
 """A rank of another memory domain that requests rows that do not exist: an error, never a crash.
 
-What it may send in a training step is fuzzed, see tests/fuzz/exchange.py.
+Messages of training steps are fuzzed in tests/fuzz/exchange.py.
 """
 
 from __future__ import annotations

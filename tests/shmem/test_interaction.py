@@ -118,8 +118,8 @@ def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
 
 
 def of_users(num_features: int, size: int) -> Users:
-    """A batch of up to three users, of which two thirds of the keys are; the same with a bag for
-    every sample; the first sample of each sample's user; which keys these are."""
+    """A batch of up to three users, with two thirds of the keys shared; the same batch with a bag
+    per sample; the first sample of each sample's user; which keys are shared."""
     batch = batch_of(num_features, size)
     first = torch.tensor([0] * (size // 3) + [size // 3] * (size // 2), dtype=torch.int64)
     first = torch.nn.functional.pad(first, (0, size - first.numel()), value=size // 3 + size // 2)

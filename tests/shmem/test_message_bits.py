@@ -50,7 +50,7 @@ def opened(group: ThreadGroup, plan: Plan, weights: torch.Tensor, seed: int = 0)
 def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 1),
              senders: Sequence[int] = (1,), mode: str = "pull", seed: int = 0, steps: int = 1,
              num_threads: int = 1) -> list[torch.Tensor]:
-    """What the owner of all rows gets in each step, where `senders` send a gradient of every row.
+    """The gradients that the owner of all rows receives from `senders` in each step.
 
     Args:
         gradient: float32 [R, D].

@@ -85,8 +85,8 @@ def joined(case: Case, batches: list[Batch]) -> Batch:
 
 def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
              body: Callable[[int, torch.Tensor], None]) -> None:
-    """The passes of one batch; `ahead`: each lookup begins before the passes of the part before,
-    and the last pass brings about the update."""
+    """Train one batch in parts. `ahead`: each lookup starts before the passes of the previous part,
+    and the last pass starts the update."""
     with MicroBatches([tables], len(batches) if ahead else None):
         if ahead:
             begun = [tables.turns.parts.start(batches[0])]
@@ -99,7 +99,8 @@ def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
 
 def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
           ) -> dict[str, torch.Tensor]:
-    """Rows; `how`: ``"joined"`` into one batch, ``"whole"``, in ``"parts"`` or ``"ahead"``."""
+    """Train in one of four ways and return the rows. `how`: ``"joined"`` (parts concatenated),
+    ``"whole"`` (no_sync), ``"parts"`` (micro-batches), ``"ahead"`` (prefetched)."""
     tables = open_tables(case, plan, group, optimizer)
     for step in range(STEPS):
         parts = parts_of(case, group.rank, step)

@@ -85,7 +85,7 @@ def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, k
 
 
 def test_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slightly smaller outbox is too small for a batch of all rows, which raises a clear error."""
+    """A slightly smaller outbox is too small for a batch of all rows, which raises an error."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(tables._layout.outbox_bytes - 4096 - 256))
@@ -135,8 +135,8 @@ def test_a_pushed_tier_reserves_what_the_setting_says(monkeypatch: pytest.Monkey
 
 def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victim: int | None,
                    outbox: str) -> tuple[str, str]:
-    """Shard and train with so much more address space, on one rank or all; kind and text of the
-    error, if any."""
+    """Shard and train with `room` more bytes of address space, on rank `victim` or all ranks;
+    returns type and text of the error, or empty texts."""
     if outbox:
         os.environ["OPER_OUTBOX_BYTES"] = outbox
     plan = uniform_plan([spec], world_size)

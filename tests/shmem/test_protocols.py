@@ -1,8 +1,8 @@
-"""The barrier and the publication protocol, step by step, in every order that can happen.
+"""Model checking of the barrier, and of memory access between the phases of a training step.
 
-These are models: the atomic steps of csrc/host/barrier.cpp, and who reads and writes which region
-between the phases of csrc/host/steps. Each model is run through all interleavings, and each
-property through mutations that must break it.
+Models: the atomic steps of csrc/host/barrier.cpp, and which rank reads and writes which region
+between the phases of csrc/host/steps. Every interleaving of a model is explored, and mutations of
+the protocol must violate the checked properties.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STORE, LOOK, WAKE, TEST, ENTER, READ, SLEEP, ASLEEP, LEAVE, DONE = range(10)
 
 
 class BarrierModel:
-    """All states of W ranks that pass the barrier so many times.
+    """All states of W ranks that pass the barrier several times.
 
     Args:
-        world_size: ranks W.
-        rounds: how often they pass it.
-        mutation: ``""`` for the protocol as it is; else what is changed.
+        world_size: number of ranks W.
+        rounds: number of times that each rank passes the barrier.
+        mutation: name of a change of the protocol; ``""`` = none.
     """
 
     def __init__(self, world_size: int, rounds: int, mutation: str = "") -> None:

@@ -54,8 +54,8 @@ def split_by_columns(case: Case, world_size: int) -> Plan:
 
 def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
           start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Train tables of `dtype`, "" = each of its own, that start at the numbers of `start`; rows and
-    all outputs."""
+    """Train tables of `dtype` ("" = their own dtypes) from initial weights rounded to `start`;
+    returns rows and all outputs."""
     own = case.with_optimizer(optimizer.name)
     own = narrow(own, dtype) if dtype else own
     tables = ShardedTables(with_tables(plan, own.tables), own.features, group, optimizer,

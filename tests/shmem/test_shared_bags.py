@@ -32,10 +32,10 @@ SIZES = {"fewer bags": (40, 17), "as many": (300, 300), "more bags": (9, 16)}
 
 
 def make(case: Case, seed: int, num_samples: int, most: int, in_order: bool) -> Lookup:
-    """A batch of so many samples, whose keys have at most `most` bags; features of a key share
-    its bags, each in its own way.
+    """A batch whose keys have at most `most` bags; features of a key assign its bags to samples
+    independently.
 
-    `in_order`: bags are numbered in the order of the samples, as the loader does it.
+    `in_order`: bags are numbered in the order of the samples, as in the loader.
     """
     rng = np.random.default_rng(seed)
     whole = make_batch(case, seed, most)

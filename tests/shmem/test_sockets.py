@@ -74,9 +74,10 @@ def ranks() -> Iterator[list[Rank]]:
 
 @pytest.mark.parametrize("most", [3, 1 << 12, 3 << 20])
 def test_every_byte_arrives(ranks: list[Rank], most: int) -> None:
-    """Unequal segments, empty ones among them; more than connections hold.
+    """Segments have unequal sizes, are partly empty, and exceed the socket buffers.
 
-    All ranks take turns on one thread: one that served a peer before the next would never end.
+    All ranks run alternately on one thread, so a rank that served its peers one after another would
+    never finish.
     """
     rng = default_rng(most)
     for _ in range(3):

@@ -42,8 +42,8 @@ def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, g
              read: Callable[[ShardedTables], Any] = ShardedTables.traffic,
              prepare: Callable[[ShardedTables], None] = lambda tables: None,
              trains_weights: bool = False) -> Any:
-    """One rank's counters after training on `steps` alone, as `read` has them of its tables; these
-    go through `prepare` before."""
+    """Train `steps` on one rank after ``prepare(tables)``; returns ``read(tables)``, by default the
+    counters."""
     tables = open_tables(case, plan, group, optimizer)
     prepare(tables)
     tables.sent_bytes(reset=True)

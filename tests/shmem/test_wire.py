@@ -62,7 +62,7 @@ def test_replayed_bytes_are_the_sent_bytes(optimizer: str, domains: tuple[int, .
 
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)
 def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[int, ...]) -> None:
-    """The bits of a forward pass of training, and the replayed bytes; in one domain rows are read
+    """Results are bitwise those of training, bytes those of a replay; in one domain rows are read
     directly and nothing is sent."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, len(domains), 1)
@@ -135,7 +135,7 @@ def test_owners_of_pushed_tables_read_their_own_rows() -> None:
 
 
 def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
-    """By the backward pass of a batch before the last two lookups, whose requests are kept."""
+    """The backward pass of a batch older than the last two lookups sends its requests again."""
     table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
     plan = Plan(2, (TablePlan(table, (Piece(0, 4, (
         Tier(0, 300, "owned", (1,), mode="push"),)),)),))
@@ -165,8 +165,8 @@ def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
 
 
 def test_ids_are_sent_again_only_when_they_are_others() -> None:
-    """Those of the last two lookups are kept. The backward pass of an earlier batch, or with other
-    weights, brings its own requests."""
+    """Owners keep the requests of the last two lookups; the backward pass of an earlier batch, or
+    with other weights, sends its requests again."""
     case = replace(dlrm_case("sgd"), weighted=True)
     plan = pushed(uniform_plan(case.tables, 2, "striped"))
     steps = make_steps(case, 2, 3)
