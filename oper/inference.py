@@ -420,8 +420,8 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
         raise InvalidInputError(what, "tables",
-                                {"only in the model": sorted(set(mine) - set(theirs))[:8],
-                                 "only published": sorted(set(theirs) - set(mine))[:8]},
+                                {"only in the model": sorted(set(mine) - set(theirs))[:4],
+                                 "only published": sorted(set(theirs) - set(mine))[:4]},
                                 "the same tables", "attach a model built like the published one")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):

@@ -219,8 +219,8 @@ class Plan:
         planned, names = {t.table.name: t.table for t in self.tables}, {t.name for t in tables}
         if set(planned) != names:
             raise PlanError("the plan is for other tables", "tables",
-                            {"missing from the plan": sorted(names - set(planned))[:8],
-                             "only in the plan": sorted(set(planned) - names)[:8]},
+                            {"missing from the plan": sorted(names - set(planned))[:4],
+                             "only in the plan": sorted(set(planned) - names)[:4]},
                             "exactly the model's tables", "make a plan for this model")
         for t in tables:
             have = planned[t.name]

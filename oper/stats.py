@@ -419,8 +419,8 @@ class AccessStats:
         mine, theirs = set(self.tables), set(other.tables)
         if mine != theirs:
             raise InvalidInputError("cannot merge statistics", "tables",
-                                    {"only in the first part": sorted(mine - theirs)[:8],
-                                     "only in the second part": sorted(theirs - mine)[:8]},
+                                    {"only in the first part": sorted(mine - theirs)[:4],
+                                     "only in the second part": sorted(theirs - mine)[:4]},
                                     "the same tables in both parts", "count the same tables")
         return AccessStats(
             self.num_samples + other.num_samples,
