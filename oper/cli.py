@@ -1,8 +1,8 @@
-"""The ``oper`` command: finds the command and imports only what it needs.
+"""The ``oper`` command line: imports and runs the module of the given subcommand.
 
-A command lives in a module with two functions, ``configure_<name>(parser)`` and
-``run_<name>(args) -> int``. Results go to stdout, everything else to stderr. Exit codes: 0 ok,
-1 failure, 2 usage, 3 infeasible plan, 130 interrupted.
+A subcommand's module has two functions, ``configure_<name>(parser)`` and ``run_<name>(args) ->
+int``. Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage,
+3 infeasible plan, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of the command line; only `command` gets its own arguments (and its import)."""
+    """Return the command-line parser; only the subcommand `command` is imported and gets its
+    arguments."""
     parser = argparse.ArgumentParser(
         prog="oper", description="Statistics-driven placement of embedding tables.",
         epilog="'oper COMMAND --help' explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
@@ -67,20 +68,20 @@ _plain_format = warnings.formatwarning
 
 def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int,
                     line: str | None = None) -> str:
-    """Our own warnings as one line without a source position; others as Python prints them."""
+    """Format warnings raised in this package without source position, others as Python does."""
     if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
         return f"oper: {message}\n"
     return _plain_format(message, category, filename, lineno, line)
 
 
 def _open_streams() -> None:
-    """Make stdout and stderr usable for what is printed, whatever they are.
+    """Prepare stdout and stderr so that printing cannot fail.
 
-    Text that the stream's encoding lacks, under LANG=C, is escaped; bytes of file names that are no
-    text go out as they came in.
+    Characters that stdout's encoding lacks (LANG=C) are escaped; bytes of file names that could not
+    be decoded are written unchanged. A closed stderr is replaced by /dev/null.
 
     Raises:
-        OperError: stdout is closed, so that no result could be printed.
+        OperError: stdout is closed, so no result could be printed.
     """
     def spell(error: UnicodeError) -> tuple[str | bytes, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -89,7 +90,7 @@ def _open_streams() -> None:
                         else c.encode("ascii", "backslashreplace") for c in text), error.end
 
     codecs.register_error("oper-spell", spell)
-    if sys.stderr is None:  # closed: without this, print() would take stdout in its place
+    if sys.stderr is None:  # closed: print(file=None) would write to stdout instead
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for all that follows)
     if sys.stdout is None:
         raise OperError("cannot print results", "stdout", "closed", "an open stream",
@@ -99,24 +100,25 @@ def _open_streams() -> None:
 
 
 def _readable(text: str) -> str:
-    """An error's text in which bytes of file names that are not UTF-8 read ``\\xff`` instead of the
-    surrogates that Python decodes them to (also where `repr` has escaped these)."""
+    """Replace surrogates, to which Python decodes bytes of file names that are not UTF-8, by
+    ``\\xff`` escapes, including surrogates that `repr` has escaped already."""
     return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1",
                   text.encode("utf-8", "backslashreplace").decode())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code (usage errors exit with 2)."""
+    """Run one command line; returns the exit code, except that usage errors found by argparse raise
+    SystemExit(2)."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((w for w in words if not w.startswith("-")), None)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     logging.getLogger("oper").setLevel(logging.INFO)
-    # A user of the command has no use for the line of code that warns.
+    # Users of the command line do not need the source position of a warning.
     warnings.formatwarning = _format_warning
     try:
         _open_streams()
         args = build_parser(command).parse_args(words)
-        if args.command != "doctor":  # which tells all that is wrong
+        if args.command != "doctor":  # `doctor` itself reports everything that is wrong
             from oper.support.environment import check_environment
 
             check_environment(f"cannot run oper {args.command}")
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("oper: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone; do not complain again when stdout is closed.
+        # The reader of stdout has exited; avoid a second error when Python flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OperError, OSError) as error:

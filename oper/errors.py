@@ -7,9 +7,11 @@ from __future__ import annotations
 
 
 class OperError(Exception):
-    """Base of all errors raised on purpose by this package.
+    """Base class of all errors that this package raises on purpose.
 
-    Takes the parts of a message in the package's form, or a text alone.
+    Args:
+        what: what failed; the entire message if `name` is None.
+        name, value, expected, todo: the other parts of the message, see `fail`.
     """
 
     def __init__(self, what: object = "", name: str | None = None, value: object = None,
@@ -30,41 +32,42 @@ class FileFormatError(OperError, ValueError):
 
 
 class PlanError(OperError, ValueError):
-    """A plan contradicts itself, its tables, or the world it is executed in."""
+    """A plan is inconsistent, or does not fit its tables or the ranks that are to execute it."""
 
 
 class PlanInfeasibleError(PlanError):
-    """No plan fits the topology; names need and capacity per rank and the smallest change that
-    makes one fit."""
+    """No plan fits the topology's memory; the message states required and available bytes per rank
+    and the smallest change that makes a plan feasible."""
 
 
 class MissingDependencyError(OperError, ImportError):
-    """An optional package or the compiled extension is missing; says how to install it."""
+    """A package or the compiled extension is missing; the message states how to install it."""
 
 
 class PeerLostError(OperError, RuntimeError):
-    """A peer process died while this rank needed it; names the rank."""
+    """A peer process died or refused its batch while this rank waited for it; `rank` is the peer's.
+    """
 
     rank: int | None = None
 
 
 class DeadlineError(OperError, TimeoutError):
-    """A rank did not arrive at a collective phase in time; names rank, phase and collection."""
+    """A peer did not arrive at a collective phase in time; `rank` is the peer's."""
 
     rank: int | None = None
 
 
 class DesyncError(OperError, RuntimeError):
-    """Ranks make different collective calls at the same time; names the rank that is off."""
+    """Ranks made different collective calls at the same time; `rank` is the one that deviates."""
 
     rank: int | None = None
 
 
 def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
-    """Format one error message in the package's form."""
+    """Return ``<what>: <name>=<value>, expected <expected>; <todo>``; long values are shortened."""
     try:
         text = repr(value)
-    except RecursionError:  # of a file that nests deeper than Python counts
+    except RecursionError:  # `value` was read from a file that nests too deeply
         text = f"a {type(value).__name__} of many levels"
     if len(text) > 200:
         text = text[:200] + "..."
@@ -72,13 +75,14 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
 
 
 def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> None:
-    """Raise InvalidInputError for the first (name, value, is valid, expected) that is not valid."""
+    """Raise InvalidInputError for the first of `checks`, each (name, value, whether it is valid,
+    expected), whose value is not valid."""
     for name, value, is_right, expected in checks:
         if not is_right:
             raise InvalidInputError(what, name, value, expected, todo)
 
 
 def require_fields(of: object, what: str, todo: str, *checks: tuple[str, bool, str]) -> None:
-    """As `require`, for fields of an object: (name, is valid, expected)."""
+    """Call `require` for fields of the object `of`, each (name, whether it is valid, expected)."""
     require(what, todo, *((name, getattr(of, name), is_right, expected)
                           for name, is_right, expected in checks))

@@ -1,7 +1,7 @@
-"""`publish()` and `attach()`: one copy of a model's tables per host, read by any number of workers.
+"""`publish()` and `attach()`: one copy of a model per host, served by any number of workers.
 
-A publisher process puts tables and dense weights into shared memory; workers attach to it by name.
-New weights replace the old ones atomically while requests flow. See docs/how-to/inference.md.
+A publisher process puts tables and dense weights into shared memory; workers attach by name. The
+publisher can replace all weights atomically while workers serve. See docs/how-to/inference.md.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
-_BATCH = 2048  # that plans for several memory domains are made for
+_BATCH = 2048  # batch size for which plans on several NUMA nodes are made
 
 
 class Publication(Publisher):
-    """A published model: what `publish` returns.
+    """A published model, as returned by `publish`.
 
     Args:
-        name, dense, keep_spare, checksum: as for `Publisher`.
-        plan: placement and types of the rows.
-        keys: ``state_dict`` key of each table, by name.
-        held: the model's tables, by name.
+        name, dense, keep_spare, checksum: see `Publisher`.
+        plan: placement and element types of the published rows.
+        keys: ``state_dict`` key of each table, by table name.
+        held: the model's tables before a change of element type, by table name.
 
     Attributes:
         name: the name by which workers attach.
@@ -60,23 +60,24 @@ class Publication(Publisher):
         self._held = dict(held)
 
     def publish(self, weights: Source, timeout_s: float = 60.0) -> int:
-        """Replace all weights, tables and dense ones, at once for every worker.
+        """Replace all weights, of tables and dense layers, atomically for every worker.
 
-        Calls under way finish with the old weights, those that begin afterwards use the new ones,
-        and none uses both.
+        A worker's call that is under way finishes with the old weights; a call that starts later
+        uses the new ones. No call mixes them.
 
         Args:
             weights: a model, its ``state_dict``, the folder of a ``torch.distributed`` checkpoint
-                made under any plan, or a file of ``torch.save``. Same names and shapes as before.
-            timeout_s: how long to wait for workers that still read the epoch before the last.
+                made under any plan, or a ``torch.save`` file; with the published model's names and
+                shapes.
+            timeout_s: seconds to wait for workers that still read the epoch before the current one.
 
         Returns:
             The new epoch.
 
         Raises:
-            InvalidInputError, FileFormatError: weights do not fit; the old ones stay in use.
-            DeadlineError: a worker, named by its process id, does not finish; the old ones stay in
-                use.
+            InvalidInputError, FileFormatError: weights do not fit; the old weights stay in use.
+            DeadlineError: a worker, identified by its process id, does not finish; the old weights
+                stay in use.
         """
         layout = self.layout
         dense = [e.key for e in layout.dense]
@@ -89,29 +90,29 @@ class Publication(Publisher):
 
     def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None,
               timeout_s: float = 1.0) -> int:
-        """Change some rows, and dense weights, in place and at once for every worker.
+        """Change some rows, and optionally the dense weights, in place and atomically.
 
-        The cost is proportional to the rows changed, without a second copy of the tables. Calls
-        that begin during the copy wait until it is done. The result equals that of a `publish` of
-        all weights, bit for bit.
+        The cost is proportional to the number of changed rows; the tables are not copied. Workers'
+        calls that begin during the change wait until it is done. The result is bitwise that of
+        `publish` with all weights.
 
         Args:
-            rows: by table name, ids int64 [n], each once, and floats [n, dim].
-            dense: by ``state_dict`` key, with any common prefix; all of them or none.
-            timeout_s: how long to wait for calls that are under way.
+            rows: by table name, distinct ids int64 [n] and their new rows, floats [n, dim].
+            dense: new dense weights by ``state_dict`` key, with any common prefix; all or none.
+            timeout_s: seconds to wait for workers' calls that are under way.
 
         Returns:
-            The new epoch, two above the last.
+            The new epoch, two above the last one.
 
         Raises:
-            InvalidInputError: a change does not fit, or a row, which is named, is not finite.
-            DeadlineError: a worker does not finish. The old weights stay in both cases.
+            InvalidInputError: a change does not fit, or a row is not finite (the message names it);
+                the old weights stay in use.
+            DeadlineError: a worker does not finish; the old weights stay in use.
         """
         return self.commit(self.prepare(rows, dense), timeout_s)
 
     def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None) -> Prepared:
-        """The first part of `apply`: check and convert the changes, without making any call wait.
-        """
+        """Check and convert changes for `commit` while workers serve; the first step of `apply`."""
         if dense:
             entries = self.layout.dense
             source = Weights(dense, [e.key for e in entries])
@@ -120,7 +121,7 @@ class Publication(Publisher):
 
     @property
     def plan(self) -> Plan:
-        """Placement and types of the rows."""
+        """Placement and element types of the published rows."""
         return self.layout.plan
 
     def __enter__(self) -> Publication:
@@ -135,35 +136,36 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
             stats: AccessStats | None = None, plan: Plan | None = None,
             keep_spare: bool = False, checksum: bool = True,
             error_budget: float | None = None) -> Publication:
-    """Put a model's weights where all worker processes of this host read them.
+    """Copy a model's weights into memory that all worker processes of this host share.
 
     Args:
         model: the model, or a collection itself: unsharded, quantised by TorchRec's
-            ``quantize_inference_model`` (its rows are used as they are), or sharded by
-            `oper.shard`. It is not changed and need not be kept.
-        name: 1 to 64 of ``A-Z a-z 0-9 . _ -``, for `attach`; only one running publisher of a user
-            may have it.
-        weights: first weights, as for `Publication.publish`; by default the model's own. With
-            weights given, the model may be on the meta device.
+            ``quantize_inference_model`` (its rows are published unchanged), or sharded by
+            `oper.shard`. It is not modified, and may be deleted afterwards.
+        name: name for `attach`, 1 to 64 characters of ``A-Z a-z 0-9 . _ -``, not used by another
+            running publisher of this user.
+        weights: initial weights, see `Publication.publish`; by default the model's own. If given,
+            the model may be on the meta device.
         row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (FBGEMM's row-wise
-            quantisation) for all tables or by table name; by default as in the model.
-        stats: access statistics, for hosts of several NUMA nodes: the hottest rows get a copy on
-            every node, as far as memory goes, and the rest is assigned by bandwidth. A host of one
-            node holds one copy of everything.
-        plan: a placement on the NUMA nodes (its ranks), instead of one made from `stats`.
-        keep_spare: keep the buffer that is not in use. A publication then costs workers no page
-            faults, but the tables cost twice their memory all the time instead of while weights are
-            being published.
-        checksum: write checksums that ``Reader.verify`` compares; they cost a pass over the rows.
-        error_budget: instead of `row_dtype`, store every row as float16, int8 or int4: the hotter
-            by `stats`, the wider. The chosen types take the fewest bytes that keep the expected
-            squared error of the numbers that lookups read below this share of their squares; 1e-4
-            is a root mean square error of 1 %. The types are chosen from these rows and kept for
-            later ones. Costs one more pass over the weights; ``Publication.plan`` holds the choice.
+            quantisation), one for all tables or by table name; by default the model's.
+        stats: access statistics, used on hosts with several NUMA nodes: the hottest rows get a copy
+            on every node, as memory permits, and the other rows are placed by bandwidth. A host
+            with one node has one copy of every row.
+        plan: a placement with the NUMA nodes as ranks, used instead of one made from `stats`.
+        keep_spare: keep the second buffer allocated between publications. Workers then have no page
+            faults after a publication, but the tables permanently take twice their memory.
+        checksum: write checksums that ``Reader.verify`` compares; costs a pass over the rows.
+        error_budget: choose float16, int8 or int4 for every row, wider types for hotter rows
+            according to `stats`; replaces `row_dtype` and `plan`. The choice minimizes bytes while
+            the expected squared error of looked-up values is at most this fraction of their
+            expected square: 1e-4 is a root mean square error of 1 %. It is made once, from the
+            initial weights, at the cost of one more pass over them; see ``Publication.plan``.
+
+    Returns:
+        The publication, whose first epoch is complete.
 
     Raises:
-        InvalidInputError: there is nothing to publish, or weights cannot be published (see the
-            message).
+        InvalidInputError: the model has nothing to publish, or weights or arguments do not fit.
         OperError: memory does not suffice, or a running publisher has the name.
 
     Example:
@@ -183,14 +185,15 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         targets = _named_targets(model)
     keys = {n: key for t in targets for n, key in t.keys().items()}
     held = {s.name: s for t in targets for s in t.specs}
-    # A model on the meta device tells names and shapes all the same.
+    # On the meta device the model still has names and shapes.
     dense = _dense_of(model, targets)
     if error_budget is None:
         placed = _placed(typed(list(held.values()), row_dtype), stats, plan)
     elif stats is None or row_dtype is not None or plan is not None:
         raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
-                                (stats, row_dtype, plan), "statistics, without row_dtype and plan",
-                                "pass statistics, or leave error_budget out")
+                                (stats, row_dtype, plan),
+                                "with error_budget: stats, but neither row_dtype nor plan",
+                                "pass stats alone, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)
@@ -204,17 +207,18 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
 
 
 class ServedModel(nn.Module):
-    """A model that runs on published weights: what `attach` returns.
+    """A model that runs on published weights, as returned by `attach`.
 
-    It is called like the model. Every call uses one epoch of tables and dense weights, and several
-    threads may call it. Nothing is collective, and no call waits for another process.
+    Called like the original model, also from several threads. Every call reads tables and dense
+    weights of one epoch. Calls are not collective; a call waits for another process only while
+    `Publication.apply` changes rows.
     """
 
     def __init__(self, reader: Reader, parts: tuple[nn.Module, nn.Module],
                  tables: list[PublishedTables]) -> None:
         super().__init__()
         self._reader = reader
-        self._parts = parts  # one per buffer; a tuple, since they are no submodules to be moved
+        self._parts = parts  # one per buffer; in a tuple, so that they are not submodules
         self._tables = tables
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,23 +234,24 @@ class ServedModel(nn.Module):
 
     @property
     def epoch(self) -> int:
-        """The last epoch that was published."""
+        """The most recently published epoch."""
         return self._reader.epoch
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
-        """Keep this thread on one epoch inside the block; yields its number. Publishers wait for
-        the end of the block."""
+        """Use one epoch for all calls of this thread inside the block; yields the epoch. Publishers
+        may have to wait for the end of the block."""
         with self._reader.pinned() as epoch:
             yield epoch
 
     @property
     def publisher_alive(self) -> bool:
-        """Whether the publisher still runs; without it the last weights stay in use."""
+        """Whether the publisher process is running; after its exit the last weights stay in use."""
         return self._reader.publisher_alive
 
     def rows_read(self) -> dict[str, int]:
-        """Rows read since `attach`, from this process's memory domain and from others."""
+        """Return the rows read since `attach`: ``"local"`` from this process's NUMA node,
+        ``"remote"`` from others."""
         local = remote = 0
         for tables in self._tables:
             traffic = tables.traffic()
@@ -256,7 +261,7 @@ class ServedModel(nn.Module):
         return {"local": local, "remote": remote}
 
     def memory_bytes(self) -> int:
-        """Bytes of one epoch's weights, which all workers of the host share."""
+        """Return the bytes of one epoch's weights, which all workers of the host share."""
         return self._reader.layout.num_bytes
 
     def verify(self) -> int:
@@ -264,28 +269,31 @@ class ServedModel(nn.Module):
         return self._reader.verify()
 
     def close(self) -> None:
-        """Detach. The model, and weights taken from it, must not be used afterwards."""
+        """Detach. The model and references to its weights must not be used afterwards."""
         self._reader.close()
 
 
 def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0, fuse: bool = False
            ) -> ServedModel:
-    """Run a model on the weights that a publisher of this host shares.
+    """Run a model on the weights that a publisher on this host shares.
 
-    Workers may start and end at any time, also by a crash, without effect on others.
+    Workers may start, exit or crash at any time without affecting other workers.
 
     Args:
         model: a model of the published architecture. Only its structure is used, so it may be on
-            the meta device; it must not be used afterwards. Buffers that are not in its
-            ``state_dict`` must have values.
+            the meta device, except that buffers outside its ``state_dict`` need values. It must
+            not be used afterwards.
         name: name of the publication.
-        timeout_s: how long to wait for a publisher of that name.
+        timeout_s: seconds to wait for a publisher of that name.
         fuse: run lookup and dot interaction of TorchRec's ``DLRM`` as one operator. Outputs then
-            equal the model's up to rounding in the dot products. Other models are not changed.
+            equal the model's up to rounding in the dot products. No effect on other models.
+
+    Returns:
+        The model to call, in eval mode.
 
     Raises:
         OperError: there is no such publication.
-        InvalidInputError: the model is not the published one.
+        InvalidInputError: the model differs from the published one in names, sizes or pooling.
     """
     targets = _named_targets(model)
     dense = _dense_of(model, targets)
@@ -302,7 +310,12 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0, fuse: bool =
 
 
 class _Parts:
-    """The model twice, on the weights of either buffer."""
+    """Two instances of the model, one for each of the publication's two buffers.
+
+    Attributes:
+        parts: the model on buffer 0 and on buffer 1.
+        tables: the tables of both.
+    """
 
     def __init__(self, reader: Reader, model: nn.Module, targets: list[Target], fuse: bool
                  ) -> None:
@@ -360,7 +373,7 @@ def _placed(tables: list[TableSpec], stats: AccessStats | None, plan: Plan | Non
 
 def _by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec],
                 stats: AccessStats, error_budget: float) -> Plan:
-    """A placement with types of rows within an error budget."""
+    """Return a placement whose element types respect an error budget, see `publish`."""
     from oper.integration.row_errors import by_precision, types_by_hotness
 
     chosen = types_by_hotness(source, keys, held, stats, error_budget)
@@ -369,7 +382,7 @@ def _by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec
 
 
 def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor]:
-    """All weights except the tables, by ``state_dict`` key."""
+    """Return all weights except the tables, by ``state_dict`` key."""
     inside = [f"{t.path}." for t in targets]
     if any(t.path == "" for t in targets):
         return {}
@@ -382,15 +395,16 @@ def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor
         if key.startswith(tuple(inside)):
             continue
         if not isinstance(value, torch.Tensor):
-            raise InvalidInputError("cannot publish a model", key, type(value).__name__,
-                                    "tensors in its state_dict",
-                                    "keep such modules outside of the model")
+            raise InvalidInputError("cannot publish a model", f"type of state_dict[{key!r}]",
+                                    type(value).__name__, "a tensor",
+                                    "remove the module with this extra state from the model")
         found[key] = value.detach()
     return found
 
 
 def _dense_places(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str]]:
-    """Owner, its dict and name of every parameter and persistent buffer of a model."""
+    """Yield (module, its dict of parameters or buffers, key) for every parameter and persistent
+    buffer of a model."""
     for owner in model.modules():
         for key, value in owner._parameters.items():
             if value is not None:
@@ -405,7 +419,9 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     mine = {s.name: s for t in targets for s in t.specs}
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
-        raise InvalidInputError(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
+        raise InvalidInputError(what, "tables",
+                                {"only in the model": sorted(set(mine) - set(theirs))[:4],
+                                 "only published": sorted(set(theirs) - set(mine))[:4]},
                                 "the same tables", "attach a model built like the published one")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):

@@ -1,27 +1,26 @@
 """Messages between memory domains: bits per number, and which rank pools rows.
 
-Ranks that share no memory answer each other's lookups (rows, partial sums) and return gradients (of
-rows, of bags). In a message, a number has
+Ranks that share no memory send each other answers to lookups (rows, partial sums) and gradients (of
+rows, of bags). A number in such a message takes
 
 * 32 bits: float32, exact;
-* 16: bfloat16, rounded to nearest. It has the range of float32, so no gradient becomes 0 or
-  infinite;
-* 8: a code, the number of steps above the least number of its row. A row begins with the step,
-  1/255 of its range, and its least number, float32 each. Answers are rounded to the nearest code;
-  gradients at random, up with a probability equal to the part of the step below, so that the
-  expected value is the number itself (Alistarh et al., "QSGD", NeurIPS 2017).
+* 16 bits: bfloat16, rounded to nearest. It has the exponent range of float32, so gradients neither
+  underflow nor overflow;
+* 8 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) / 255``
+  over the numbers of a row. The row begins with step and min, float32 each. Answers are rounded to
+  the nearest code; gradients stochastically, so that the expected value is the number itself
+  (Alistarh et al., "QSGD", NeurIPS 2017).
 
-Everything else is exact: slots, weights, squared norms, changed rows sent to replicas, rows that
-are stored in 16 bits or fewer, and all that stays within a memory domain.
+All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
+stored in 16 bits or fewer. Within a memory domain nothing is rounded.
 
-Slots of ids that owners pool, of rows that are asked for and of rows with gradients take as many
-bits as the table's row numbers do (`slot_bits`), side by side, lowest bits first. Fewer would do
-for an owner of some of the rows, but this way an id takes the same bytes under every plan, and the
-cost model, its bound and replays all have exactly these. Slots of squared norms and of changed rows
-have 4 bytes.
+Slots of pushed ids, of requested rows and of rows with gradients take ``slot_bits(num_rows)`` bits
+each, packed with the lowest bits first. An owner of only some rows could use fewer bits, but this
+way an id takes the same bytes under every plan, so that the cost model, its lower bound and replays
+are exact. Slots of squared norms and of changed rows take 4 bytes.
 
-Hosts round in csrc/host/exchange/packing.cpp, devices in csrc/device/kernels/exchange.cu; sizes are
-those of csrc/common/exchange.h.
+Host code rounds in csrc/host/exchange/packing.cpp, device code in csrc/device/kernels/exchange.cu;
+csrc/common/exchange.h defines the same sizes.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8)
 _CODED_ROW_BYTES = 8  # step and least number
-_LEAST_CODED = 3  # columns; codes of fewer would take more bytes than float32
+_LEAST_CODED = 3  # columns; narrower rows take fewer bytes as float32 than as codes
 
 
 def number_bytes(bits: int, width: int) -> int:
-    """Bytes of a row of `width` float32 numbers in a message with `bits` bits per number."""
+    """Return the bytes of a row of `width` numbers in a message with `bits` bits per number."""
     if bits == 8:
         return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
 
 
 def slot_bits(num_rows: int) -> int:
-    """Bits of a slot of a table of `num_rows` rows in a message; slots are of 32 bits in memory."""
+    """Return the bits of a slot of a table of `num_rows` rows in a message (in memory: 32 bits)."""
     return min(max(1, (num_rows - 1).bit_length()), 32)
 
 
@@ -55,8 +54,8 @@ class MessageBits:
     """Bits per number in messages: 32, 16 or 8.
 
     Attributes:
-        answers: in answers to lookups, which are rows and partial sums.
-        gradients: in gradients of rows and of bags.
+        answers: bits per number of answers to lookups, which are rows and partial sums.
+        gradients: bits per number of gradients of rows and of bags.
     """
 
     answers: int = 32
@@ -69,10 +68,10 @@ class MessageBits:
 
     @staticmethod
     def parse(value: Any) -> MessageBits:
-        """Parse a user's value: one number for both directions, or (answers, gradients).
+        """Parse a user's value: one number for both fields, or a pair (answers, gradients).
 
         Raises:
-            InvalidInputError: the value is neither.
+            InvalidInputError: the value has another form, or a number is not 32, 16 or 8.
         """
         if isinstance(value, MessageBits):
             return value
@@ -85,16 +84,16 @@ class MessageBits:
 
     @staticmethod
     def from_text(text: str) -> MessageBits:
-        """Parse the text of a command line: ``8``, or ``16,8``."""
+        """Parse a command-line value such as ``8`` or ``16,8``; raises as `parse` does."""
         numbers = [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
         return MessageBits.parse(numbers if len(numbers) > 1 else numbers[0])
 
     def to_json(self) -> list[int]:
-        """The value as JSON holds it and `parse` reads it."""
+        """Return [answers, gradients], which `parse` accepts."""
         return [self.answers, self.gradients]
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
-        """Bytes of `width` columns of a row of `table` in an answer to a lookup."""
+        """Return the bytes of `width` columns of a row of `table` in an answer to a lookup."""
         if table.dtype == "float32":
             return number_bytes(self.answers, width)
         return table.row_bytes * width / table.dim
@@ -104,14 +103,14 @@ EXACT = MessageBits()
 
 
 def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> bool:
-    """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
+    """Return whether owners pool the rows of pushed tiers; otherwise readers read them directly.
 
-    They do in training. In inference they do only if ranks share no memory, where every lookup is
-    collective anyway, and no table is quantised.
+    Owners always pool in training. In inference they pool if the ranks span several memory domains,
+    where every lookup is collective anyway, and no table is quantised.
 
     Args:
         tables: all tables of a collection.
         trains: whether the collection is trained.
-        num_domains: number of memory domains of its ranks.
+        num_domains: number of memory domains of the collection's ranks.
     """
     return trains or (num_domains > 1 and not any(t.dtype in CODE_BITS for t in tables))

@@ -1,4 +1,4 @@
-"""Training steps in parts, whose lookups begin ahead of their turn."""
+"""Training steps split into micro-batches, whose exchanges overlap with dense computation."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from oper.sharding import micro_batches, tables_of
 from oper.shmem.micro_batches import why_not_in_parts
 from oper.shmem.tables import ShardedTables
 
-_TRIED = (1, 2, 3, 4, 6)  # numbers of parts that are measured
-_TRIED_STEPS = 3  # with each of them; the first is not counted
+_TRIED = (1, 2, 3, 4, 6)  # values of num_parts that are measured
+_TRIED_STEPS = 3  # steps measured with each value; the first one is discarded
 
 
 class MicroBatchPipeline:
-    """Training steps whose exchanges between hosts hide behind the dense layers.
+    """Training loop body that overlaps exchanges between hosts with the dense layers.
 
-    A step splits its batch by samples. While the dense layers of one part compute, the next part is
-    looked up and the table gradients of the one before are exchanged; tables and dense parameters
-    are updated once, after the last part. The numbers are those of whole batches up to the order of
-    additions, for losses that are means over samples and models that treat samples one by one (no
-    batch normalisation). Used as TorchRec's pipelines are. Rows that several parts look up are sent
-    once for each. A whole batch, one part, hides its exchanges behind the layers that neither need
-    the rows nor come before them in the backward pass; without other hosts there is nothing to
-    hide. A collection is looked up ahead where the model calls it with features of the batch as
-    they are, which the first step shows.
+    Used like TorchRec's train pipelines. Each step splits its batch by samples into `num_parts`
+    parts. While the dense layers of one part compute, the next part is looked up and the table
+    gradients of the previous part are exchanged. Tables and dense parameters are updated once,
+    after the last part. The result equals that of complete batches up to the order of additions if
+    the loss is a mean over samples and the model treats samples independently (no batch
+    normalisation). A row that several parts look up is sent once per part. With one part,
+    exchanges overlap with the layers that do not depend on them; on a single host there is nothing
+    to overlap. A collection is looked up ahead only if the model passes it unmodified features of
+    the batch, which the first step detects.
 
     Args:
-        model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
-            first batch is trained whole); ``model(batch)`` returns the loss, or a tuple that begins
-            with it.
+        model: a sharded model, which may be wrapped in DistributedDataParallel (with
+            ``static_graph=True`` the first batch is not split); ``model(batch)`` returns the loss,
+            or a tuple that begins with it.
         optimizer: optimizer of the dense parameters, or None.
-        num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
-            the fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have as many
-            samples. A batch needs a sample per part.
-        split: ``split(batch, num_parts)`` gives the parts and their numbers of samples;
-            `split_batch` by default.
+        num_parts: parts per batch, the same on all ranks. Every batch must have at least as many
+            samples. None = 1, 2, 3, 4 and 6 parts are timed for three steps each, if batches have
+            enough samples, and the value with the shortest step on the slowest rank is chosen.
+        split: ``split(batch, num_parts)`` returns the parts and their numbers of samples; by
+            default `oper.integration.splitting.split_batch`.
 
     Raises:
-        InvalidInputError: the model has no tables, or `num_parts` is no number of parts.
+        InvalidInputError: the model has no sharded tables, or `num_parts` is not an integer >= 1.
 
     Attributes:
-        num_parts: parts of a batch; None while they are measured.
+        num_parts: parts per batch; None while it is measured.
 
     Example:
         >>> import torch, oper
@@ -73,26 +73,26 @@ class MicroBatchPipeline:
         self._tables: list[ShardedTables] = tables_of(model, "cannot train in parts")
         if num_parts is not None and (not isinstance(num_parts, int) or num_parts < 1):
             raise InvalidInputError("cannot train in parts", "num_parts", num_parts,
-                                    "an integer above 0, or None", "pass for example 4")
+                                    "an integer >= 1, or None", "pass for example 4")
         self.num_parts = num_parts
         self._model, self._optimizer = model, optimizer
         self._split = split or split_batch
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        # DistributedDataParallel cannot learn a static graph from passes that it does not average.
+        # DistributedDataParallel cannot learn a static graph from passes under its no_sync().
         self._learns_graph = any(w.static_graph for w in self._wrappers)
         self._collections: list[Any] = [
             m for m in model.modules() if hasattr(m, "tables") and hasattr(m, "prefetch")]
-        # Those among them that get features of the batch as they are, which can be looked up before
-        # the model does. None until the first step, which shows it.
+        # The collections that get unmodified features of the batch, which can therefore be looked
+        # up before the model calls them. None until the first step, which detects them.
         self._direct: list[Any] | None = None
         self._seconds: dict[int, list[float]] = {k: [] for k in _TRIED}
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """Train the next batch; raises StopIteration behind the last. Collective.
+        """Train the next batch; raises StopIteration if `batches` is exhausted. Collective.
 
         Returns:
-            What the model has returned, detached: tensors with samples one part after the other,
-            numbers (the loss among them) as means over samples.
+            The model's output for the complete batch, detached: tensors of the parts concatenated
+            along the samples, scalars such as the loss averaged over the samples.
         """
         batch = next(batches)
         num_parts = 1 if self._learns_graph else self.num_parts or self._tried(batch)
@@ -104,7 +104,8 @@ class MicroBatchPipeline:
         return out
 
     def _tried(self, batch: Any) -> int:
-        """The number of parts to measure with a batch, of those that every rank's batch has."""
+        """Return the number of parts to time next, skipping those for which some rank's batch has
+        too few samples."""
         for k in _TRIED:
             if len(self._seconds[k]) < _TRIED_STEPS:
                 if k == 1 or all(self._tables[0].all_gather(self._can_split(batch, k))):
@@ -164,12 +165,13 @@ class MicroBatchPipeline:
 
     @contextlib.contextmanager
     def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
-        """Gives a list, which gets the collections that are called with features of the parts."""
+        """Yield a list to which collections called with unmodified features of `parts` are added.
+        """
         given = {id(x.values()) for part in parts for x in features_in(part)}
         direct: list[Any] = []
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():  # a graph looks up by itself
+            if torch.compiler.is_compiling():  # compiled graphs cannot use prefetched lookups
                 return
             used = features_in([args, kwargs])
             if module not in direct and any(id(x.values()) in given for x in used):
@@ -183,8 +185,8 @@ class MicroBatchPipeline:
                 hook.remove()
 
     def _start(self, part: Any) -> None:
-        """Begin the lookups of a part, for each module whose features are all in exactly one input
-        of the part."""
+        """Start a part's lookups, for each collection whose features are all in exactly one input.
+        """
         inputs = features_in(part)
         for module in self._direct or ():
             fit = [x for x in inputs if set(module.features) <= set(x.keys())]

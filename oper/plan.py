@@ -1,17 +1,17 @@
-"""A plan: where every row of every table lives and how remote rows are exchanged.
+"""A plan: which ranks store every row of every table and how remote rows are exchanged.
 
-The rows of a table are taken in hotness order; *position* p is the p-th hottest row. A plan cuts a
-table into column pieces, each piece into tiers ``[start, stop)`` of positions, and places every
-tier:
+A table's rows are sorted by hotness, most accessed first; a row's *position* is its index in that
+order. A plan splits a table into column pieces, and the rows of each piece into tiers, which are
+ranges ``[start, stop)`` of positions. A tier has one placement:
 
-* ``replicated``: a copy on every rank of `ranks`; the master copy and the optimizer state are
-  striped over the same ranks.
-* ``striped``: row p lives on one rank of `ranks`, assigned round-robin, or in proportion to
+* ``replicated``: every rank in `ranks` has a copy of all rows; the master rows and the optimizer
+  state are striped over the same ranks.
+* ``striped``: each row is stored on one rank in `ranks`, assigned round-robin or in proportion to
   `weights`.
-* ``owned``: all rows on the one rank of `ranks`.
+* ``owned``: one rank stores all rows.
 
-A plan file is JSON that may be edited by hand and is validated when read. The hotness order of
-tables whose ids are not already in that order is packed at its end.
+A plan file is JSON, may be edited by hand, and is validated when read. If a table's ids are not in
+hotness order already, the end of the file holds its order, compressed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
               "lower_bound_us", "message_bits", "notes", "tables", "orders"}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "dtype", "sbp"}
-MAX_PATTERN = 4096  # longest period of a weighted stripe
+MAX_PATTERN = 4096  # largest sum of a stripe's weights, after which its sequence of ranks repeats
 _EMPTY = np.zeros(0, np.int64)
 
 
@@ -52,15 +52,15 @@ class Tier:
     """Rows `[start, stop)` of the hotness order with one placement.
 
     Attributes:
-        start, stop: positions.
+        start, stop: first position, and the last one + 1.
         placement: ``"replicated"``, ``"striped"`` or ``"owned"``.
-        ranks: the ranks; a stripe assigns rows in this order.
-        weights: rows that each rank of a stripe gets per round; empty = one each. The n-th row of a
-            rank of weight w is due at n / w, with ties in the order of `ranks`.
-        mode: ``"pull"`` or ``"push"``.
-        memory: ``"device"`` or ``"host"`` (the slower region of the owner's arena).
-        dtype: type of the rows if it differs from the table's: a quantised, read-only table may
-            store hot rows in a wider type than cold ones. Costs are planned with the table's type.
+        ranks: the ranks that store the rows; a stripe assigns rows to them in this order.
+        weights: rows per rank in one round of a stripe; empty = one each. Rows n = 0..w-1 of a rank
+            of weight w are ordered among all ranks by n / w, ties in the order of `ranks`.
+        mode: ``"pull"`` (the reader fetches rows) or ``"push"`` (the owner sends sums of rows).
+        memory: ``"device"``, or ``"host"`` for the slower memory of the owner's host.
+        dtype: element type of the rows; empty = the table's. A quantised, read-only table may store
+            hot rows in a wider type than cold ones. The cost model uses the table's type.
     """
 
     start: int
@@ -73,8 +73,8 @@ class Tier:
     dtype: str = ""
 
     def pattern(self) -> list[int]:
-        """Ranks of one round of a stripe: position `start + k` lives on `pattern[k %
-        len(pattern)]`."""
+        """The owners in one round of the tier: `pattern[k % len(pattern)]` owns position
+        `start + k`."""
         if self.placement == "owned":
             return [self.ranks[0]]
         if not self.weights:
@@ -82,22 +82,22 @@ class Tier:
         return list(_spread(self.ranks, self.weights))
 
     def notation(self) -> str:
-        """Split / broadcast / partial notation as in OneFlow (Yuan et al. 2021).
+        """The placement in OneFlow's split / broadcast / partial notation (Yuan et al. 2021).
 
-        ``"S"``: rows are split over the ranks (or on one rank, if owned); ``"B"``: every rank of
-        the set has all of them; ``"P"``: split, and readers receive partial sums.
+        ``"S"``: rows are split over `ranks` and pulled; ``"B"``: every rank in `ranks` has all
+        rows; ``"P"``: rows are split, and readers receive partial sums.
         """
         if self.placement == "replicated":
             return "B"
         return "P" if self.mode == "push" else "S"
 
 
-@lru_cache(maxsize=4096)  # tiers of many tables are assigned alike
+@lru_cache(maxsize=4096)  # many tables have tiers with the same ranks and weights
 def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
-    """A weighted period, see `Tier.weights`: every rank has one row before any has two, so that a
-    rank with the hottest row may have less weight."""
-    given = np.concatenate([np.arange(n) / n for n in weights])  # of a rank's rows, before each
-    order = given.argsort(kind="stable")
+    """The owners in one round of a weighted stripe, see `Tier.weights`. Every rank gets one row
+    before any rank gets two, so even a rank of small weight may own the hottest row."""
+    share_before = np.concatenate([np.arange(n) / n for n in weights])  # n / w of `Tier.weights`
+    order = share_before.argsort(kind="stable")
     return tuple(np.repeat(ranks, weights)[order].tolist())
 
 
@@ -115,11 +115,11 @@ class TablePlan:
     """Placement of one table.
 
     Attributes:
-        table: the table.
+        table: the table's name, size, element type and optimizer.
         pieces: column pieces, in order; one piece = no column split.
         head_ids: int64 [H], the ids at positions 0..H-1. All other ids follow in ascending order.
-            Empty = positions are ids (ids are already in hotness order, or the plan does not depend
-            on it).
+            Empty = every id equals its position: ids are already in hotness order, or the
+            placement does not depend on the order.
     """
 
     table: TableSpec
@@ -128,7 +128,7 @@ class TablePlan:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Tiers of a table that is not split by columns."""
+        """The tiers of the only column piece; raises PlanError if the table has several pieces."""
         if len(self.pieces) != 1:
             raise PlanError("a column-split table has no single tier list", "pieces",
                             len(self.pieces), "1", "read TablePlan.pieces")
@@ -141,17 +141,17 @@ class Plan:
 
     Attributes:
         world_size: number of ranks that the plan is for.
-        tables: one entry per table, in the order of the collection.
+        tables: one entry per table, in the order of the model's collection.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step that the plan was made for (0 = unknown; `step_us` is
             then unknown too).
-        topology: name of the topology.
-        step_us: modelled time of a step (0 = unknown).
-        lower_bound_us: certified lower bound of that time over all plans (0 = unknown); not above
-            `step_us`.
-        notes: further information from the planner, as values that JSON can hold.
-        message_bits: bits per number in messages between memory domains; any value that
-            `MessageBits.parse` accepts.
+        topology: name of the topology that the plan was made for.
+        step_us: modelled time of one step in microseconds (0 = unknown).
+        lower_bound_us: certified lower bound on the modelled time of a step under any plan, in
+            microseconds (0 = unknown); not above `step_us`.
+        notes: further information from the planner; values are JSON-serializable.
+        message_bits: bits per number in messages between memory domains; the constructor takes any
+            value that `MessageBits.parse` accepts.
     """
 
     world_size: int
@@ -179,13 +179,13 @@ class Plan:
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
             raise PlanError(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
-                f"<= step_us={self.step_us}: no bound of all plans is above this plan's own time",
-                "set it to 0, which is unknown, or plan again")
+                f"<= step_us={self.step_us}: no lower bound exceeds the step time of this plan",
+                "set it to 0 (unknown), or plan again")
         if self.step_us and not self.batch_size:
             raise PlanError(
                 "invalid plan", "batch_size", self.batch_size,
-                f">= 1, the samples per rank that step_us={self.step_us} is the time of",
-                "state it, or set step_us and lower_bound_us to 0, which is unknown")
+                f">= 1, the samples per rank for which step_us={self.step_us} was modelled",
+                "state it, or set step_us and lower_bound_us to 0 (unknown)")
         check_unique(t.table for t in self.tables)
         object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits))
         for table in self.tables:
@@ -193,13 +193,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """(step - bound) / bound; NaN if the plan has no bound."""
+        """Relative optimality gap, ``step_us / lower_bound_us - 1``; NaN without a lower bound."""
         if self.lower_bound_us <= 0:
             return float("nan")
         return self.step_us / self.lower_bound_us - 1.0
 
     def table(self, name: str) -> TablePlan:
-        """The entry of table `name`; raises PlanError."""
+        """Return the entry of table `name`; raises PlanError if the plan has no such table."""
         for entry in self.tables:
             if entry.table.name == name:
                 return entry
@@ -210,20 +210,20 @@ class Plan:
     def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
         """Raise PlanError unless the plan is for these tables and this world size.
 
-        A plan with a modelled time is for its optimizers: memory and time depend on their state. A
-        plan written by hand without a time is for any optimizers, as is every plan if nothing is
-        trained.
+        Names, numbers of rows, dims and dtypes must be equal. Optimizers must be equal as well if
+        the plan has a modelled time, which depends on their state, and the tables are trained.
         """
         if self.world_size != world_size:
             raise PlanError("the plan is for another world", "plan.world_size", self.world_size,
                             f"{world_size}", "make a plan for this number of ranks")
-        mine = {t.table.name: t.table for t in self.tables}
-        if set(mine) != {t.name for t in tables}:
+        planned, names = {t.table.name: t.table for t in self.tables}, {t.name for t in tables}
+        if set(planned) != names:
             raise PlanError("the plan is for other tables", "tables",
-                            sorted(set(mine) ^ {t.name for t in tables})[:8], "the model's tables",
-                            "make a plan for this model")
+                            {"missing from the plan": sorted(names - set(planned))[:4],
+                             "only in the plan": sorted(set(planned) - names)[:4]},
+                            "exactly the model's tables", "make a plan for this model")
         for t in tables:
-            have = mine[t.name]
+            have = planned[t.name]
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(have, name) != getattr(t, name):
                     raise PlanError(f"the plan is for another table {t.name!r}", name,
@@ -232,7 +232,7 @@ class Plan:
             if self.step_us and t.optimizer not in ("none", have.optimizer):
                 raise PlanError(
                     f"the plan is for another optimizer of table {t.name!r}", "optimizer",
-                    have.optimizer, f"{t.optimizer!r}, which it is trained with",
+                    have.optimizer, f"{t.optimizer!r}, which trains the table",
                     f"plan again with --optimizer {t.optimizer}, or pass the plan's optimizer")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -240,7 +240,7 @@ class Plan:
         write_text(path, self.to_text())
 
     def to_text(self) -> str:
-        """The text of the plan file; equal plans give equal text."""
+        """Return the text of the plan file; equal plans give equal text."""
         tables, orders = [], {}
         for t in self.tables:
             tables.append({
@@ -268,13 +268,15 @@ class Plan:
 
         Raises:
             FileFormatError: the file is not a plan file, or is damaged.
-            PlanError: the plan contradicts itself.
+            PlanError, InvalidInputError: a field has an invalid value or contradicts another field.
+            OSError: the file cannot be read.
         """
         return Plan.from_text(Path(path).read_bytes(), f"cannot read {os.fspath(path)!r} as a plan")
 
     @staticmethod
     def from_text(text: str | bytes, what: str = "cannot read a plan") -> Plan:
-        """The plan from the text of `to_text`; errors as in `load`, beginning with `what`."""
+        """Parse the text of a plan file; raises the errors of `load`, whose messages start with
+        `what`."""
         value = parse_json(text, what, _without_repeats)
         try:
             kind, version = value["kind"], value["version"]
@@ -297,7 +299,8 @@ class Plan:
                 head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
                 tables.append(TablePlan(spec, pieces, head))
             if orders:
-                raise PlanError(what, "orders", sorted(orders), "orders of the plan's tables",
+                raise PlanError(what, "orders of unknown tables", sorted(orders),
+                                "hotness orders of the plan's tables only",
                                 "give each order the name of its table")
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
@@ -312,7 +315,7 @@ class Plan:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two equal keys, JSON readers would silently drop the first."""
+    """Build a JSON object; raises ValueError for a repeated key, whose first value `json` drops."""
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [k for k, _ in pairs]
@@ -334,7 +337,7 @@ def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Pi
 
 
 def tier_to_json(tier: Tier) -> dict[str, Any]:
-    """A tier in the form of plan files."""
+    """Return a tier as the JSON object that plan files contain."""
     value: dict[str, Any] = {"rows": [tier.start, tier.stop], "place": tier.placement,
                              "ranks": list(tier.ranks), "mode": tier.mode, "sbp": tier.notation()}
     if tier.weights:
@@ -347,14 +350,14 @@ def tier_to_json(tier: Tier) -> dict[str, Any]:
 
 
 def tier_from_json(value: Mapping[str, Any]) -> Tier:
-    """A tier from the form of plan files, where `sbp` is redundant and may be left out."""
+    """Parse a tier of a plan file; its `sbp` (`Tier.notation`) is redundant and may be left out."""
     _check_keys("invalid tier", "keys", value, _TIER_KEYS)
     tier = Tier(*_range(value["rows"]), _text(value["place"]),
                 tuple(_whole(r) for r in value["ranks"]),
                 tuple(_whole(w) for w in value.get("weights", ())),
                 _text(value.get("mode", "pull")), _text(value.get("memory", "device")),
                 _text(value.get("dtype", "")))
-    known = tier.placement in PLACEMENTS and tier.mode in MODES  # else refused by that name
+    known = tier.placement in PLACEMENTS and tier.mode in MODES  # `check_tiers` refuses others
     if "sbp" in value and known and value["sbp"] != tier.notation():
         raise PlanError("invalid tier", "sbp", value["sbp"],
                         f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
@@ -368,7 +371,7 @@ def _range(value: Any) -> tuple[int, int]:
 
 
 def _whole(value: Any) -> int:
-    """An integer of a file edited by hand; 1.5 or "1" are mistakes, not numbers to round."""
+    """Return an integer field; raises TypeError for 1.5 or "1", which are mistakes in the file."""
     if type(value) is not int:
         raise TypeError(f"{value!r} is not an integer")
     return value
@@ -445,22 +448,24 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
 
 
 def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
-    """Raise PlanError for tiers with a type of their own that their table cannot have."""
+    """Raise PlanError if a tier's own `dtype` is unknown or not allowed in its table."""
     for tier in tiers:
         if not tier.dtype:
             continue
         if tier.dtype not in DTYPES or (tier.dtype == "int4" and spec.dim % 2):
-            raise PlanError(what, "dtype", tier.dtype,
-                            f"one of {DTYPES}, int4 with an even number of columns",
+            raise PlanError(what, "dtype of a tier", tier.dtype,
+                            f"one of {DTYPES}, int4 only for an even number of columns",
                             "choose another, or leave it out")
         if spec.dtype not in CODE_BITS:
-            raise PlanError(what, "dtype", tier.dtype,
-                            f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
-                            "give the table the type of its coldest rows")
+            raise PlanError(what, "dtype of a tier", tier.dtype,
+                            f"no dtype, because the table's is {spec.dtype}; only tables of "
+                            f"{tuple(CODE_BITS)} may have tiers of another dtype",
+                            "leave it out, or quantise the table to the dtype of its coldest rows")
 
 
 def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
-    """Raise PlanError, beginning with `what`, unless the tiers place every row on valid ranks."""
+    """Raise PlanError, beginning with `what`, unless tiers cover all rows in order on valid ranks.
+    """
     at = 0
     for tier in tiers:
         if tier.start != at or tier.stop <= tier.start:
@@ -494,17 +499,17 @@ def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: i
 
 def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = "striped",
                  **plan_fields: Any) -> Plan:
-    """A plan that places every table the same way, without statistics.
+    """Return a plan with the same placement for every table, made without statistics.
 
     Args:
         tables: the tables.
         world_size: number of ranks.
-        placement: ``"replicated"``, ``"striped"`` or ``"owned"`` (largest first to the emptiest
-            rank).
+        placement: ``"replicated"``, ``"striped"``, or ``"owned"``: tables in descending order of
+            bytes, each on the rank with the fewest bytes so far.
         plan_fields: other fields of `Plan`.
 
-    Stripes start at another rank for every table, so that rank 0 does not get the hottest rows of
-    all.
+    Table k lists its ranks from rank k % world_size on, so that rank 0 does not own the hottest row
+    of every table.
     """
     load = [0] * world_size
     owner = {}

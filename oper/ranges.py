@@ -1,4 +1,4 @@
-"""Allowed values of the fields of a dataclass, stated in their types: ``dim: Positive = 64``."""
+"""Allowed values of dataclass fields, declared in the field's type: ``dim: Positive = 64``."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-# NumPy's numbers among them.
+# Abstract types, which NumPy's scalars match as well.
 _NUMBERS: dict[object, type] = {int: numbers.Integral, float: numbers.Real}
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Allows the values for which `holds` is true; `expected` describes them in an error."""
+    """A constraint: values are allowed if `holds` is true; `expected` describes them in an error.
+    """
 
     holds: Callable[[Any], bool]
     expected: str
 
     def allows(self, value: object, kind: object = None) -> bool:
-        """Whether `holds` is true of a value; not of one of another type than `kind`, such as
-        None."""
+        """Return whether `holds(value)` is true and, if `kind` is int or float, `value` is a number
+        of that kind (bool is not)."""
         number = _NUMBERS.get(kind)
         if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
             return False
         try:
             return bool(self.holds(value))
-        except (TypeError, ValueError):  # the latter of an array, which is neither true nor false
+        except (TypeError, ValueError):  # ValueError: the truth value of an array is ambiguous
             return False
 
 
 def one_of(*names: str) -> Rule:
-    """Allows these texts."""
+    """Return a rule that allows these strings."""
     return Rule(lambda x: x in names, f"one of {names}")
 
 
@@ -47,9 +48,9 @@ PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 
 def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
-    """Checks for `oper.errors.require_fields`: (name, whether the value is valid, expected) for
-    every field of the dataclass instance `of` whose type has a `Rule`. None is valid if the type
-    allows it."""
+    """Yield the checks for `oper.errors.require_fields`, (name, whether the value is valid,
+    expected), for every field of the dataclass instance `of` whose type has a `Rule`. None is valid
+    if the type allows it."""
     for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
         value, parts = getattr(of, name), typing.get_args(hint)
         for part in (hint, *parts):

@@ -1,4 +1,5 @@
-"""`shard()`: the only place where analysis, search, shmem and integration meet."""
+"""`shard()` and operations on sharded models; combines oper.analysis, search, shmem, integration.
+"""
 
 from __future__ import annotations
 
@@ -55,48 +56,48 @@ def shard(
     """Shard the embedding tables of a model by their access statistics.
 
     Replaces every ``EmbeddingBagCollection``, ``EmbeddingCollection``, ``nn.EmbeddingBag`` and
-    ``nn.Embedding`` in place by a module with the same call, the same output order and the same
-    ``state_dict`` names and shapes; the tables keep their weights. The rest of the program stays as
-    it was. Collective over `process_group`.
+    ``nn.Embedding`` in place by a module with the same call signature, output order and
+    ``state_dict`` names and shapes; the tables keep their weights. Other modules are not changed.
+    Collective over `process_group`.
 
     Args:
         module: the model, or a collection itself.
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
-            plan is made from table sizes, with one warning. Statistics of dynamic tables are of
-            keys.
-        plan: a plan or plan file to execute instead of making one.
+            plan is made from table sizes, with one warning. For a dynamic table they count keys.
+        plan: a plan or plan file to execute; by default a plan is made.
         topology: the machine, its TOML file, or the name of a preset (``oper plan --topology``); by
             default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
-        objective: ``"training"`` or ``"inference"``: read-only tables, of which the ranks of a
-            memory domain share one copy and do not wait for each other in a lookup. Modules
-            quantised by TorchRec are supported, too.
-        batch_size: samples per rank and step that the plan is made for.
-        optimizer: applied in the backward pass, for tables without an
+        objective: ``"training"``, or ``"inference"``: tables are read-only, the ranks of a memory
+            domain share one copy, and ranks do not wait for each other in a lookup. Inference also
+            takes modules quantised by TorchRec.
+        batch_size: samples per rank and step that the plan is made for; by default 4096.
+        optimizer: optimizer, applied in the backward pass, of all tables without an
             ``apply_optimizer_in_backward`` tag.
         process_group: the ranks; the default group, or one rank without ``torch.distributed``.
-        bounds_check: what happens to ids outside their tables: ``"fatal"`` (an error),
-            ``"warning"`` or ``"ignore"`` (row 0 instead), or FBGEMM's ``BoundsCheckMode``; see
+        bounds_check: treatment of ids outside their tables: ``"fatal"`` (an error), ``"warning"``
+            or ``"ignore"`` (row 0 is looked up instead), or FBGEMM's ``BoundsCheckMode``; see
             `oper.shmem.by_feature.BoundsCheck`.
-        gradient_guard: what happens to a gradient that is not finite: ``"off"`` (nothing),
-            ``"stop"`` (an error) or ``"skip"`` (that sample counts as zero, with a warning); both
-            name table and update; see `oper.shmem.optim.guard.GradientGuard`.
-        row_dtype: for inference, the type in which rows are stored, for all tables or by table
-            name: ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
-            quantisation; by default as in the model.
+        gradient_guard: treatment of gradients that are not finite: ``"off"`` (none), ``"stop"`` (an
+            error) or ``"skip"`` (the sample's gradient becomes zero, with a warning). Error and
+            warning name the table and the update; see `oper.shmem.optim.guard.GradientGuard`.
+        row_dtype: for inference, the storage type of rows, one for all tables or by table name:
+            ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
+            row-wise quantisation); by default the model's.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
-            a pair, for answers to lookups and for gradients; see `oper.messages`. By default those
-            of `plan`, or exact without a plan. 8 bits are for tables in host memory only.
-        dynamic: tables whose ids are raw keys instead of row numbers, all or by table name; see
-            `oper.DynamicTable`. For training, in host memory that all ranks share.
+            a pair (answers to lookups, gradients); see `oper.messages`. By default the plan's, or
+            32 without a plan. 8 bits are supported for tables in host memory only.
+        dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
+            tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
+            that all ranks share.
 
     Returns:
         The model (a new module when `module` itself is a collection).
 
     Raises:
         InvalidInputError: there is nothing to shard, an optimizer is missing, a module has
-            unsupported options, or an argument has the wrong type.
-        PlanError: the plan does not fit the model or the world.
+            unsupported options, or an argument is invalid.
+        PlanError: the plan does not fit the model or the number of ranks.
 
     Example:
         >>> import torch, oper
@@ -121,8 +122,8 @@ def shard(
     name_tables(targets, module)
     if row_dtype is not None and objective == "training":
         raise InvalidInputError("cannot shard for training", "row_dtype", row_dtype, "None",
-                                "choose types of rows for inference")
-    held = {s.name: s for t in targets for s in t.specs}  # before rows change their type
+                                "leave it out, or shard with objective='inference'")
+    held = {s.name: s for t in targets for s in t.specs}  # with the model's row types
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
     rules = _dynamic_tables(targets, dynamic)
     for target in targets:
@@ -139,7 +140,7 @@ def shard(
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "batch_size": _DEFAULT_BATCH if batch_size is None else batch_size})
     made.check_for(tables, group.world_size)
-    if bits is not None and bits != made.message_bits:  # of which the times of the plan do not tell
+    if bits is not None and bits != made.message_bits:  # the plan's times are for its own bits
         made = replace(made, message_bits=bits, step_us=0.0, lower_bound_us=0.0)
     if objective == "inference":
         from oper.shmem.group.domains import find_domains
@@ -147,7 +148,7 @@ def shard(
         made = one_copy_per_domain(made, find_domains(group))
     ignore_tables()
     wrappers = wrappers_of(target.module for target in targets)
-    # All of them or none: a model that is half sharded could be neither used nor sharded again.
+    # Shard all modules or none: a partly sharded model could be neither used nor sharded again.
     built: list[nn.Module] = []
     try:
         for target in targets:
@@ -174,7 +175,8 @@ def shard(
 
 
 def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, DynamicTable]:
-    """The dynamic tables by name; raises InvalidInputError for what cannot be one."""
+    """Return the `DynamicTable` of each dynamic table by name; raises InvalidInputError if
+    `dynamic` has a wrong type or names tables that do not exist or have a padding index."""
     names = [s.name for t in targets for s in t.specs]
     if isinstance(dynamic, DynamicTable):
         dynamic = dict.fromkeys(names, dynamic)
@@ -187,19 +189,19 @@ def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, Dynami
     rules = dict(dynamic or {})
     unknown = sorted(set(rules) - set(names))
     if unknown:
-        raise InvalidInputError(what, "tables", unknown, f"some of {names[:8]}",
+        raise InvalidInputError(what, "unknown tables", unknown, f"some of {names[:8]}",
                                 "name tables that are sharded")
     for target in targets:
         padding = getattr(target.module, "padding_idx", None)
         if padding is not None and target.specs[0].name in rules:
             raise InvalidInputError(what, f"padding_idx of {target.specs[0].name!r}", padding,
-                                    "None, since every number is a key",
-                                    "leave padding out of the bags")
+                                    "None, since every integer is a key",
+                                    "remove padding_idx, and padding ids from the bags")
     return rules
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for arguments of `shard` of another type."""
+    """Raise InvalidInputError if an argument of `shard` has the wrong type."""
     from torch import nn
 
     from oper.shmem.optim.optimizers import Optimizer
@@ -209,7 +211,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             ("module", nn.Module, "a torch.nn.Module"),
             ("stats", (AccessStats, *file), "AccessStats, a file of them, or None"),
             ("plan", (Plan, *file), "a Plan, a plan file, or None"),
-            ("topology", (Topology, *file), "a Topology, a file or a name of one, or None"),
+            ("topology", (Topology, *file), "a Topology, a topology file or preset, or None"),
             ("optimizer", Optimizer | None, "oper.SGD(lr=...), oper.RowWiseAdagrad(lr=...), "
              "another optimizer of docs/reference/optimizers.md, or None")):
         if not isinstance(given[name], kinds):
@@ -223,14 +225,14 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                 else "name modules as named_modules() does")
     if given["objective"] not in OBJECTIVES:
         raise InvalidInputError("cannot shard", "objective", given["objective"], EXPECTED_OBJECTIVE,
-                                "say whether the model trains or only infers")
+                                "pass one of these")
 
 
 def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
-    """The sharded tables of a model, one for each collection, in the order of its modules.
+    """Return the sharded tables of a model, one object per collection, in the order of its modules.
 
     Raises:
-        InvalidInputError: there are none; the message begins with `what`.
+        InvalidInputError: the model has no sharded tables; the message begins with `what`.
     """
     from oper.integration.checkpoint.saving import tables_of as held
     from oper.shmem.tables import ShardedTables
@@ -244,18 +246,20 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradient accumulation: k backward passes, one update of the tables.
+    """Accumulate gradients: several backward passes, one update of the tables.
 
-    Like DistributedDataParallel's ``no_sync``; use both. Backward passes inside leave their
-    table gradients on their rank and are not collective; the first one outside adds its own and
-    updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
-    optimizer drops these gradients. Where ``gradient_guard="stop"`` refuses a pass inside, no rank
-    makes the update that would have followed: the other ranks raise PeerLostError at it, and this
-    rank raises again if it reaches it. It takes memory for the output gradients of the passes
-    inside.
+    Like DistributedDataParallel's ``no_sync``; use both. Backward passes inside the block keep
+    their table gradients on their rank and are not collective. The first backward pass after the
+    block adds its own gradients and updates the tables, bitwise as if all samples had been one
+    batch. ``zero_grad`` of the fused optimizer drops the accumulated gradients. The block needs
+    memory for copies of its batches and their output gradients.
+
+    If ``gradient_guard="stop"`` raises in a backward pass inside the block, no rank makes the
+    following update: this rank raises the error again when it attempts the update, and the other
+    ranks raise PeerLostError.
 
     Args:
-        model: what `shard` returned, or a model that contains it.
+        model: the result of `shard`, or a model that contains it.
 
     Example:
         >>> import torch, oper
@@ -271,7 +275,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            # What one collection's gradient guard has stopped, all leave out.
+            # If the gradient guard of one collection has raised, no collection is updated.
             refused = next((t.refused for t in found if t.refused is not None), None)
             if refused is not None:
                 for tables in found:
@@ -281,22 +285,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
     """Train one batch in parts: several forward and backward passes, one update of the tables.
 
-    The result is that of `no_sync` around all passes but the last, but exchanges overlap
-    computation. Each backward pass inside hands its table gradients to a thread, which exchanges
-    them while the program continues. No row changes before the update at the end of the block, so
-    that a collection's ``prefetch(features)`` inside starts the whole lookup of a later part. Ids,
-    per-sample weights and gradients of the lookups must not be changed until then. Collective, with
-    the same passes on all ranks; after an error inside nothing is updated. Gradients differ from
-    those of one whole batch by the order of additions only. `MicroBatchPipeline` does all this.
+    A context manager. Each backward pass inside the block passes its table gradients to a worker
+    thread, which exchanges them between ranks while the program continues. The rows are updated
+    once, at the end of the block, so a collection's ``prefetch(features)`` inside the block can
+    run the entire lookup of a later part. Until the update, the program must not change ids,
+    per-sample weights and gradients of the lookups. Collective; all ranks must make the same
+    passes. After an error inside the block nothing is updated. Gradients equal those of one
+    complete batch up to the order of additions. `MicroBatchPipeline` wraps all this.
 
     Args:
-        model: what `shard` returned, or a model that contains it; tables in host memory.
-        num_passes: number of ``backward()`` calls inside, if known. The last of them then starts
-            the update, and no lookup may follow it in the block.
+        model: the result of `shard`, or a model that contains it; tables in host memory.
+        num_passes: number of ``backward()`` calls inside the block, if known. The last of them
+            then starts the update, and no lookup may follow it in the block.
 
     Raises:
-        InvalidInputError: there are more passes than `num_passes`; on entering: tables are
-            read-only, in device memory, dynamic, within `no_sync` or moving to another plan.
+        InvalidInputError: there are more passes than `num_passes`; or, on entering the block, the
+            tables are read-only, in device memory, dynamic, within `no_sync`, within another
+            `micro_batches`, or moving to another plan.
 
     Example:
         >>> import torch, oper
@@ -313,28 +318,27 @@ def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatch
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             bytes_per_step: int | None = None, *,
             remap: str | os.PathLike[str] | None = None) -> None:
-    """Move a sharded model's tables to another plan while it is trained. Collective.
+    """Move a model's tables to another plan, at once or during training steps. Collective.
 
-    Rows, replicas and optimizer states move; outputs, losses and the optimizer continue as before:
-    bit for bit between plans of replicated and pulled tiers, and up to fp32 re-association if
-    either plan has push or column splits.
+    Moves rows, replicas and optimizer states. Outputs and updates stay bitwise the same if both
+    plans have only replicated and pulled tiers; with pushed tiers or column splits in either plan
+    they differ by the order of float32 additions.
 
     Args:
-        model: what `shard` returned, or a model that contains it.
+        model: the result of `shard`, or a model that contains it.
         plan: the new plan or its file, for the same tables and number of ranks.
-        bytes_per_step: most bytes that every rank copies in a training step, in addition to the
-            rows that this step has just changed; several collections share it evenly. None = move
-            everything now.
-        remap: re-map written by ``oper vocabulary extend --reorder``: rows are renumbered by it,
-            between two batches, and `plan` must be for the new numbers. Not together with
-            `bytes_per_step`. Tables that grow start from a checkpoint instead
-            (`oper.load_checkpoint`).
+        bytes_per_step: maximum number of bytes that each rank copies per training step, in addition
+            to the rows that this step has just changed; split evenly between several collections.
+            None = move everything now.
+        remap: folder with a re-map that ``oper vocabulary extend --reorder`` wrote. Rows are
+            renumbered by it, and `plan` must be for the new numbers. Must not be combined with
+            `bytes_per_step`. For tables that grow, use `oper.load_checkpoint` instead.
 
     Raises:
-        InvalidInputError: there is nothing to move, a move is under way, or the re-map does not
-            fit.
-        PlanError: the plan does not fit; the old one stays in use.
-        OperError: memory does not suffice for the arenas of both plans; as above.
+        InvalidInputError: the model has no sharded tables, a move is under way, or the re-map does
+            not fit the tables.
+        PlanError: the plan does not fit; the old plan stays in use.
+        OperError: memory does not suffice for the arenas of both plans; the old plan stays in use.
     """
     if not isinstance(plan, Plan):
         if not isinstance(plan, str | os.PathLike):
@@ -348,12 +352,12 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     rows = {} if remap is None else load_remap(remap)
     if rows and bytes_per_step is not None:
         raise InvalidInputError("cannot move tables to another plan", "bytes_per_step",
-                                bytes_per_step, "None with a re-map",
-                                "rows are renumbered between two batches: leave it out")
+                                bytes_per_step, "None when a re-map is given",
+                                "leave it out: rows are renumbered at once, between two batches")
     for tables in found:
         check_renumbering(tables, rows)
     budget = bytes_per_step
-    if isinstance(budget, int) and budget > 0:  # the tables themselves refuse others
+    if isinstance(budget, int) and budget > 0:  # `start_migration` refuses other values
         budget = max(1, budget // len(found))
     started: list[ShardedTables] = []
     try:
@@ -372,10 +376,10 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
 
 def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[TableSpec]
              ) -> AccessStats:
-    """Statistics in which those of a dynamic table describe its rows instead of its keys.
+    """Convert the statistics of dynamic tables from keys to rows.
 
-    It is unknown which row a key will get, so all rows of a dynamic table are assumed to be equally
-    hot wherever the order of rows stands for hotness.
+    Which row a key will get is unknown. If row numbers stand for hotness in `stats`, or a table has
+    no accesses, all rows of the dynamic table are therefore assumed to be equally hot.
     """
     from oper.analysis.capacity import rows_of_keys
 
@@ -396,7 +400,8 @@ def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[Tabl
 
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, group: Group,
               options: Mapping[str, Any]) -> Plan:
-    """The plan to execute, the same on all ranks: rank 0 makes it (`options`: of `make_plan`)."""
+    """Return the plan to execute. If none is given, rank 0 makes it with the `options` of
+    `make_plan` and sends it to all ranks."""
     if isinstance(plan, Plan):
         return plan
     if plan is not None:
@@ -411,7 +416,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, gro
         topology = topology_preset(os.fspath(topology))
     if isinstance(topology, Topology) and topology.world_size != group.world_size:
         raise InvalidInputError("cannot plan for another number of ranks", "ranks of the topology",
-                                topology.world_size, f"{group.world_size} as the process group has",
+                                topology.world_size, f"{group.world_size}, the process group's",
                                 "pass a topology of that size, or leave it out")
     made: Plan | Exception | None = None
     if group.rank == 0:
@@ -438,7 +443,7 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, world_size: int,
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         plan = make_plan(tables, stats, topology, **options)
-    for warning in found:  # of the line that calls `shard`, which can do something about it
+    for warning in found:  # stacklevel: the line that calls `shard`
         warnings.warn(warning.message, stacklevel=4)
     return plan
 
@@ -453,7 +458,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
     from oper.shmem.exchange.pull import choose_automatically
     from oper.shmem.tables import ShardedTables
 
-    # Own specs: a plan file need not know pooling or optimizer of the model that it is used for.
+    # The model's specs replace the plan's: a plan file may have another pooling or optimizer.
     entries = tuple(replace(plan.table(spec.name), table=spec) for spec in target.specs)
     features = [(f, spec.name) for spec in target.specs for f in spec.features]
     optimizers = None
@@ -461,7 +466,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
         optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
     plan = replace(plan, tables=entries)
     scale = _gradient_scale(target, group)
-    device = next((p.device for p in target.module.parameters()), None)  # codes are buffers
+    device = next((p.device for p in target.module.parameters()), None)  # None if quantised
     tables: ShardedTables
     if device is not None and device.type == "cuda":
         from oper.shmem.device.tables import DeviceTables
@@ -476,18 +481,18 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
     else:
         load_weights(tables, _weights(target))
         padding = getattr(target.module, "padding_idx", None)
-        if padding is not None and target.module.weight.is_meta:  # which torch starts at zero
+        if padding is not None and target.module.weight.is_meta:  # torch initializes it to zero
             spec = target.specs[0]
             tables.write(spec.name, torch.zeros(1, spec.dim), padding)
             tables.publish()
     tables.use_huge_pages()
-    if type(tables) is ShardedTables:  # in device memory every batch chooses
+    if type(tables) is ShardedTables:  # `DeviceTables` chooses for every batch
         choose_automatically(tables)
     return replacement(target, tables)
 
 
 def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableSpec]) -> None:
-    """Rows of a collection that TorchRec has quantised, equal on all ranks. Collective."""
+    """Copy the rows of a collection quantised by TorchRec, equal on all ranks. Collective."""
     from oper.integration.checkpoint.weights import Weights
 
     keys = replace(target, path="").keys()
@@ -499,7 +504,7 @@ def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableS
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Every table's name, its unsharded weight, and its init function or None."""
+    """Yield every table's name, its unsharded weight, and its init function or None."""
     if not target.is_collection:
         yield target.specs[0].name, target.module.weight, None
         return
@@ -511,7 +516,7 @@ def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
 
 
 def _gradient_scale(target: Target, group: Group) -> float:
-    """1 / W, as DDP averages; TorchRec users may have switched its division off."""
+    """Return 1 / world_size, as DDP averages gradients, or 1 if TorchRec's division is off."""
     if target.is_collection:
         from oper.integration.torchrec_modules import divides_gradients
 

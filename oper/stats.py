@@ -1,8 +1,9 @@
-"""Access statistics: what is known of the ids that a model looks up.
+"""Access statistics: how often a model looks up which ids.
 
-Per table a head (explicit ids with their access counts, hotness order) and a tail (count-of-counts
-histogram of all other rows), the bag-length histogram, measured presence and time buckets. All of
-it merges by addition. A planner reads histogram and head, never a dense array of counts.
+For each table: a head (ids with their access counts, in hotness order), a tail (number of rows by
+access count, for all other rows), a histogram of bag lengths, measured presence (distinct rows
+touched by n samples) and time buckets. Statistics of two parts of a log merge by addition. Planners
+read histograms and the head, never a dense array with one count per row.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _EMPTY_F64 = np.zeros(0, np.float64)
 
 
 def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Positions that sort rows by count, descending, ties by id, ascending.
+    """Return indices that sort ids by descending count, with ties in ascending order of id.
 
     Args:
         ids: int64 [H].
-        counts: int64 [H].
+        counts: int64 [H], access count of each id.
 
     Returns:
         int64 [H], indices into `ids`.
     """
     if not counts.size or (np.diff(ids) <= 0).any():
         return np.lexsort((ids, -counts))
-    # Ids already ascend: one stable sort, which is a radix sort for 16-bit keys.
+    # Ids ascend already: a stable sort by count suffices; for 16-bit keys NumPy uses a radix sort.
     below = counts.max() - counts
     return np.argsort(below.astype(np.uint16) if below.max() < 2**16 else below, kind="stable")
 
@@ -62,12 +63,12 @@ def _ascending(owner: object, name: str) -> Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeBucket:
-    """Accesses of one table in one span of time, such as a day, for measuring drift.
+    """Access counts of one table in one span of time, such as a day, for measuring drift.
 
     Attributes:
-        label: the span's name; equal labels add up in a merge.
+        label: name of the time span; a merge adds buckets with equal labels.
         ids: int64 [K], ascending.
-        counts: int64 [K], all >= 1.
+        counts: int64 [K], accesses of each id, all >= 1.
     """
 
     label: str
@@ -84,16 +85,15 @@ class TimeBucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """Sketches of a table whose counts did not fit memory, kept so that parts can be merged.
+    """Mergeable sketches of a table whose exact counts did not fit memory.
 
     Attributes:
-        heavy_ids: int64 [M], ascending; a Misra-Gries summary.
-        heavy_counts: int64 [M], too low by at most `heavy_error`; ids not listed have at most that
-            many accesses.
-        heavy_error: see `heavy_counts`.
-        sample_ids: int64 [S], ascending: the ids whose hash begins with `sample_level` zeros.
-        sample_counts: int64 [S], exact.
-        sample_level: see `sample_ids`.
+        heavy_ids: int64 [M], ascending; the most accessed ids (a Misra-Gries summary).
+        heavy_counts: int64 [M], accesses of each, underestimated by at most `heavy_error`.
+        heavy_error: also the largest possible number of accesses of an id that is not listed.
+        sample_ids: int64 [S], ascending; all ids whose hash begins with `sample_level` zero bits.
+        sample_counts: int64 [S], accesses of each, exact.
+        sample_level: number of leading zero bits by which `sample_ids` are selected.
     """
 
     heavy_ids: np.ndarray
@@ -119,21 +119,24 @@ class TableStats:
     """Access statistics of one table.
 
     Attributes:
-        num_rows: rows of the table.
-        head_ids: int64 [H], distinct, hotness order.
-        head_counts: int64 [H], accesses of each, all >= 1, descending.
+        num_rows: number of rows of the table.
+        head_ids: int64 [H], distinct, in hotness order.
+        head_counts: int64 [H], accesses of each head id, all >= 1, descending.
         tail_values: int64 [K], ascending access counts of rows outside the head (0 = untouched).
-        tail_num_rows: int64 [K], how many rows outside the head have that count. `H +
-            tail_num_rows.sum() == num_rows`.
+        tail_num_rows: int64 [K], number of rows outside the head with each of these counts;
+            ``H + tail_num_rows.sum() == num_rows``.
         length_values: int64 [P], ascending bag lengths (0 = empty bag).
-        length_counts: int64 [P], bags of that length, over all features of the table.
-        presence_samples: int64 [Q], numbers of samples n.
-        presence_rows: float64 [Q], mean distinct rows touched by n consecutive samples.
-        presence_windows: int64 [Q], windows behind each mean.
-        buckets: time buckets, in the order of time.
-        sketch: sketches by which inexact counts can be merged, if there are any.
-        new_ids: int64 [T], ids seen for the first time in each time bucket, in the order of time;
-            only for raw ids, whose buckets are not kept.
+        length_counts: int64 [P], number of bags of each length, over all features of the table.
+        presence_samples: int64 [Q], ascending numbers of samples n.
+        presence_rows: float64 [Q], mean number of distinct rows touched by n consecutive samples.
+        presence_windows: int64 [Q], number of windows of n samples averaged in each mean.
+        buckets: time buckets in chronological order.
+        sketch: sketches for merging inexact counts, or None.
+        new_ids: int64 [T], number of ids first seen in each time bucket, in chronological order;
+            only for raw ids, which have no `buckets`.
+
+    Raises:
+        InvalidInputError: arrays contradict each other or `num_rows`.
     """
 
     num_rows: int
@@ -191,39 +194,41 @@ class TableStats:
 
     @property
     def num_accesses(self) -> int:
-        """Ids looked up, all bags together."""
+        """Number of ids looked up, summed over all bags."""
         return int(self.head_counts.sum()) + int(self.tail_values @ self.tail_num_rows)
 
     @property
     def num_bags(self) -> int:
-        """Bags seen, over all features of the table."""
+        """Number of bags, summed over all features of the table."""
         return int(self.length_counts.sum())
 
     @property
     def pooling_factor(self) -> float:
-        """Mean ids per bag."""
+        """Mean number of ids per bag."""
         return self.num_accesses / max(1, self.num_bags)
 
     @property
     def num_touched_rows(self) -> int:
-        """Distinct rows seen."""
+        """Number of rows with at least one access."""
         return self.head_ids.size + int(self.tail_num_rows[self.tail_values > 0].sum())
 
     @property
     def is_exact(self) -> bool:
-        """Whether every touched row is in the head, with its count."""
+        """Whether the head lists every touched row with its exact count."""
         tail = self.tail_num_rows[self.tail_values > 0]
         return self.sketch is None and not bool((tail > 0).any())
 
     @property
     def unseen_mass(self) -> float:
-        """Good-Turing estimate: probability that the next id was never seen (Good 1953)."""
+        """Good-Turing estimate of the probability that the next id is new (Good 1953): the number
+        of ids seen once, divided by the number of accesses."""
         once = int((self.head_counts == 1).sum())
         once += int(self.tail_num_rows[self.tail_values == 1].sum())
         return once / max(1, self.num_accesses)
 
     def count_histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Access counts (descending, int64 [K]) and how many rows have each (int64 [K])."""
+        """Return the distinct access counts (int64 [K], descending) and the number of rows with
+        each (int64 [K])."""
         values, rows = np.unique(self.head_counts, return_counts=True)
         values = np.concatenate([values, self.tail_values])
         rows = np.concatenate([rows.astype(np.int64), self.tail_num_rows])
@@ -232,7 +237,7 @@ class TableStats:
         return unique[::-1].copy(), merged[::-1].copy()
 
     def coverage(self, num_hot: int | np.ndarray) -> np.ndarray:
-        """Share of accesses taken by the `num_hot` hottest rows (float64, shape of `num_hot`)."""
+        """Return the share of accesses to the `num_hot` hottest rows, float64 of the same shape."""
         values, rows = self.count_histogram()
         ends = np.concatenate([[0], np.cumsum(rows)])
         mass = np.concatenate([[0], np.cumsum(rows * values)])
@@ -248,15 +253,18 @@ class TableStats:
         presence: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         buckets: tuple[TimeBucket, ...] = (),
     ) -> TableStats:
-        """Exact statistics from the counts of all touched rows.
+        """Make exact statistics from the counts of all touched rows.
 
         Args:
-            num_rows: rows of the table.
-            ids: int64 [H], distinct, any order.
-            counts: int64 [H]; zeros are dropped.
-            lengths: bag-length values and counts, int64 [P] each.
-            presence: samples int64 [Q], mean rows float64 [Q], windows int64 [Q].
+            num_rows: number of rows of the table.
+            ids: int64 [H], distinct, in any order.
+            counts: int64 [H], accesses of each id; ids with 0 accesses are dropped.
+            lengths: `length_values` and `length_counts`, int64 [P] each.
+            presence: `presence_samples`, `presence_rows` and `presence_windows`, or None.
             buckets: time buckets.
+
+        Raises:
+            InvalidInputError: arrays contradict each other or `num_rows`.
         """
         ids, counts = np.asarray(ids, np.int64), np.asarray(counts, np.int64)
         ids, counts = ids[counts > 0], counts[counts > 0]
@@ -270,10 +278,10 @@ class TableStats:
             lengths[0], lengths[1], samples, rows, windows, buckets)
 
     def grown(self, num_rows: int) -> TableStats:
-        """The same accesses in a table that has grown to `num_rows`; its new rows have none.
+        """Return the statistics of the table grown to `num_rows` rows; new rows have no accesses.
 
         Raises:
-            InvalidInputError: `num_rows` is less than its present number of rows.
+            InvalidInputError: `num_rows` is less than the current number of rows.
         """
         more = num_rows - self.num_rows
         if more < 0:
@@ -288,19 +296,22 @@ class TableStats:
         return replace(self, num_rows=num_rows, tail_values=values, tail_num_rows=rows)
 
     def renumbered(self, rows: np.ndarray) -> TableStats:
-        """The same accesses with row r renumbered to `rows[r]` (integers [num_rows], each number
-        once).
+        """Return the statistics after row r became row `rows[r]`.
+
+        Args:
+            rows: integers [num_rows], a permutation of 0..num_rows-1.
 
         Raises:
             InvalidInputError: `rows` is for another number of rows, or the counts are not exact.
         """
         what = "cannot renumber table statistics"
         if rows.size != self.num_rows:
-            raise InvalidInputError(what, "rows", rows.size, str(self.num_rows),
+            raise InvalidInputError(what, "number of rows of the re-map", rows.size,
+                                    str(self.num_rows),
                                     "pass the re-map of this table's vocabulary")
         if not self.is_exact:
             raise InvalidInputError(what, "is_exact", False, "exact counts",
-                                    "analyze what was preprocessed with the new vocabulary")
+                                    "preprocess the log with the new vocabulary and analyze that")
         buckets = []
         for bucket in self.buckets:
             ids = rows[bucket.ids]
@@ -312,21 +323,23 @@ class TableStats:
             (self.presence_samples, self.presence_rows, self.presence_windows), tuple(buckets))
 
     def merge(self, other: TableStats) -> TableStats:
-        """Statistics of both parts together (exact parts only).
+        """Return the statistics of two parts of a log together.
 
-        Only the order of time buckets depends on the order of the parts: put earlier ones first.
+        Args:
+            other: statistics of the later part. Only the order of time buckets depends on it.
 
         Raises:
-            InvalidInputError: the parts differ in rows, or one of them is not exact.
+            InvalidInputError: the parts differ in `num_rows`, or one of them is not exact.
         """
         what = "cannot merge table statistics"
         if self.num_rows != other.num_rows:
             raise InvalidInputError(
-                what, "num_rows", (self.num_rows, other.num_rows), "equal",
-                "count again; where a vocabulary was extended between them pass --grown")
+                what, "num_rows", (self.num_rows, other.num_rows), "equal numbers of rows",
+                "count again, or pass --grown if the vocabulary was extended between the parts")
         if not (self.is_exact and other.is_exact):
-            raise InvalidInputError(what, "is_exact", False, "exact parts",
-                                    "merge sketched ones by oper.analysis.merge_stats")
+            raise InvalidInputError(what, "is_exact", (self.is_exact, other.is_exact),
+                                    "exact parts",
+                                    "use oper.analysis.merge_stats, which also merges sketches")
         ids, counts = _add_counts(
             [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
         return TableStats.from_counts(self.num_rows, ids, counts, *self.merge_bags(other))
@@ -334,7 +347,8 @@ class TableStats:
     def merge_bags(self, other: TableStats) -> tuple[
             tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray],
             tuple[TimeBucket, ...]]:
-        """Bag lengths, presence and time buckets of both parts, as `from_counts` takes them."""
+        """Merge the bag lengths, presence and time buckets of two parts; returns the arguments
+        `lengths`, `presence` and `buckets` of `from_counts`."""
         lengths = _add_counts(
             [self.length_values, other.length_values], [self.length_counts, other.length_counts])
         labels = dict.fromkeys(b.label for part in (self, other) for b in part.buckets)
@@ -370,11 +384,11 @@ class AccessStats:
     """Access statistics of a model's tables.
 
     Attributes:
-        num_samples: samples (rows of the log) counted.
+        num_samples: number of samples (rows of the log) counted.
         tables: statistics by table name.
-        source: where they come from, as free text.
-        ids_in_hotness_order: whether ids were written in hotness order (row 0 = unseen/rare, then
-            rows by count), so that a row's tier is arithmetic on its id.
+        source: origin of the statistics, as free text.
+        ids_in_hotness_order: whether ids were assigned in hotness order (row 0 = unseen or rare
+            ids, then rows by descending count), so that a row's tier follows from its id.
     """
 
     num_samples: int
@@ -393,15 +407,20 @@ class AccessStats:
 
     def merge(self, other: AccessStats, merge_tables: Callable[
             [str, TableStats, TableStats], TableStats] = lambda _, a, b: a.merge(b)) -> AccessStats:
-        """Statistics of both parts together; raises InvalidInputError when the tables differ.
+        """Return the statistics of two parts of a log together.
 
         Args:
-            other: the later part.
-            merge_tables: merges the statistics of one table, given its name and the two parts.
+            other: statistics of the later part.
+            merge_tables: merges the statistics of one table: (name, earlier part, later part).
+
+        Raises:
+            InvalidInputError: the parts have different tables, or a table cannot be merged.
         """
-        if set(self.tables) != set(other.tables):
+        mine, theirs = set(self.tables), set(other.tables)
+        if mine != theirs:
             raise InvalidInputError("cannot merge statistics", "tables",
-                                    sorted(set(self.tables) ^ set(other.tables)),
+                                    {"only in the first part": sorted(mine - theirs)[:4],
+                                     "only in the second part": sorted(theirs - mine)[:4]},
                                     "the same tables in both parts", "count the same tables")
         return AccessStats(
             self.num_samples + other.num_samples,
@@ -412,7 +431,7 @@ class AccessStats:
     __add__ = merge
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the statistics to one checked file, atomically."""
+        """Write the statistics atomically to one file with checksums, for `load`."""
         arrays: dict[str, np.ndarray] = {}
         tables = []
         for index, (name, t) in enumerate(self.tables.items()):
@@ -438,7 +457,7 @@ class AccessStats:
 
         Raises:
             FileFormatError: the file is truncated, damaged or of another kind.
-            InvalidInputError: the content contradicts itself.
+            InvalidInputError: arrays of the file contradict each other.
         """
         arrays, meta = read_arrays(path, STATS_KIND, STATS_VERSION)
         try:
@@ -474,7 +493,8 @@ _COLUMNS = ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_v
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
-    """The same integers in the narrowest unsigned type that holds them."""
+    """Convert integers >= 0 to the narrowest unsigned type that holds them; floats are returned as
+    they are."""
     if values.dtype.kind == "f":
         return values
     top = int(values.max(initial=0))
@@ -486,8 +506,8 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, num_rows: int
                     ) -> TableStats:
-    """Statistics of table `name`; raises InvalidInputError if they are missing or of another size.
-    """
+    """Return the statistics of a table; raises InvalidInputError if there are none, or their number
+    of rows is not `num_rows`."""
     tables = stats.tables if isinstance(stats, AccessStats) else stats
     found = tables.get(name)
     if found is None:

@@ -11,25 +11,26 @@ from typing import Any
 from oper.errors import InvalidInputError, require
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Rows that are only read, of codes with that many bits, in the layout of FBGEMM's IntNBit tables: a
-# float16 scale, a float16 bias, the codes.
+# Bits per code of read-only, quantised rows, in the layout of FBGEMM's IntNBit tables: a float16
+# scale, a float16 bias, then the codes.
 CODE_BITS = {"int8": 8, "int4": 4}
 SCALE_BIAS_BYTES = 4
 DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
-KEY_BUCKET_ROWS = 64  # of a dynamic table: a key has its row within one bucket of that many
+KEY_BUCKET_ROWS = 64  # rows per hash bucket of a dynamic table; a key's row lies in its bucket
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """The state of an optimizer, and what its steps depend on.
+    """The state layout of an optimizer and the properties of its update rule.
 
     Attributes:
-        code: its number in csrc/common/optimizer.h.
-        state: parts of its state, float32: name, and whether a part is one number per row (else one
-            per column).
-        needs_whole_rows: a step needs norms of whole rows, so that no table is split by columns.
-        counts_steps: a step depends on the number of steps before it (bias correction).
+        code: the optimizer's number in csrc/common/optimizer.h.
+        state: (name, is_per_row) of each float32 state array, which has one number per row if
+            is_per_row, else one per row and column.
+        needs_whole_rows: the update uses norms over all columns of a row, so its tables cannot be
+            split by columns.
+        counts_steps: the update depends on the number of earlier steps (bias correction).
     """
 
     code: int
@@ -39,10 +40,9 @@ class OptimizerKind:
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether its state has a number per row that depends on all columns, the gradient's
-        squares.
+        """Whether the state has one number per row, computed from squared gradients of all columns.
 
-        The owners of a row's column pieces then exchange their sums of squares.
+        Ranks that own column pieces of the same row then exchange their sums of squares.
         """
         return any(per_row for _, per_row in self.state)
 
@@ -52,7 +52,7 @@ class OptimizerKind:
 
 
 _VECTOR, _SECOND_VECTOR = ("momentum1", False), ("momentum2", False)
-#: The optimizers of tables, by the name that plans have for them.
+#: The optimizers of tables, by `TableSpec.optimizer`.
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "none": OptimizerKind(0),
     "sgd": OptimizerKind(1),
@@ -80,14 +80,17 @@ class TableSpec:
     """One embedding table.
 
     Attributes:
-        name: unique within a collection.
-        num_rows: rows (TorchRec's ``num_embeddings``).
-        dim: columns `D`.
-        features: the features that look up in this table, in order.
+        name: the table's name, unique within a collection.
+        num_rows: number of rows (TorchRec's ``num_embeddings``).
+        dim: number of columns (TorchRec's ``embedding_dim``).
+        features: names of the features that look up in this table, in order.
         pooling: ``"sum"``, ``"mean"`` or ``"none"`` (unpooled sequences).
         dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; ``"int8"`` or ``"int4"`` (even dims)
             for tables that are only read, which need ``optimizer="none"``.
-        optimizer: a key of `OPTIMIZERS`; sizes the optimizer state.
+        optimizer: a key of `OPTIMIZERS`; determines the size of the optimizer state.
+
+    Raises:
+        InvalidInputError: a field has an invalid value.
     """
 
     name: str
@@ -99,9 +102,9 @@ class TableSpec:
     optimizer: str = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
-        features: object = self.features  # whatever a caller or a file gave
+        features: object = self.features  # of any type: a caller's or a file's value
         require(
-            f"invalid table {self.name!r}", "correct the table",
+            f"invalid table {self.name!r}", "correct this field of the table",
             ("name", self.name, isinstance(self.name, str) and self.name != "", "a non-empty name"),
             ("features", features, isinstance(features, tuple | list)
              and all(isinstance(f, str) for f in features), "a sequence of names"),
@@ -154,12 +157,12 @@ class TableSpec:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> TableSpec:
-        """The table written by `to_json`; raises InvalidInputError on anything else."""
+        """Parse the output of `to_json`; raises InvalidInputError for bad fields or values."""
         try:
             return TableSpec(**value)
         except TypeError as error:
             raise InvalidInputError("cannot read a table", "fields", value, "TableSpec's fields",
-                                    str(error)) from None
+                                    f"correct them ({error})") from None
 
 
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
@@ -168,25 +171,25 @@ def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
     for table in result:
         if not isinstance(table, TableSpec):
             raise InvalidInputError("invalid tables", "table", table, "an oper.TableSpec",
-                                    "describe it by name, num_rows and dim")
+                                    "pass oper.TableSpec(name, num_rows, dim)")
     names = [t.name for t in result]
     if not names:
-        raise InvalidInputError("no tables", "tables", [], "at least one table", "add one")
+        raise InvalidInputError("no tables", "tables", [], "at least one table", "add a table")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise InvalidInputError("two tables share a name", "names", twice, "unique names",
-                                "rename one")
+                                "rename one of the tables")
     return result
 
 
 def plan_names(owned: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Names of a model's tables in statistics and plans.
+    """Return the names by which statistics and plans identify a model's tables.
 
     Args:
-        owned: (path of the module, own name of the table), for every table of the model.
+        owned: (path of the module, name of the table within it), for every table of the model.
 
     Returns:
-        The name by that pair: the table's own, prefixed by the path where two tables share it.
+        For each pair, the table's name, or ``"path.name"`` if several tables have the same name.
     """
     pairs = list(owned)
     count = Counter(name for _, name in pairs)
@@ -194,7 +197,7 @@ def plan_names(owned: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` as text: ``"1.43 GB"`` (powers of ten, as vendors and the papers count)."""
+    """Format a size as text such as ``"1.43 GB"``; units are powers of ten."""
     if not math.isfinite(num_bytes):
         return f"{num_bytes} B"
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -1,29 +1,30 @@
 """The machine that a plan is made for: memory domains, ranks, links and cost constants.
 
 A memory domain is a set of ranks that share one memory and its bandwidth: one GPU, or one NUMA node
-with several processes. Ranks are numbered through the domains in order. A topology is a TOML file::
+with several processes. Ranks are numbered consecutively, domain by domain. The TOML file format::
 
     name = "h100-8"
     source = "published"            # measured | published | assumed
     hosts_share_links = false       # true: a host has one link, of the sum of its ranks' cross_gbps
 
     [[domain]]
-    copies = 8                      # this many equal domains,
-    per_host = 8                    # that many of them on one host (all, when left out)
-    ranks = 1                       # ranks in each
-    host = 0                        # number of the first host
-    memory_bytes = "80GB"
-    read_gbps = 2400                # random row reads from memory, shared by the domain's ranks
-    cache_gbps = 5500               # repeated reads while the working set fits cache_bytes
-    cache_bytes = "50MB"
-    link_gbps = 360                 # to other domains of the host, per rank and direction
-    cross_gbps = 45                 # to other hosts, per rank and direction
+    copies = 8                      # number of equal domains; default 1
+    per_host = 8                    # domains per host; default: all copies on one host
+    ranks = 1                       # ranks per domain; default 1
+    host = 0                        # number of the first host; default 0
+    memory_bytes = "80GB"           # per domain
+    read_gbps = 2400                # GB/s of random row reads, shared by the domain's ranks
+    cache_gbps = 5500               # GB/s while the working set fits cache_bytes; default read_gbps
+    cache_bytes = "50MB"            # default 0
+    link_gbps = 360                 # GB/s to other domains of the host, per rank and direction;
+                                    # default read_gbps
+    cross_gbps = 45                 # GB/s to other hosts, per rank and direction; default link_gbps
 
-    [[rack]]                        # none: all hosts reach each other alike
+    [[rack]]                        # optional: without racks all hosts are connected equally
     hosts = [0]
-    uplink_gbps = 100               # between hosts of the rack and others, per direction
+    uplink_gbps = 100               # GB/s between the rack's hosts and other racks, per direction
 
-    [costs]
+    [costs]                         # fields of `Costs`
     phase_us = 10.0
 """
 
@@ -42,11 +43,12 @@ from oper.support.kernel import memory_bytes
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-MAX_RANKS = 1 << 16  # in a topology file, which may say `copies` and `ranks` in a few bytes
+MAX_RANKS = 1 << 16  # in a topology file, since a typo in `copies` could ask for far too many
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Bytes from a number or text such as ``"80GB"`` or ``"24GiB"``; raises InvalidInputError."""
+    """Parse a size in bytes: a number, or text such as ``"80GB"`` or ``"24GiB"``; raises
+    InvalidInputError for other values."""
     text = str(value).strip().upper().replace(" ", "")
     digits = text.rstrip("KMGTIB")
     try:
@@ -62,32 +64,34 @@ def parse_bytes(value: int | float | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Calibrated constants of the cost model that are not bandwidths.
+    """Calibrated constants of the cost model, all except the bandwidths.
+
+    The model adds these costs to the time of memory traffic (bytes / bandwidth).
 
     Attributes:
-        phase_us: fixed cost of a phase (launch or call, barrier).
-        id_ns: per id in the forward pass (resolve, address, loop).
-        sort_ns: per id in the backward pass (sort, run lengths).
-        reduce_ns: per id in the backward pass (segment reduce), beside its bytes.
-        update_ns: per touched row at its owner (merge, optimizer arithmetic), beside its bytes.
-        run_ns: per distinct row of a rank's batch in the backward pass (a new sum, its slot),
-            beside its bytes.
-        refresh_ns: per changed row that a rank copies into its replica, beside its bytes.
-        tier_ns: per id and pass, for tables of several tiers (position in hotness order, tier).
-        push_tier_ns: the same for tables of several tiers of which any is pushed.
-        push_ns: per pushed id at its reader, forward and backward (owner, request).
-        push_bag_ns: per bag in the forward pass, for tables with pulled beside pushed rows (a bag's
-            pulled rows are found bag by bag).
-        odd_ns: per id (or touched row), pass over it and 16 columns, for rows of a width that no
-            kernel is made for.
-        table_us: per table and phase (a task, and what is set up for it).
-        sort_table_us: per table in the backward pass, beside that (counters of the sort).
-        far_ns: per id of a pulled tier that lies in other memory domains, at its reader: finding
-            each row once, and what was fetched of it.
-        wire_ns: per byte that a rank sends to another host or receives from there, in the rank's
-            own time: packing, copies, the network stack. No phase computes while it exchanges.
-        warm_share: share of the caches that keeps rows and buffers from one batch to the next (0 =
-            every batch begins cold).
+        phase_us: microseconds per phase (launch or call, barrier).
+        id_ns: nanoseconds per id in the forward pass (resolve, address, loop).
+        sort_ns: ns per id in the backward pass (sort, run lengths).
+        reduce_ns: ns per id in the backward pass (segment reduce).
+        update_ns: ns per touched row at its owner (merge, optimizer arithmetic).
+        run_ns: ns per distinct row of a rank's batch in the backward pass (new sum, slot).
+        refresh_ns: ns per changed row that a rank copies into its replica.
+        tier_ns: ns per id and pass, for tables of several tiers (position in hotness order, tier).
+        push_tier_ns: as `tier_ns`, for tables of several tiers, at least one of which is pushed.
+        push_ns: ns per pushed id at its reader, forward and backward (owner, request).
+        push_bag_ns: ns per bag in the forward pass, for tables with both pulled and pushed rows
+            (each bag's pulled rows are found separately).
+        odd_ns: ns per id (or touched row), pass over the row and 16 columns, for row widths without
+            a specialised kernel.
+        table_us: microseconds per table and phase (task, setup).
+        sort_table_us: additional microseconds per table in the backward pass (counters of the
+            sort).
+        far_ns: ns per id of a pulled tier with owners in other memory domains, at its reader:
+            de-duplicating the ids and locating the fetched rows.
+        wire_ns: CPU time of a rank in ns per byte that it sends to or receives from other hosts
+            (packing, copies, network stack). It does not overlap with the computation of a phase.
+        warm_share: share of the caches, 0..1, that retains rows and buffers from one batch to the
+            next (0 = every batch begins with cold caches).
     """
 
     phase_us: float = 5.0
@@ -117,7 +121,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """One memory domain; the fields are those of the TOML file."""
+    """One memory domain; `ranks` and `host` are global numbers, other fields as in the TOML file.
+    """
 
     ranks: tuple[int, ...]
     host: int
@@ -131,7 +136,7 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Rack:
-    """Hosts that share an uplink to those of other racks; the fields are those of the TOML file."""
+    """Hosts that share one uplink to all other racks; fields as in the TOML file."""
 
     hosts: tuple[int, ...]
     uplink_gbps: float
@@ -143,15 +148,17 @@ class Topology:
 
     Attributes:
         name: name of the topology.
-        domains: ranks 0..W-1 in order through the domains.
+        domains: memory domains, whose ranks are 0..W-1 in order.
         costs: constants of the cost model.
-        source: ``"measured"``, ``"published"`` or ``"assumed"``.
-        host_memory_bytes: slower memory of each host that may hold rows (0 = none).
-        host_gbps: bandwidth of that memory per rank.
-        hosts_share_links: whether the ranks of a host share one link to other hosts, so that one
-            may use bandwidth that others leave unused; its bandwidth is the sum of their
-            `cross_gbps`. Otherwise every rank has a link of its own.
-        racks: racks of all hosts; none if hosts are connected to all others alike.
+        source: origin of the figures: ``"measured"``, ``"published"`` or ``"assumed"``.
+        host_memory_bytes: bytes per host of slower memory that may store rows (0 = none).
+        host_gbps: bandwidth of that memory in GB/s per rank.
+        hosts_share_links: whether all ranks of a host share one link to other hosts, whose
+            bandwidth is the sum of their `cross_gbps`; otherwise each rank has its own link.
+        racks: the racks of all hosts; empty if every pair of hosts is connected equally.
+
+    Raises:
+        InvalidInputError: a field has an invalid value.
     """
 
     name: str
@@ -177,16 +184,16 @@ class Topology:
         for k, rack in enumerate(self.racks):
             _check_number(what, f"rack[{k}].uplink_gbps", rack.uplink_gbps, above=0)
         listed = sorted(h for rack in self.racks for h in rack.hosts)
-        require(what, "list every host in one rack, or state no racks", (
+        require(what, "list every host in exactly one rack, or remove all [[rack]] entries", (
             "hosts of racks", listed,
             not self.racks or listed == sorted({d.host for d in self.domains}),
             "the hosts of the domains, each once"))
         _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
         _check_number(what, "host_gbps", self.host_gbps, at_least=0)
         require_fields(
-            self, what, "state how fast the ranks read that memory, and where the numbers are from",
+            self, what, "correct this field",
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
-             "> 0 beside host_memory_bytes"),
+             "> 0 GB/s when host_memory_bytes > 0"),
             ("source", self.source in ("measured", "published", "assumed"),
              "measured, published or assumed"),
             ("hosts_share_links", isinstance(self.hosts_share_links, bool), "true or false"))
@@ -202,7 +209,7 @@ class Topology:
         return len({d.host for d in self.domains})
 
     def domain_of(self) -> list[int]:
-        """Index of each rank's domain, by rank."""
+        """Return the index of each rank's domain, int [W]."""
         return [k for k, d in enumerate(self.domains) for _ in d.ranks]
 
     @staticmethod
@@ -210,21 +217,21 @@ class Topology:
         """Read a topology file.
 
         Raises:
-            FileFormatError: not TOML.
-            InvalidInputError: unknown, missing or bad fields.
+            FileFormatError: the file is not TOML.
+            InvalidInputError: a field is unknown, missing or has an invalid value.
         """
         return Topology.from_dict(read_toml(path, f"cannot read {os.fspath(path)!r} as a topology"))
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Topology:
-        """The topology of a parsed TOML file; raises InvalidInputError."""
+        """Make a topology from a parsed TOML file; raises InvalidInputError as `from_toml` does."""
         what = f"invalid topology {value.get('name', '')!r}"
         _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
                                   "host_gbps", "hosts_share_links", "rack"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
         if not isinstance(value["domain"], list):
             raise InvalidInputError(what, "domain", value["domain"], "[[domain]] entries",
-                                    "correct the file")
+                                    "write [[domain]], with two brackets, before each entry")
         domains: list[Domain] = []
         for entry in value["domain"]:
             domains += _domains_of(what, entry, sum(len(d.ranks) for d in domains))
@@ -236,11 +243,10 @@ class Topology:
 
     @staticmethod
     def this_host(world_size: int) -> Topology:
-        """`world_size` processes on this machine: one memory domain, assumed constants.
+        """Return a topology of `world_size` processes on this machine: one memory domain.
 
-        Tables may take half of its memory.
-
-        ``oper calibrate`` replaces the assumed constants by measured ones.
+        Tables may take half of the memory. Bandwidths and costs are assumed; ``oper calibrate``
+        measures them.
         """
         memory = memory_bytes("MemTotal") or 8e9
         domain = Domain(tuple(range(world_size)), 0, max(1, int(memory / 2)),
@@ -251,11 +257,11 @@ class Topology:
 
     @staticmethod
     def of_domains(domain_of: Sequence[int]) -> Topology:
-        """Processes on hosts like this one, with assumed constants of an ordinary network.
+        """Return a topology of hosts like this one with assumed constants of a 10 Gbit/s network.
 
         Args:
-            domain_of: index of each rank's memory domain, by rank; a domain is a host, whose ranks
-                share its link. Ranks of a domain that are not consecutive count as separate hosts.
+            domain_of: index of each rank's memory domain, int [W]. Each domain is a host, whose
+                ranks share its link. A domain of non-consecutive ranks becomes several hosts.
         """
         here = Topology.this_host(len(domain_of))
         starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]
@@ -265,10 +271,10 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # A phase over TCP costs 50 to 450 us (benchmarks/cluster.json, `phase_us`), and the ranks
-        # copy every byte themselves. What tiers and pushed ids cost is of the order that
-        # calibration finds: little beside a network of this speed, but it decides between plans
-        # that send alike.
+        # A phase over TCP costs 50 to 450 us (benchmarks/cluster.json, `phase_us`), and ranks spend
+        # CPU time on every byte. The costs of tiers and pushed ids have the order of magnitude that
+        # calibration measures: small compared with such a network, but they decide between plans
+        # that send the same number of bytes.
         costs = replace(here.costs, phase_us=150.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
                         far_ns=12.0, wire_ns=0.4)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
@@ -281,17 +287,17 @@ _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbp
 
 
 def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
-    """The domains of one ``[[domain]]`` entry, ranks counted from `first_rank`."""
+    """Return the domains of one ``[[domain]]`` entry, whose ranks start at `first_rank`."""
     _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
     copies, ranks = entry.get("copies", 1), entry.get("ranks", 1)
     per_host, host = entry.get("per_host", copies), entry.get("host", 0)
-    require(what, "correct the file", *(
+    require(what, "correct this field of [[domain]]", *(
         (name, value, type(value) is int and value >= low, f"an integer >= {low}")
         for name, value, low in (("copies", copies, 1), ("ranks", ranks, 1),
                                  ("per_host", per_host, 1), ("host", host, 0))))
     stop = first_rank + copies * ranks
-    require(what, "correct the file",
-            ("ranks of all domains", stop, stop <= MAX_RANKS, f"at most {MAX_RANKS}"))
+    require(what, "reduce copies or ranks of the domains",
+            ("number of ranks", stop, stop <= MAX_RANKS, f"<= {MAX_RANKS}"))
     read = entry["read_gbps"]
     link = entry.get("link_gbps", read)
     return [
@@ -303,12 +309,12 @@ def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
 
 
 def _racks_of(what: str, entries: Any) -> tuple[Rack, ...]:
-    """The ``[[rack]]`` entries."""
+    """Parse the ``[[rack]]`` entries."""
     out = []
     for entry in entries if isinstance(entries, list) else [entries]:
         _check_keys(what, entry, {"hosts", "uplink_gbps"}, {"hosts", "uplink_gbps"})
         hosts = entry["hosts"]
-        require(what, "correct the file", (
+        require(what, "write for example hosts = [0, 1]", (
             "hosts of a rack", hosts,
             isinstance(hosts, list) and all(type(h) is int for h in hosts), "a list of integers"))
         out.append(Rack(tuple(hosts), entry["uplink_gbps"]))
@@ -326,11 +332,17 @@ def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,
     if math.isfinite(number) and number > above and number >= at_least:
         return
     limit = f">= {at_least}" if above == -math.inf else f"> {above}"
-    raise InvalidInputError(what, name, value, f"a number {limit}", "state what the machine has")
+    raise InvalidInputError(what, name, value, f"a finite number {limit}", "correct this number")
 
 
 def _check_keys(what: str, value: Any, known: set[str], needed: set[str]) -> None:
-    keys = set(value) if isinstance(value, dict) else None
-    if keys is None or keys - known or needed - keys:
-        raise InvalidInputError(what, "keys", sorted(keys) if keys is not None else value,
-                                f"{sorted(needed)} and at most {sorted(known)}", "correct the file")
+    if not isinstance(value, dict):
+        raise InvalidInputError(what, "entry", value, f"a TOML table with keys of {sorted(known)}",
+                                "write the entry as a table")
+    keys = set(value)
+    if keys - known:
+        raise InvalidInputError(what, "unknown keys", sorted(keys - known),
+                                f"keys of {sorted(known)}", "rename or remove them")
+    if needed - keys:
+        raise InvalidInputError(what, "keys", sorted(keys), f"also {sorted(needed - keys)}",
+                                "add the missing keys")

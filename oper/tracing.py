@@ -1,4 +1,4 @@
-"""`trace()`: a file with the begin and end of the phases of training steps on all ranks."""
+"""`trace()`: write a timeline of the phases of training steps on all ranks to a file."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
 
     from oper.shmem.tables import ShardedTables
 
-_SPANS_OF_A_STEP = 1 << 16  # kept at most, of one collection
-_SPANS = 1 << 20  # likewise of all steps
+_SPANS_OF_A_STEP = 1 << 16  # maximum number recorded per step, collection and rank
+_SPANS = 1 << 20  # maximum number recorded over all steps, per collection and rank
 
 Steps = tuple[int, int]
 
 
 def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = None, *,
           done: int = 0) -> Trace:
-    """Record the phases of training steps on all ranks in a file for ui.perfetto.dev.
+    """Record the phases of training steps on all ranks in a trace file for ui.perfetto.dev.
 
-    A context manager around a part of the training loop. The file has a process for each memory
-    domain (host), a thread for each thread of a rank, and a bar for each phase of each step:
-    ``forward``, ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``;
-    inside of these, ``barrier`` and ``exchange`` (between hosts), with the bytes sent; and
-    ``resolve``, where ids are resolved ahead. Between them a rank does something else, for example
-    dense compute. Times are those of rank 0's clock; the file states how far another host's clock
-    may be off (``clock_uncertainty_us``). Leaving is collective; an error that leaves the block
-    leaves no file.
+    A context manager around part of the training loop. The trace has one process per memory domain
+    (host), one thread per thread of a rank, and one bar per phase and step: ``forward``,
+    ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``. Nested bars
+    show ``barrier`` and ``exchange`` (between hosts, with the bytes sent); ``resolve`` bars show
+    ids resolved ahead of their lookup. Gaps are other work of the rank, such as dense computation.
+    Times are on rank 0's clock; ``clock_uncertainty_us`` in the file bounds the error of other
+    hosts' times. Leaving the block is collective; if an error leaves it, no file is written.
 
     Args:
-        model: what `shard` returned for training, or a model that contains it.
-        path: the file, replaced when it is complete; written by rank 0.
-        steps: the first and the last one to record; by default all of the block. The steps of a
-            collection of tables end with its updates.
-        done: number of the last step before the block.
+        model: the result of `shard` for training, or a model that contains it.
+        path: the trace file, written by rank 0; an existing file is replaced atomically.
+        steps: numbers of the first and last step to record; by default all steps in the block. A
+            step of a collection ends with its update.
+        done: number of the last step before the block, so that the block's first is `done` + 1.
 
     Raises:
-        InvalidInputError: there is nothing to trace, or the steps have already passed.
+        InvalidInputError: the model has no sharded tables, is not trained, or is being traced;
+            `path` is a folder; or `steps` is not a range after `done`.
         OperError: the tables are in device memory.
-        OSError: on all ranks, when the file cannot be written.
+        OSError: the file cannot be written; raised on all ranks.
 
     Example:
         >>> import torch, oper
@@ -62,7 +62,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     what = "cannot trace training steps"
     check_local(path)
     if os.path.isdir(path):
-        raise InvalidInputError(what, "path", os.fspath(path), "a file", "name a file in it")
+        raise InvalidInputError(what, "path", os.fspath(path), "a file, not a folder",
+                                "name a file in this folder")
     if steps is not None and not (len(steps) == 2 and all(isinstance(x, int) for x in steps)
                                   and done < steps[0] <= steps[1]):
         raise InvalidInputError(what, "steps", steps,
@@ -82,24 +83,24 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
 
 
 class Trace:
-    """Steps that are being recorded; see `trace`.
+    """The context manager that `trace` returns.
 
     Attributes:
-        is_written: whether the file is there.
+        is_written: whether the trace file has been written.
     """
 
     def __init__(self, tables: Sequence[ShardedTables], path: str | os.PathLike[str],
                  steps: Steps | None, done: int) -> None:
         self.is_written = False
         self._path, self._steps = path, steps
-        self._tables = tables[0]  # whose barrier the ranks share
+        self._tables = tables[0]  # its group makes the collective calls of the trace
         self._recorders = [_Recorder(t, steps, done) for t in tables]
         self._is_over = False
 
     def __enter__(self) -> Trace:
         if self._is_over:
-            raise InvalidInputError("cannot trace training steps", "trace", "it is over",
-                                    "one block for each trace", "call oper.trace again")
+            raise InvalidInputError("cannot trace training steps", "trace", "already finished",
+                                    "one block per trace", "call oper.trace again")
         try:
             for recorder in self._recorders:
                 recorder.start()
@@ -121,9 +122,10 @@ class Trace:
             recorder.stop()
 
     def write(self) -> None:
-        """Write the file now, before the block ends. Collective; between two steps.
+        """Stop recording and write the file before the end of the block. Collective; must be called
+        between two steps.
 
-        Warns if steps were not reached; if none was, there is no file.
+        Warns if not all requested steps were recorded; if none was, no file is written.
         """
         if self._is_over:
             return
@@ -148,29 +150,29 @@ class Trace:
             self._warn(found, sum(part.lost for part in parts))
 
     def _warn(self, found: Sequence[int], lost: int) -> None:
-        """Warn about steps and spans that the file lacks."""
+        """Warn about steps and spans that are missing from the file."""
         name = f"the trace {os.fspath(self._path)!r}"
         if not found or (self._steps is not None and found[-1] != self._steps[1]):
             has = f"has steps {found[0]} to {found[-1]} only" if found else "has no step: no file"
             warnings.warn(fail(f"{name} {has}", "steps", self._steps,
                                "steps of the block, which ended after step "
                                f"{max(r.step for r in self._recorders)}",
-                               "trace earlier steps, or make more"), stacklevel=4)
+                               "trace earlier steps, or run more steps in the block"), stacklevel=4)
         if lost:
             warnings.warn(fail(f"{name} has gaps", "bars left out", lost,
-                               f"at most {_SPANS:,} of a collection and rank, and "
-                               f"{_SPANS_OF_A_STEP:,} in one step", "trace fewer steps"),
+                               f"at most {_SPANS:,} bars per collection and rank, and "
+                               f"{_SPANS_OF_A_STEP:,} per step", "trace fewer steps"),
                           stacklevel=4)
 
 
 class _Recorder:
-    """The spans of one collection on this rank.
+    """Records the spans of one collection on this rank.
 
     Attributes:
         tables: the collection.
-        step: updates so far.
-        spans: with their steps.
-        lost: spans that there was no room for.
+        step: number of the last finished step.
+        spans: (step, span) in the order of recording.
+        lost: number of spans dropped because a limit was reached.
     """
 
     def __init__(self, tables: ShardedTables, steps: Steps | None, done: int) -> None:
@@ -183,9 +185,9 @@ class _Recorder:
     def start(self) -> None:
         if any(isinstance(getattr(f, "__self__", None), _Recorder) for f in self.tables.on_update):
             raise InvalidInputError("cannot trace training steps", "tables",
-                                    list(self.tables.specs)[:8], "tables that are not traced",
+                                    list(self.tables.specs)[:8], "tables without another trace",
                                     "end the other trace first")
-        with self.tables.turns.lock:  # no step is under way
+        with self.tables.turns.lock:  # waits for a step of another thread
             self.tables.on_update.append(self._after_update)
             self._switch()
 
@@ -198,7 +200,7 @@ class _Recorder:
             self._is_on = False
 
     def _switch(self) -> None:
-        """Have the next step recorded, or not."""
+        """Start or stop recording, depending on the number of the next step."""
         wanted = self._steps is None or self._steps[0] <= self.step + 1 <= self._steps[1]
         if wanted != self._is_on:
             self.tables.trace_phases(_SPANS_OF_A_STEP if wanted else 0)
@@ -218,11 +220,11 @@ class _Part(NamedTuple):
     """The recording of one rank.
 
     Attributes:
-        host: its name.
+        host: name of the rank's host.
         domain: lowest rank of its memory domain.
-        collections: their names.
-        spans: spans of each collection, with their steps.
-        lost: spans that there was no room for.
+        collections: names of the collections.
+        spans: (step, span) lists, one per collection.
+        lost: number of spans dropped because a limit was reached.
     """
 
     host: str
@@ -232,13 +234,13 @@ class _Part(NamedTuple):
     lost: int
 
     def all(self) -> Iterator[tuple[int, Span, str]]:
-        """All spans, each with its step before it and its collection after it."""
+        """Yield (step, span, name of the collection) for all spans."""
         for name, spans in zip(self.collections, self.spans, strict=True):
             for step, span in spans:
                 yield step, span, name
 
     def threads(self) -> list[int]:
-        """The system's ids of the threads, the training thread first."""
+        """Return the system's thread ids, the training thread's first."""
         spans = list(itertools.chain.from_iterable(self.spans))
         return list(dict.fromkeys([*(s.thread for _, s in spans if s.name == "reduce"),
                                    *(s.thread for _, s in spans)]))
@@ -246,12 +248,12 @@ class _Part(NamedTuple):
 
 def _joined(parts: Sequence[_Part], clocks: Sequence[Clock], steps: Sequence[int]
             ) -> dict[str, Any]:
-    """The trace of all ranks.
+    """Combine the recordings of all ranks into one trace.
 
     Args:
         parts: recordings by rank.
         clocks: clocks by rank.
-        steps: that are there.
+        steps: the recorded steps, ascending.
     """
     domains = list(dict.fromkeys(part.domain for part in parts))
     processes: dict[int, str] = {}

@@ -395,7 +395,7 @@ def test_a_trace_that_is_over_does_not_begin_again(tmp_path: Path) -> None:
     traced = oper.trace(bag, tmp_path / "trace.json")
     with traced:
         bag(torch.tensor([[1, 2]])).sum().backward()
-    with pytest.raises(InvalidInputError, match="it is over"), traced:
+    with pytest.raises(InvalidInputError, match="already finished"), traced:
         pass
     assert bag.tables.on_update == []
     with pytest.raises(InvalidInputError, match="two integers"):

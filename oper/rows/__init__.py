@@ -1,1 +1,1 @@
-"""Rows under a plan: where each of them lives, its new numbers, and transfers between ranks."""
+"""Rows under a plan: their owners, their renumbering, and counts of transfers between ranks."""

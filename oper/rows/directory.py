@@ -1,8 +1,8 @@
-"""Where the rows of a table live: the arithmetic that C++ executes, in NumPy.
+"""Which rank owns which rows of a table: the arithmetic of the C++ kernels, in NumPy.
 
-*position* = place in hotness order; *slot* = row number in the owner's shard of the table;
-*home key* = owner's first key + slot, a permutation of the rows that sorts them by owner and slot.
-Replicated rows have a home as well: it holds the master copy and the optimizer state.
+*Position*: index of a row in hotness order. *Owner*: the rank that stores a row; of a replicated
+row, its master copy and optimizer state. *Slot*: index of a row in its owner's shard of the table.
+*Home key*: ``owner_begin[owner] + slot``, a permutation of the rows sorted by owner and slot.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ _LINE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierLayout:
-    """Arithmetic of one tier.
+    """Owners and slots of the rows of one tier.
+
+    The row at position ``p = tier.start + n * P + k`` belongs to rank ``r = pattern[k]`` and has
+    slot ``slot_base[r] + n * weight[r] + within[k]``.
 
     Attributes:
         tier: the tier.
-        pattern: int64 [P], owner at offset k of the repeating pattern.
-        within: int64 [P], how many earlier offsets of the pattern have the same owner.
+        pattern: int64 [P], the owners of P consecutive positions; repeats.
+        within: int64 [P], number of earlier entries of the pattern with the same owner.
         weight: int64 [W], rows of each rank in one repetition of the pattern.
         slot_base: int64 [W], slot of the tier's first row on each rank.
-        num_rows: int64 [W], rows of the tier on each rank.
-        replica_base: int64 [W], first replica row on each rank, -1 = no copy.
-        dtype, row_bytes: element type and bytes of its rows.
-        begin, replica_begin: int64 [W], on each rank, bytes before the tier's first row in the
-            array of rows, and before its first replica row in the array of replicas.
+        num_rows: int64 [W], number of rows of the tier that each rank owns.
+        replica_base: int64 [W], index of the tier's first row among each rank's replica rows; -1 if
+            the rank has no replica.
+        dtype, row_bytes: element type and bytes of the tier's rows.
+        begin, replica_begin: int64 [W], byte offset of the tier's first row in each rank's array of
+            rows, and of its first replica row in the rank's array of replicas.
     """
 
     tier: Tier
@@ -51,24 +55,25 @@ class TierLayout:
 
 
 class TableDirectory:
-    """Directory of one column piece of a table; pure arithmetic, no memory of the rows.
+    """Maps the rows of one column piece of a table to owners and slots; does not access the rows.
 
     Args:
         plan: the table's placement.
-        world_size: ranks W.
+        world_size: number of ranks W.
         piece: index of the column piece.
 
     Attributes:
-        table: the whole table.
-        column, dim: first column and columns of the piece.
-        num_slots: int64 [W], rows on each rank; rows in host memory have the last slots.
-        num_replica_rows: int64 [W], replicated rows on each rank, in the same order.
+        table: spec of the table, with all its columns.
+        column, dim: first column of the piece, and number of its columns.
+        tiers: `TierLayout` of each tier, in the order of positions.
+        num_slots: int64 [W], rows that each rank owns; rows in host memory have the last slots.
+        num_replica_rows: int64 [W], replica rows on each rank, those in host memory last.
         num_host_slots, num_host_replica_rows: int64 [W], how many of them are in host memory.
-        bytes, host_bytes: int64 [2, W], bytes of the rows and of the replicated rows on each rank,
-            and how many of these bytes are in host memory.
-        is_mixed: whether tiers have different element types; their rows are then numbered by tier,
-            see `by_tier`.
-        owner_begin: int64 [W + 1], first home key of each rank.
+        bytes, host_bytes: int64 [2, W], bytes of the owned rows and of the replica rows on each
+            rank: all of them, and those in host memory.
+        is_mixed: whether tiers have different element types; rows are then addressed by tier and
+            row number within the tier (`by_tier`), since slots differ in size.
+        owner_begin: int64 [W + 1], first home key of each rank, then the number of rows.
 
     Raises:
         PlanError: the table has more rows than there are slot numbers, or has quantised rows and
@@ -86,8 +91,8 @@ class TableDirectory:
                             f"whole rows for {plan.table.dtype}, whose codes share a scale",
                             "plan without column splits")
         tiers = plan.pieces[piece].tiers
-        # With single striped tiers the order of rows is irrelevant: arithmetic on the id. All
-        # pieces of a table order its rows alike, since they meet by position.
+        # If every piece has one tier, hotness does not matter and positions can be ids. All pieces
+        # of a table must use the same order, since a row's pieces are matched by position.
         one_tier = all(len(p.tiers) == 1 for p in plan.pieces)
         self.head_ids = np.zeros(0, np.int64) if one_tier else plan.head_ids
         order = np.argsort(self.head_ids, kind="stable")
@@ -125,7 +130,7 @@ class TableDirectory:
                             f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two")
 
     def _lay_out(self, tier: Tier, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:
-        """A tier behind the rows and replicated rows that there are."""
+        """Return the layout of a tier that follows `slots` rows and `replicas` replica rows."""
         pattern = np.asarray(tier.pattern(), np.int64)
         within = np.zeros(pattern.size, np.int64)
         for rank in set(pattern.tolist()):
@@ -139,7 +144,7 @@ class TableDirectory:
             ranks = list(tier.ranks)
             replica_base[ranks] = replicas[ranks]
         dtype = tier.dtype or self.table.dtype
-        # Rows of several types begin at a cache line each; one type is numbered through.
+        # Tiers of different types begin at cache lines; with one type, rows are contiguous.
         align = _LINE if self.is_mixed else 1
         begin, replica_begin = -(-self.bytes // align) * align
         return TierLayout(tier, pattern, within, weight.astype(np.int64), slots.copy(),
@@ -152,7 +157,7 @@ class TableDirectory:
         return bytes_of_row(self.table.dtype, self.dim)
 
     def position_of(self, ids: np.ndarray) -> np.ndarray:
-        """Positions (int64 [n]) of valid ids (int64 [n])."""
+        """Return the positions (int64 [n]) of valid ids (int64 [n])."""
         if not self.head_ids.size:
             return ids
         below = np.searchsorted(self._sorted_head, ids)
@@ -161,7 +166,7 @@ class TableDirectory:
         return np.where(hot, self._sorted_positions[at], self.head_ids.size + ids - below)
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """Ids (int64 [n]) at valid positions (int64 [n])."""
+        """Return the ids (int64 [n]) at valid positions (int64 [n])."""
         num_head = self.head_ids.size
         if not num_head:
             return positions
@@ -171,7 +176,7 @@ class TableDirectory:
         return np.where(positions < num_head, hot, cold)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Home owner and slot (int64 [n] each) of positions (int64 [n])."""
+        """Return the owners and slots (int64 [n] each) of positions (int64 [n])."""
         owner = np.empty(positions.shape, np.int64)
         slot = np.empty(positions.shape, np.int64)
         for layout, at, who, number in self.by_tier(positions):
@@ -181,11 +186,12 @@ class TableDirectory:
 
     def by_tier(self, positions: np.ndarray
                 ) -> Iterator[tuple[TierLayout, np.ndarray, np.ndarray, np.ndarray]]:
-        """The given positions (int64 [n]) by tier, for every tier that has any.
+        """Group positions (int64 [n]) by tier.
 
         Yields:
-            The tier; indices of its positions; their owners; and their row numbers among the
-                owner's rows of the tier (int64 [m] each; owners are read-only).
+            For every tier with m > 0 of the positions: its layout; indices of these positions in
+                `positions`; their owners; their row numbers among the owner's rows of the tier
+                (int64 [m] each; the owners must not be written to).
         """
         for layout in self.tiers:
             at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
@@ -196,7 +202,7 @@ class TableDirectory:
                 yield layout, at, np.broadcast_to(who, at.shape), number
 
     def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
-        """Positions (int64 [n]) of the rows that valid slots (int64 [n]) of `rank` hold."""
+        """Return the positions (int64 [n]) of the rows in valid slots (int64 [n]) of `rank`."""
         positions = np.empty(slots.shape, np.int64)
         for layout in self.tiers:
             first, count = layout.slot_base[rank], layout.num_rows[rank]
@@ -210,12 +216,12 @@ class TableDirectory:
         return positions
 
     def head_map(self) -> tuple[np.ndarray, ...]:
-        """Bitmap words int64 [n] and positions int32 [H] of head rows, for the kernels; () without
-        a head.
+        """Return the map from head ids to positions that the kernels read; () without a head.
 
-        n = ceil(num_rows / 32); bit i % 32 of word i // 32 marks head row i, and the word's high
-        half counts the head rows before it; `positions` lists their positions in ascending order of
-        id.
+        Returns:
+            int64 [ceil(num_rows / 32)]: bit i % 32 of word i // 32 is set if id i is in the head,
+                and the word's upper 32 bits are the number of head ids below 32 * (i // 32).
+            int32 [H] (bits of uint32): positions of the head ids, in ascending order of id.
         """
         if not self.head_ids.size:
             return ()
@@ -227,7 +233,7 @@ class TableDirectory:
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
 
     def head_order(self) -> tuple[np.ndarray, ...]:
-        """Head ids in order of position, and in ascending order, int32 [H] each (bits of uint32);
+        """Return the head ids by position, and in ascending order, int32 [H] each (bits of uint32);
         () without a head."""
         if not self.head_ids.size:
             return ()
@@ -236,24 +242,24 @@ class TableDirectory:
 
 
 def _divided(values: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray | int]:
-    """Quotients int64 [n], and remainders int64 [n] or 0: dividing takes the longest, and most
-    patterns have a rank once."""
+    """Return quotients int64 [n] and remainders int64 [n]; without a slow division if `by` is 1,
+    the usual case, when the remainder is the number 0."""
     return (values, 0) if by == 1 else np.divmod(values, by)
 
 
 def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
-    """The directories of a plan: one per column piece of each table.
+    """Return the directories of a plan, one per column piece of each table.
 
     Raises:
-        PlanError: a table has rows of several types and `may_mix` is false.
+        PlanError: a table has rows of several types, and `may_mix` is false.
     """
     found = [TableDirectory(t, plan.world_size, piece)
              for t in plan.tables for piece in range(len(t.pieces))]
     for d in found:
         if d.is_mixed and not may_mix:
-            raise PlanError(f"cannot shard table {d.table.name!r}", "types of its rows",
-                            [(x.tier.start, x.dtype) for x in d.tiers], "one",
-                            "publish it with oper.publish, whose tables may have several")
+            raise PlanError(f"cannot shard table {d.table.name!r}", "(first row, dtype) of tiers",
+                            [(x.tier.start, x.dtype) for x in d.tiers], "one dtype",
+                            "publish it with oper.publish, which supports several dtypes")
     return found
 
 
@@ -262,9 +268,9 @@ class NeedsAcross:
     """Which exchanges a plan needs between memory domains.
 
     Attributes:
-        gathers: whether any rank asks other domains for rows.
-        pulls: whether any rank asks other domains for rows of pulled tiers; this is what counts
-            where owners pool the rows of pushed tiers.
+        gathers: whether any rank requests rows from other domains, if owners do not pool.
+        pulls: whether any rank requests rows of pulled tiers from other domains, the only rows
+            requested if owners pool the rows of pushed tiers.
         refreshes: whether any replica has its master in another domain and must be refreshed.
         shares: whether a rank reads a replica that another rank of its domain holds.
     """
@@ -276,7 +282,8 @@ class NeedsAcross:
 
 
 def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]) -> NeedsAcross:
-    """Which exchanges a plan needs between memory domains; `domain_of` gives each rank's domain."""
+    """Return the exchanges between memory domains that a plan needs; `domain_of`: int [W], domain
+    of each rank."""
     gathers = pulls = refreshes = shares = False
     domains = np.asarray(domain_of)
     for x in (x for d in directories for x in d.tiers):

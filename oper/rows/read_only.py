@@ -1,4 +1,4 @@
-"""Plans for tables that are only read: one copy per memory domain, precision by hotness."""
+"""Plans for read-only tables: one copy per memory domain, element types by hotness."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from oper.plan import Plan, TablePlan, Tier
 
 
 def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
-    """Adapt a plan to tables that are only read: replicas per memory domain, not per rank.
+    """Return the plan with replicas per memory domain instead of per rank, for read-only tables.
 
-    A replicated tier keeps one of its ranks in every domain, so that a domain holds one replica; if
-    all its ranks share a single domain, it becomes striped over them. Tiers that together form one
-    stripe over all ranks of a single domain are merged into one, which needs no directory.
+    A replicated tier keeps only its first rank in each domain. If all its ranks are in one domain,
+    it becomes striped over them. Consecutive tiers that then have the same placement are merged.
 
     Args:
         plan: the plan.
-        domains: memory domain of each rank, by rank.
+        domains: int [W], memory domain of each rank.
     """
     def shared(tier: Tier) -> Tier:
         if tier.placement != "replicated":
@@ -50,24 +49,24 @@ def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
 
 def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest: np.ndarray
                     ) -> TablePlan:
-    """A table's placement with an element type for each range of the hotness order.
+    """Return a table's placement with one element type for each range of the hotness order.
 
     Args:
-        entry: the placement. Column splits are kept only if there is a single type.
-        dtypes: (last position + 1, type) of each range, hottest first; the last one ends with the
-            table. Where there are several, the last type is int8 or int4.
-        hottest: int64 [H], ids at the first positions, as far as they are known; empty where ids
-            are positions.
+        entry: the placement; without column splits if there are several types.
+        dtypes: (stop position, type) of each range, hottest first; the last range ends at the last
+            row. If there are several types, the last one must be int8 or int4.
+        hottest: int64 [H], the known ids at positions 0..H-1; empty if every id equals its
+            position.
 
     Returns:
         The placement; the table's dtype is that of the last range. Tiers are cut where the
-        type changes, and state their type where it differs from the table's.
+        type changes, and have a `dtype` of their own if it differs from the table's.
 
     Raises:
-        PlanError: the ids are in another order than the placement's, or too few.
+        PlanError: `hottest` contradicts the placement's order, or has too few ids.
     """
     spec = replace(entry.table, dtype=dtypes[-1][1])
-    boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order counts up to here
+    boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order matters only before it
     head = entry.head_ids
     what = f"cannot give ranges of rows of table {spec.name!r} types of their own"
     common = min(head.size, hottest.size)
@@ -76,7 +75,7 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
                         "plan from the same statistics")
     if head.size < boundary and hottest.size:
         if hottest.size < boundary:
-            raise PlanError(what, "rows with a known place in the hotness order", hottest.size,
+            raise PlanError(what, "rows with a known position in the hotness order", hottest.size,
                             f">= {boundary}", "count accesses exactly")
         head = hottest[:boundary]
     pieces = tuple(replace(p, tiers=_cut(p.tiers, dtypes)) for p in entry.pieces)

@@ -1,24 +1,25 @@
-"""What ranks read from each other: kinds of transfers, and their counts in a run or a replay.
+"""Transfers between ranks: their kinds, and their counts in a run or a replay.
 
-Ranks exchange by reading one another's memory, so that a transfer is counted once, by the rank that
-reads; *peer* is the rank that is read. Counts are units (rows, ids, numbers) and exact; bytes are
-counts times the size of a unit, payload only (no headers, no cache lines).
+Ranks exchange data by reading one another's memory. The reading rank counts a transfer; the *peer*
+is the rank whose memory it reads. Counts are exact numbers of units (rows, ids, numbers). Bytes are
+counts times the size of a unit: payload only, without headers and cache-line padding.
 
 ====================  ========  ===================================================================
 kind                  phase     one unit
 ====================  ========  ===================================================================
-rows                  forward   a row read for one id, from the reader's own copy where it has one
-ids                   forward   slot and bag of an id whose owner pools it (push), 8 bytes
-id_weights            forward   its per-sample weight, 4 bytes
-pooled_rows           forward   a row that an owner reads for such an id
+rows                  forward   a row read for one id, from the reader's own replica if it has one
+ids                   forward   slot and bag of a pushed id, read by its owner, 8 bytes
+id_weights            forward   the per-sample weight of a pushed id, 4 bytes
+pooled_rows           forward   a row that an owner reads to pool a pushed id
 partial_sums          forward   an owner's sum of one bag, and the bag's number
 weight_rows           backward  a row read for the gradient of a per-sample weight
-gradient_ids          backward  slot and bag of an id of a pushed row, 8 bytes
-gradient_id_weights   backward  its per-sample weight, 4 bytes
-bag_gradients         backward  the gradient of its bag, read by the row's owner
+gradient_ids          backward  slot and bag of a pushed id, 8 bytes
+gradient_id_weights   backward  the per-sample weight of a pushed id, 4 bytes
+bag_gradients         backward  the gradient of a pushed id's bag, read by the row's owner
 gradient_rows         backward  a rank's summed gradient of one row, and its slot, read by the
-                                owner; twice where a row's owners first exchange squares
-squares               backward  a piece's sum of squared gradients of one row, 4 bytes
+                                owner; once more for each exchange of squares
+squares               backward  the sum of squared gradients over a column piece of one row,
+                                4 bytes
 updated_rows          backward  a row and its optimizer state, read and written by the owner
 refreshed_rows        backward  a changed master row, and its slot, copied into a replica
 ====================  ========  ===================================================================
@@ -36,26 +37,25 @@ from oper.errors import InvalidInputError
 from oper.tables import OPTIMIZERS, TableSpec
 from oper.topology import Topology
 
-#: Kinds in the order of counters, with their phase. The kernels count in the same order.
+#: Phase of each kind, in the order of the kernels' counters.
 KINDS: dict[str, str] = {
     "rows": "forward", "ids": "forward", "id_weights": "forward", "pooled_rows": "forward",
     "partial_sums": "forward", "weight_rows": "backward", "gradient_ids": "backward",
     "gradient_id_weights": "backward", "bag_gradients": "backward", "gradient_rows": "backward",
     "squares": "backward", "updated_rows": "backward", "refreshed_rows": "backward"}
 KIND = {name: k for k, name in enumerate(KINDS)}
-#: What ranks of different memory domains send each other, in the order of the kernels' counters
-#: (`ShardedTables.sent_bytes`).
+#: Kinds of data in messages between memory domains, in the order of the kernels' counters; see
+#: `ShardedTables.sent_bytes`.
 SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "gradient_rows",
         "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows")
 #: Classes of links, nearest first.
 LINKS = ("own rank", "memory domain", "host", "cross host")
-#: Optimizers whose state is one number per row, which pieces of a row must agree on.
+#: Optimizers with `OptimizerKind.is_row_wise`: the owners of a row's pieces exchange squares.
 ROW_WISE = frozenset(name for name, kind in OPTIMIZERS.items() if kind.is_row_wise)
 
 
 def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
-    """Bytes of one unit of each kind, int64 [13], for a column piece of `dim` columns of `table`.
-    """
+    """Return the bytes of one unit of each kind, int64 [13], for a piece of `dim` columns."""
     row = table.row_bytes * dim // table.dim
     gradient = 4 * dim
     state = OPTIMIZERS[table.optimizer].state_bytes(dim)
@@ -67,9 +67,9 @@ def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
 
 
 def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarray:
-    """Class of link between ranks: int64 [W, W], index into `LINKS` by reader and peer.
+    """Return the class of the link between ranks: int64 [reader, peer], index into `LINKS`.
 
-    Without a topology all ranks share one memory domain.
+    Without a topology all ranks are assumed to share one memory domain.
 
     Raises:
         InvalidInputError: the topology has another number of ranks.
@@ -77,8 +77,9 @@ def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarra
     if topology is None:
         return np.where(np.eye(world_size, dtype=bool), 0, 1)
     if topology.world_size != world_size:
-        raise InvalidInputError("cannot tell links apart", "topology's ranks", topology.world_size,
-                                f"{world_size}", "pass the topology of this world")
+        raise InvalidInputError("cannot classify links", "ranks of the topology",
+                                topology.world_size, f"{world_size}, the number of ranks counted",
+                                "pass a topology with this number of ranks")
     domain = np.array(topology.domain_of())
     host = np.array([topology.domains[k].host for k in domain])
     far = np.where(host[:, None] == host[None, :], 2, 3)
@@ -88,15 +89,15 @@ def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarra
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """Counts of what one rank has read.
+    """Counts of the data that one rank has read.
 
     Attributes:
         rank: the rank.
-        tables: name of the table of each piece.
-        columns: first column and end of each piece.
+        tables: table name of each column piece, [T].
+        columns: (first column, last column + 1) of each piece, [T].
         counts: int64 [13, T, W], units by kind (`KINDS`), piece and peer.
-        unit_bytes: int64 [13, T].
-        num_forward, num_backward: passes that are counted.
+        unit_bytes: int64 [13, T], bytes of a unit by kind and piece.
+        num_forward, num_backward: number of forward and backward passes counted.
     """
 
     rank: int
@@ -109,7 +110,7 @@ class Traffic:
 
     @staticmethod
     def empty(rank: int, world_size: int, pieces: Sequence[tuple[TableSpec, int, int]]) -> Traffic:
-        """Counts of zero; `pieces` are (table, first column, column after the last)."""
+        """Return counts of 0; `pieces`: (table, first column, last column + 1) of each piece."""
         size = np.stack([unit_bytes(t, stop - start) for t, start, stop in pieces], axis=1)
         return Traffic(rank, tuple(t.name for t, _, _ in pieces),
                        tuple((a, b) for _, a, b in pieces),
@@ -121,13 +122,13 @@ class Traffic:
         return self.counts * self.unit_bytes[:, :, None]
 
     def plus(self, other: Traffic) -> Traffic:
-        """The sum of two counts of the same rank and pieces."""
+        """Return the sum of the counts of two runs of the same rank and pieces."""
         return replace(self, counts=self.counts + other.counts,
                        num_forward=self.num_forward + other.num_forward,
                        num_backward=self.num_backward + other.num_backward)
 
     def by_link(self, topology: Topology | None = None) -> dict[str, dict[str, int]]:
-        """Bytes by phase (``"forward"``, ``"backward"``) and class of link (`LINKS`)."""
+        """Return bytes by phase (``"forward"``, ``"backward"``) and class of link (`LINKS`)."""
         link = link_classes(self.counts.shape[2], topology)[self.rank]
         size = self.num_bytes.sum(axis=1)
         found: dict[str, dict[str, int]] = {p: dict.fromkeys(LINKS, 0)
@@ -138,8 +139,7 @@ class Traffic:
         return found
 
     def to_json(self, topology: Topology | None = None) -> dict[str, Any]:
-        """Passes, bytes by phase and link, and bytes by kind and peer, as values that JSON can
-        hold."""
+        """Return passes, bytes by phase and link, and bytes by kind and peer, JSON-serializable."""
         size = self.num_bytes.sum(axis=1)
         return {"rank": self.rank, "num_forward": self.num_forward,
                 "num_backward": self.num_backward, "bytes": self.by_link(topology),

@@ -1,1 +1,1 @@
-"""From a plan to lookups: heap, directory, lookup, update. Uses neither analysis nor search."""
+"""The runtime, which executes a plan: memory, lookups, updates. Imports no analysis or search."""

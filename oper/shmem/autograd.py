@@ -1,4 +1,4 @@
-"""Lookups in autograd: a backward pass updates the tables, once."""
+"""Lookups in autograd: every backward pass updates the tables once."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ _VERSION = attrgetter("_version")  # how often a tensor was changed in place
 
 
 class CollectedPasses:
-    """Collects the gradients of lookups in a backward pass until all have arrived.
+    """Collects the gradients of all lookups of the tables in one backward pass.
 
-    All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
-    gradient when the last lookup of the graph has been passed, and that is when the tables are
-    updated: once per backward pass, with the sum of its lookups' gradients, as parameters are. A
-    backward pass that does not accumulate into leaves (``torch.autograd.grad``,
-    ``backward(inputs=...)``) updates nothing.
+    All lookups depend on one leaf tensor, the anchor. Autograd accumulates the anchor's gradient
+    after the backward pass of the last lookup, and a hook on it then updates the tables with the
+    sum of the lookups' gradients. A backward pass that does not accumulate into leaves
+    (``torch.autograd.grad``, ``backward(inputs=...)``) updates nothing.
 
     Args:
-        tables: the tables, which are not kept alive.
+        tables: the tables, held by a weak reference.
 
     Attributes:
-        parts: by graph task, the thread that runs it and the passes of its lookups so far.
+        parts: by id of autograd's graph task: the thread that made its first finished lookup, and
+            the backward passes of its lookups so far.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = weakref.ref(tables)
         self.parts: dict[int, tuple[int, list[Backward]]] = {}
-        # A gradient that is there from the start is added to in place, which threads may do at
-        # once.
+        # With a gradient already present, autograd adds in place, which is safe from many threads.
         tables.anchor.grad = torch.zeros_like(tables.anchor)
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
 
     def forget_failed(self) -> None:
-        """Drop the gradients of this thread's backward passes that ended with an error."""
+        """Drop the gradients of this thread's backward passes that raised an error."""
         if self.parts and torch._C._current_graph_task_id() == -1:
             mine = threading.get_ident()
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
@@ -62,13 +61,14 @@ class CollectedPasses:
 
 
 class _Lookup(torch.autograd.Function):
-    """Forward: lookup. Backward: hands the gradient to the fused, collective update."""
+    """Forward: lookup. Backward: adds the gradient to `CollectedPasses`, which updates the tables.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
                 tables: Tables, batch: Lookup) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
-            # Copies, since changes of the originals would go undetected.
+            # Copy them: inference tensors have no version counter that would reveal changes.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
                             weights=None if weights is None else weights.clone())
         shared = batch.shared
@@ -84,7 +84,7 @@ class _Lookup(torch.autograd.Function):
                 turns.check()
                 out, offsets = tables.forward(batch, True)
                 turns.begin(offsets)
-        if batch.looked_up is not None:  # whose output would keep the graph alive, and that this
+        if batch.looked_up is not None:  # avoid a reference cycle: output -> graph -> ctx -> output
             batch = replace(batch, looked_up=None)
         ctx.call = (tables, batch, offsets, tables.frozen)
         ctx.watched = (batch.ids,) if batch.weights is None else (batch.ids, batch.weights)
@@ -116,31 +116,33 @@ class _Lookup(torch.autograd.Function):
         return tables.anchor.detach(), weights, None, None
 
 
-#: Embeddings as by `Tables.forward`, from (anchor of the tables, weights of the batch, tables,
-#: batch): one tensor, or one per feature if the batch is `apart`. If the anchor requires a
-#: gradient, the backward pass updates the tables and both passes are collective. Ids, weights and
-#: shared bags must not change between the passes.
+#: ``trained_lookup(tables.anchor, batch.weights, tables, batch)`` returns the embeddings of
+#: `Tables.forward`: one tensor, or a tuple of one per feature if `batch.apart`. If the anchor
+#: requires a gradient, the backward pass updates the tables and both passes are collective. Ids,
+#: weights and shared bags must not change between the passes.
 trained_lookup: Callable[..., Any] = _Lookup.apply
 
 
 def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
-    """Raise InvalidInputError if rows have changed since the lookup, at which the numbers of steps
-    and publications were `rows`."""
+    """Raise InvalidInputError if rows have changed since a lookup.
+
+    `rows`: `num_steps` and `num_published` of the tables at that lookup.
+    """
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:
         raise InvalidInputError("cannot take the gradient of per-sample weights",
                                 "updates of the rows since the lookup", since,
-                                "0, since the gradient is computed from the rows",
+                                "0, because the gradient is computed from the rows",
                                 "take all gradients of a step in one backward pass")
 
 
 def _refuse_changes(batch: Lookup, watched: Sequence[torch.Tensor], versions: Sequence[int]
                     ) -> None:
-    """Raise InvalidInputError for parts of a batch that were written to after its lookup."""
+    """Raise InvalidInputError naming the tensors of a batch that changed after its lookup."""
     names = ("ids", *(() if batch.weights is None else ("per-sample weights",)), "inverse_indices")
     changed = [name for name, x, before in zip(names, watched, versions, strict=False)
                if x._version != before]
     raise InvalidInputError("cannot update the rows of a lookup",
                             "changed in place since the lookup", changed,
-                            "ids and weights as they were looked up",
+                            "no change between lookup and backward pass",
                             "write the next batch into other tensors, or after the backward pass")

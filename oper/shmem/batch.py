@@ -1,4 +1,4 @@
-"""One batch of lookups: its data, its checks, and the meaning of the kernels' errors."""
+"""One batch of lookups: its data, its checks, and the errors for the kernels' status codes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
 from oper.tables import TableSpec
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen, for the reason below
+@dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen: see the comment at `Lookup`
 class SeenKeys:
-    """Keys of dynamic tables that a lookup has found, or missed.
+    """The result of looking up keys of dynamic tables in their directories.
 
     Attributes:
-        ids: int64 or int32 [N], as given by the caller.
-        version: how often `ids` had been changed in place; -1 = not counted.
-        rows: int64 or int32 [N], the rows that the lookup read: for keys their rows, 0 = none; for
-            other tables the ids.
-        counts: int64 [N], lookups of each key with a row, in the form that the directories take.
-        missed: int64 [M], the keys without a row, part by part.
-        parts: int64 [P, 6]: number of a dynamic table, its ids [begin, end), number of missed ids,
-            and the figures that the directories keep about `counts`.
+        ids: int64 or int32 [N], keys (for other tables row numbers) as given by the caller.
+        version: in-place version counter of `ids` at the lookup; -1 if it has none.
+        rows: int64 or int32 [N], the rows that the lookup read: the key's row, or 0 for a key
+            without one; for other tables equal to `ids`.
+        counts: int64 [N], lookups of each key that has a row, as the directories' kernels take it.
+        missed: int64 [M], the keys without a row, in the order of `parts`.
+        parts: int64 [P, 6], one line per dynamic table: its number, begin and end of its ids in
+            `ids`, its number of missed keys, and two values for the kernels about `counts`.
         updates: number of updates of the directories before the lookup.
     """
 
@@ -41,12 +41,12 @@ class SeenKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBags:
-    """Which bags the samples of a pooled batch have, if several samples may share a bag.
+    """The mapping from samples to bags of a pooled batch in which several samples may share a bag.
 
     Attributes:
-        bags: int64 [num_keys], how many of a key's `Lookup.batch_size` bags are used; the rest are
-            empty.
-        samples: int64 [F, B], the bag of each sample, by feature of the collection.
+        bags: int64 [num_keys], number of used bags of each key; the key's remaining
+            `Lookup.batch_size` - bags bags are empty.
+        samples: int64 [F, B], index of each sample's bag, by feature of the collection.
     """
 
     bags: torch.Tensor
@@ -64,15 +64,15 @@ class Lookup:
         key_of: int64 [F], index of the key that carries each feature of the collection.
         batch_size: bags B of each key, one per sample unless samples share them.
         weights: float32 [N], per-sample weights, or None (pooled only).
-        pooled: one row per sample with the features side by side, or one row per id, feature after
-            feature.
-        shared: the bags of samples that share them, in host memory: the lookup's result and its
-            gradient have the samples' rows. None: sample b has bag b of each key.
-        resolved: the result of `ShardedTables.resolve`, made ahead of the lookup, or None.
-        seen: keys that the lookups of dynamic tables have found or missed; `ids` are then rows. Or
-            None.
-        looked_up: the result of a lookup made ahead, or None.
-        apart: whether an unpooled lookup returns a tuple of one tensor per feature, so that the
+        pooled: if True, the output has one row per sample with the features concatenated along
+            the columns; if False, one row per id, feature after feature.
+        shared: mapping from samples to bags, in host memory; output and gradient then have one row
+            per sample. None = sample b has bag b of each key.
+        resolved: the result of `ShardedTables.resolve` for this batch, or None.
+        seen: results of the key lookups in dynamic tables, in which case `ids` are rows; else
+            empty.
+        looked_up: the result of the lookup if it was made in advance, or None.
+        apart: whether an unpooled lookup returns a tuple with one tensor per feature, so that the
             gradients need not be concatenated.
     """
 
@@ -89,16 +89,13 @@ class Lookup:
     apart: bool = False
 
     def versions(self) -> tuple[int, int, int]:
-        """In-place version counters of ids, weights and the bags of samples.
-
-        -1 for inference tensors, which have none.
-        """
+        """Return `version_of` the ids, the weights and `shared.samples`."""
         shared = self.shared
         return (version_of(self.ids), version_of(self.weights),
                 version_of(None if shared is None else shared.samples))
 
     def kept(self) -> Lookup:
-        """A copy of the batch that the caller's next batch does not overwrite."""
+        """Return a copy that stays valid if the caller overwrites the tensors of this batch."""
         shared = self.shared
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
@@ -107,20 +104,20 @@ class Lookup:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """How often a tensor has been changed in place; -1 if there is none, or it has no counter."""
+    """Return a tensor's in-place version counter; -1 for None and for inference tensors."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookedUp:
-    """The result of a lookup that was made ahead of its turn.
+    """The result of a lookup made before the program requests it (`prefetch`).
 
     Attributes:
-        by: the micro-batches for which it is valid, see `oper.shmem.micro_batches.Parts`.
-        num_published: `num_published` of the tables (see `LogicalRows`) before rows were read.
-        given: the caller's batch, in which invalid ids are not replaced.
-        versions: `Lookup.versions` before they were read.
-        out, offsets: what `ShardedTables.forward` returned.
+        by: the `oper.shmem.micro_batches.Parts` within which the result is valid.
+        num_published: `LogicalRows.num_published` of the tables before the rows were read.
+        given: the caller's batch, before `BoundsCheck` replaced invalid ids.
+        versions: `given.versions()` before its tensors were read.
+        out, offsets: the result of `ShardedTables.forward`.
     """
 
     by: Any
@@ -133,15 +130,16 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedIds:
-    """The result of `ShardedTables.resolve`, which depends on ids but not on the values of rows.
+    """The result of `ShardedTables.resolve`: row addresses, which do not depend on row values.
 
     Attributes:
-        handle: the placement for which it is valid.
+        handle: `ShardedTables.handle` of the placement for which it is valid.
         batch: the batch for which it is valid.
-        versions: `Lookup.versions` before they were read.
+        versions: `batch.versions()` before its tensors were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
         addresses: int64 [n + 64], addresses of the rows of all features, feature after feature.
-        order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
+        order: uint8, opaque to Python: the ids of every table sorted by owner and slot; empty for
+            read-only tables.
     """
 
     handle: int
@@ -152,7 +150,7 @@ class ResolvedIds:
     order: torch.Tensor
 
     def fits(self, handle: int, batch: Lookup) -> bool:
-        """Whether it is still valid, for a batch with the same ids (weights may have changed)."""
+        """Return whether the result is valid for this placement and batch; weights may differ."""
         of = self.batch
         return (self.handle == handle and of.ids is batch.ids and of.lengths is batch.lengths
                 and self.versions[0] == batch.versions()[0]
@@ -163,7 +161,7 @@ class ResolvedIds:
 
 @dataclass(frozen=True, slots=True)
 class FailedBatch:
-    """A batch that the kernels refused, with the names for its error message.
+    """A batch that the kernels refused, and the names needed for the error message.
 
     Attributes:
         batch: the batch.
@@ -181,34 +179,36 @@ class FailedBatch:
 
 
 def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
-    """`grad` with contiguous columns and rows that do not overlap, as the kernels require."""
+    """Return `grad`, copied unless each row is contiguous and rows do not overlap."""
     wide = pooled and grad.dim() == 2 and grad.stride(1) == 1 and grad.stride(0) >= grad.shape[1]
     return grad if wide else grad.contiguous()
 
 
 def is_fit(batch: Lookup, device: torch.device) -> bool:
-    """Whether tables on that device take a batch, apart from what its ids and lengths are."""
+    """Return whether a batch's devices, dtypes, shapes and keys are valid for tables on `device`;
+    the values of ids and lengths are not checked."""
     fit: bool = torch.ops.oper.is_fit(batch.ids, batch.lengths, batch.weights, batch.key_of,
                                       batch.batch_size, device)
     return fit
 
 
 def refuse_weight_gradient(batch: Lookup) -> None:
-    """Raise InvalidInputError if the gradient of weights is requested from read-only tables."""
+    """Raise InvalidInputError if the weights of a lookup in read-only tables require a gradient."""
     if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError("cannot look up in read-only tables", "per-sample weights",
                                 "requires_grad=True", "weights that need no gradient",
-                                "detach them; they would not be trained")
+                                "detach them, since read-only tables compute no gradients")
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
-    """Raise the error for a status code of the kernels. `raise_verdict` does so for the codes in
-    `PEER_FAILURES`, which a barrier or an exchange reports.
+    """Raise the error for a status code of the kernels.
+
+    Codes in `PEER_FAILURES`, which a barrier or an exchange reports, belong to `raise_verdict`.
 
     Args:
         code, detail: values returned by the operator; see `Status`.
         outbox_bytes: size of a rank's outbox.
-        failed: the batch that was looked up, unless the call had none.
+        failed: the batch of the failed operator; None if the operator had no batch.
     """
     peer: PeerLostError | DeadlineError | None = None
     if code == Status.PEER_LATE:
@@ -219,14 +219,13 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     if code == Status.PEER_REFUSED_BATCH:
         peer = PeerLostError("a peer has refused its batch, so no rank has trained", "rank",
                              detail, "a valid batch on every rank",
-                             "look at that rank's error; all ranks may continue with the next "
-                             "batch")
+                             "see that rank's error; all ranks can continue with the next batch")
     if peer is not None:
         peer.rank = detail
         raise peer
     if code == Status.OUTBOX_FULL:
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
-                        "room for the batch's distinct rows",
+                        "enough bytes for the gradients of the batch's distinct rows",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None, f"status {code} without a batch"
     batch, offsets = failed.batch, failed.offsets
@@ -239,27 +238,27 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         raise InvalidInputError("cannot look up",
                                 f"min, max of inverse_indices of {failed.features[detail][0]}",
                                 (int(bags.min()), int(bags.max())),
-                                f"0 <= bag < {count}, the number of the feature's bags",
-                                "number the distinct bags from 0")
+                                f"0 <= bag < {count}, the number of bags of the feature",
+                                "number the distinct bags consecutively from 0")
     if code == Status.BAD_LENGTHS:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
         raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
                                 (sum(batch.lengths.tolist()), least),
-                                f"{batch.ids.numel()} as there are ids, none negative",
-                                "correct the batch")
+                                f"a sum of {batch.ids.numel()}, the number of ids, and no negative "
+                                "length", "correct the lengths or the ids of the batch")
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)
     bad = int(batch.ids[detail])
     for feature, carrier in zip(failed.features, batch.key_of.tolist(), strict=True):
         num_rows = failed.specs[feature[1]].num_rows
         if carrier == key and not 0 <= bad < num_rows:
-            break  # of a feature's tables the one that lacks the row
+            break  # several features may share the key; this one's table lacks the row
     raise InvalidInputError(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
                             f"0 <= id < {num_rows}", "correct the input or enlarge the table")
 
 
 def _fault(fault: int, batch: Lookup, device: torch.device) -> tuple[str, Any, str, str]:
-    """What of a batch is refused: its name, its value, what is expected, and the remedy."""
+    """Describe a `Fault` of a batch: name, value, constraint and remedy of the error message."""
     ids, lengths, weights, key_of = batch.ids, batch.lengths, batch.weights, batch.key_of
     if fault == Fault.ELSEWHERE:
         tensors = {"ids": ids, "lengths": lengths, "per-sample weights": weights}
@@ -269,9 +268,10 @@ def _fault(fault: int, batch: Lookup, device: torch.device) -> tuple[str, Any, s
                 "move the batch there")
     if fault == Fault.NUM_LENGTHS:
         return ("number of lengths", lengths.numel(),
-                f"one per key and sample of batch size {batch.batch_size}", "correct the batch")
+                f"one length per key and sample, for batch size {batch.batch_size}",
+                "pass num_keys * batch_size lengths")
     if fault == Fault.KEY_OF:
-        return ("key_of", key_of.tolist()[:8], "a key for every feature",
+        return ("key_of", key_of.tolist()[:8], "the index of a key for every feature",
                 "add the missing features to the batch")
     if fault == Fault.WEIGHTS:
         assert weights is not None

@@ -1,4 +1,4 @@
-"""Operations by feature: splitting the rows of unpooled lookups, and finding invalid ids."""
+"""Operations per feature: splitting the output of unpooled lookups, and checking ids."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, SharedBags, is_fit
 from oper.tables import TableSpec
 
-#: What happens to an id outside its table, in FBGEMM's names (``BoundsCheckMode``).
+#: Treatments of ids outside their tables, named as in FBGEMM (``BoundsCheckMode``).
 BOUNDS_MODES = ("fatal", "warning", "ignore")
 
 
 def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
-    """Offsets of the ids of each key, ending with their number; [num_keys + 1]."""
+    """Return the offsets of each key's ids, [num_keys + 1]; the last one is the number of ids.
+
+    `offsets`: int64 [num_keys * B + 1], bounds of the bags.
+    """
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
     return offsets[::batch.batch_size].tolist()
@@ -27,34 +30,37 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
 
 def by_feature(rows: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, ...]:
-    """Split rows float32 [N, D] of an unpooled lookup by feature: float32 [ids of the feature, D]
-    each. `offsets`: int64 [num_keys * B + 1], bounds of the bags."""
+    """Split the output of an unpooled lookup, float32 [N, D], into one tensor per feature, float32
+    [ids of the feature, D]. `offsets`: int64 [num_keys * B + 1], bounds of the bags."""
     bounds = key_bounds(batch, offsets)
     return torch.split(rows, [bounds[k + 1] - bounds[k] for k in batch.key_of.tolist()])
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Offsets of bags, int64 [n + 1], from their lengths, int64 [n]."""
+    """Return the offsets of bags, int64 [n + 1], from their lengths, int64 [n]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 class BoundsCheck:
-    """Ids outside their tables, as FBGEMM treats them.
+    """The treatment of ids outside their tables, as in FBGEMM.
 
-    ``"fatal"`` refuses the batch by name. ``"warning"`` and ``"ignore"`` look up row 0 instead,
-    which then gets the gradient; ``"warning"`` also warns once. Unlike FBGEMM, which leaves -1 to
-    the lookup (a pruned row), -1 is an id like any other, and lengths that do not fit the ids are
-    always refused.
+    ``"fatal"`` raises an error that names feature, table and id. ``"warning"`` and ``"ignore"``
+    look up row 0 instead, which also receives the gradient; ``"warning"`` warns once. Unlike in
+    FBGEMM, where -1 stands for a pruned row, -1 is outside the table, and lengths that do not fit
+    the ids are an error in every mode.
 
     Args:
-        mode: one of `BOUNDS_MODES`, or a ``BoundsCheckMode`` of FBGEMM or TorchRec (its ``NONE``,
-            no check at all, is treated as ``"fatal"``, since the kernels check in any case).
+        mode: one of `BOUNDS_MODES`, or a ``BoundsCheckMode`` of FBGEMM or TorchRec; ``NONE`` (no
+            check) is treated as ``"fatal"``, since the kernels always check.
         features: (feature name, table name) in output order.
         specs: the tables by name.
 
     Attributes:
         mode: one of `BOUNDS_MODES`.
-        num_bad_ids: ids that were replaced so far, once per feature that looks them up.
+        num_bad_ids: number of ids replaced so far, counted for each feature that looks them up.
+
+    Raises:
+        InvalidInputError: `mode` is none of these.
     """
 
     def __init__(self, mode: Any, features: Sequence[tuple[str, str]],
@@ -63,7 +69,7 @@ class BoundsCheck:
         name = "fatal" if name == "none" else name
         if name not in BOUNDS_MODES:
             raise InvalidInputError("invalid bounds check", "mode", mode, f"one of {BOUNDS_MODES}",
-                                    "choose one")
+                                    "pass one of these")
         self.mode = name
         self.num_bad_ids = 0
         self._counting = threading.Lock()
@@ -76,15 +82,18 @@ class BoundsCheck:
         return twin
 
     def repair(self, batch: Lookup, device: torch.device) -> Lookup:
-        """The batch with row 0 for every id outside its table; `batch` itself if all are valid, or
-        if the lookup refuses it. `device`: the tables'."""
+        """Replace ids outside their tables by row 0.
+
+        Returns `batch` itself if all ids are valid, in mode ``"fatal"``, and for batches that the
+        lookup will refuse for another reason. `device` is the tables' device.
+        """
         if not self.replaces(batch, device):
             return batch
         return self._replace(batch, key_bounds(batch, offsets_of(batch.lengths.long())),
                              batch.key_of.tolist())
 
     def replaces(self, batch: Lookup, device: torch.device) -> bool:
-        """Whether `repair` would replace ids of a batch, without counting or warning."""
+        """Return whether `repair` would replace ids of a batch; neither counts nor warns."""
         if self.mode == "fatal" or not is_fit(batch, device) or not batch.ids.numel():
             return False
         lengths = batch.lengths.long()
@@ -101,8 +110,8 @@ class BoundsCheck:
         return False
 
     def _replace(self, batch: Lookup, bounds: list[int], keys: list[int]) -> Lookup:
-        """Replace invalid ids in a batch with one key per feature, since the tables of a key may
-        have different numbers of rows."""
+        """Return the batch with invalid ids replaced and one key per feature, since the tables of
+        features that share a key may differ in their numbers of rows."""
         ids, lengths, weights = [], [], []
         for key, num_rows, feature in zip(keys, self._num_rows, self._features, strict=True):
             mine = batch.ids[bounds[key]:bounds[key + 1]]
@@ -112,7 +121,7 @@ class BoundsCheck:
                 warnings.warn(
                     f"feature {feature[0]!r} has the id {int(mine[bad][0])}, which table "
                     f"{feature[1]!r} of {num_rows} rows lacks: row 0 is looked up instead; "
-                    "num_bad_ids of the tables' bounds check counts further ones", stacklevel=4)
+                    "further ones only increase the tables' bounds.num_bad_ids", stacklevel=4)
             with self._counting:
                 self.num_bad_ids += count
             ids.append(mine.masked_fill(bad, 0) if count else mine)

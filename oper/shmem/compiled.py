@@ -1,8 +1,9 @@
 """Lookups as operators that torch.compile and torch.export can put into a graph.
 
-Outside a graph tables call their kernels directly. Inside one they appear as ``oper::lookup`` and,
-in the backward pass, ``oper::lookup_update``, which updates the tables. Tensors cannot carry
-tables, so the operators identify them by a number, valid in this process while the tables exist.
+In eager mode tables call their kernels directly. In a graph, a lookup is the operator
+``oper::lookup`` and its backward pass ``oper::lookup_update``, which updates the tables. Operators
+take no Python objects, so they identify tables by a number that is valid in this process while the
+tables exist.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LIVE: weakref.WeakValueDictionary[int, Tables] = weakref.WeakValueDictionary()
 
 
 def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
-    """`ShardedTables.lookup` while a graph is being compiled."""
+    """Perform `ShardedTables.lookup` in a graph that is being compiled; returns the embeddings."""
     trained = (tables.optimizers is not None and torch.is_grad_enabled()
                and len(tables.frozen) < len(tables.specs))
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
@@ -37,7 +38,7 @@ def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
 
 
 def register(tables: Tables) -> int:
-    """The number by which operators identify these tables."""
+    """Return a new number by which operators identify these tables."""
     number = next(_NUMBERS)
     _LIVE[number] = tables
     return number
@@ -46,9 +47,9 @@ def register(tables: Tables) -> int:
 def _tables(number: int) -> Tables:
     tables = _LIVE.get(number)
     if tables is None:
-        raise OperError("a graph looks up tables that no longer exist", "tables", number,
-                        "tables of this process that are still open",
-                        "run it in the process that made it, and keep the model")
+        raise OperError("a graph looks up tables that no longer exist", "number of the tables",
+                        number, "tables of this process that are still open",
+                        "run the graph in the process that compiled it, and keep the model alive")
     return tables
 
 
@@ -56,14 +57,18 @@ def _tables(number: int) -> Tables:
 def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
               pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings, and the offsets of the bags, int64 [num_keys * B + 1].
+    """Look up a batch.
 
     Args:
         anchor: float32 [0]; requires a gradient if the backward pass is to update the tables.
         ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
-        tables: number of the tables.
-        columns: columns of the output.
+        tables: number of the tables, from `register`.
+        columns: number of columns of the output.
         trained: whether a backward pass follows; the forward pass is then collective.
+
+    Returns:
+        The embeddings, float32 [rows, columns], and the offsets of the bags, int64
+        [num_keys * B + 1].
     """
     batch = Lookup(ids.contiguous(), lengths.contiguous(), key_of, batch_size,
                    None if weights is None else weights.contiguous(), pooled)
@@ -84,7 +89,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
 def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
       weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
       pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # Unpooled: features may share a key or leave one out, which only the ids' lengths tell.
+    # Unpooled: the number of rows depends on the lengths, since features may share or omit keys.
     rows = batch_size if pooled else torch.library.get_ctx().new_dynamic_size()
     return (anchor.new_empty(rows, columns),
             lengths.new_empty(lengths.numel() + 1, dtype=torch.int64))
@@ -94,10 +99,10 @@ def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
 def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
               pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass a gradient on to the update of the tables, which the gradient of the anchor triggers.
+    """Add a gradient to `CollectedPasses`, whose hook on the anchor then updates the tables.
 
     Returns:
-        The gradient of the anchor, [0], and that of the weights, [N] or [0].
+        The gradients of the anchor, [0], and of the weights, [N], or [0] if not needed.
     """
     opened = _tables(tables)
     batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,
@@ -133,7 +138,6 @@ def _update(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, 
 
 
 lookup_op.register_autograd(_update, setup_context=_save)
-# As often as they stand in the program, and in that order: torch takes two calls alike for one
-# otherwise, and half of a gradient would be lost.
+# Without effects, torch would merge equal calls of an operator into one and lose gradients.
 for _operator in (lookup_op, update_op):
     _operator.register_effect(EffectType.ORDERED)

@@ -11,7 +11,7 @@ from oper.support.environment import check_environment, setting
 
 
 def load() -> None:
-    """Register the operators ``torch.ops.oper.*`` and check the environment they run in.
+    """Register the operators ``torch.ops.oper.*`` and check the environment variables.
 
     Raises:
         MissingDependencyError: torch or the compiled library is missing or does not load.
@@ -23,9 +23,9 @@ def load() -> None:
 
 
 def check_kernels() -> None:
-    """Raise InvalidInputError if ``OPER_CPU_KERNELS`` names other kernels than those in use.
+    """Raise InvalidInputError if the kernels in use are not those in ``OPER_CPU_KERNELS``.
 
-    The library must be registered. It reads the variable once, on first use.
+    Call `register` first. The library reads the variable once, on first use.
     """
     wanted = setting("OPER_CPU_KERNELS", "cannot run lookups")
     if not wanted:
@@ -36,8 +36,8 @@ def check_kernels() -> None:
     if used != wanted:
         raise InvalidInputError(
             "cannot run lookups", "environment variable OPER_CPU_KERNELS", wanted,
-            f"kernels that this processor has, set before the first lookup of the process; {used} "
-            "are in use", "unset it to use the best available ones")
+            f"kernels that this processor supports, set before the first lookup; {used} are in use",
+            "unset the variable to use the best available ones")
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def register() -> None:
 
 @functools.cache
 def load_device() -> Any:
-    """Register the operators of the device back end; returns the namespace of those on batches.
+    """Register the operators of the device back end; returns their namespace ``torch.ops.oper``.
 
     Raises:
         MissingDependencyError: torch has no CUDA, or the library is missing or does not load.
@@ -74,8 +74,7 @@ def load_device() -> Any:
 
 
 def streams_of(device: Any) -> Any:
-    """`torch.cuda` if streams order the work on this torch.device; None if the program's order
-    does."""
+    """Return `torch.cuda` if work on this torch.device is ordered by streams, else None."""
     import torch
 
     return torch.cuda if device.type == "cuda" else None

@@ -1,10 +1,9 @@
 """Training a batch in parts, so that exchanges of one part overlap dense layers of another.
 
-All parts share one update, and no row changes before it. While the dense layers of one part
-compute, the next part can therefore be looked up and the gradients of an earlier part exchanged;
-the rows' owners add these up and keep the sums until the update. A worker thread makes these
-collective calls in the order in which the program requests them, which is the same on all ranks,
-while the program's own thread computes.
+The rows are updated once, after all parts. While the dense layers of one part compute, the next
+part can therefore be looked up and the gradients of an earlier part exchanged; the rows' owners
+accumulate the gradients until the update. A worker thread makes these collective calls in the order
+in which the program requests them, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from oper.shmem.protocol import Tables
 
 
 class MicroBatches:
-    """A context in which a batch is trained in parts, for all tables of a model.
+    """Context manager in which a batch is trained in parts, for all tables of a model.
 
-    The tables are updated once, with the sum of the gradients of all backward passes inside: by the
-    last of `num_passes` passes or, without that number, at the end of the block. If an error leaves
-    the block first, the gradients are discarded. Collective, as are the passes inside. The context
-    belongs to the thread that enters it; passes of other threads wait for its end.
+    The tables are updated once, with the sum of the gradients of all backward passes inside the
+    block: after pass number `num_passes`, or at the end of the block if it is None. If an error
+    leaves the block before the update, the gradients are discarded. Entering, leaving and the
+    passes inside are collective. While one thread is in the block, passes of other threads wait.
 
     Args:
         tables: the model's tables.
-        num_passes: number of backward passes inside, if known.
+        num_passes: number of backward passes inside the block, or None.
 
     Raises:
-        InvalidInputError: on entering, if the tables cannot be trained in parts at present.
+        InvalidInputError: on entering, if the tables cannot be trained in parts.
     """
 
     def __init__(self, tables: Sequence[Tables], num_passes: int | None = None) -> None:
@@ -87,16 +86,16 @@ class MicroBatches:
 class _Worker:
     """Makes the collective calls of all tables on one thread, in order.
 
-    After a call has failed no other is made, since ranks may no longer agree on the next one.
+    After a call has failed, later calls are not made, since the ranks' calls may no longer match.
     """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
         self._asked: list[Future[Any]] = []
-        self._identity: int | None = None  # of the thread, once it has begun
+        self._identity: int | None = None  # ident of the worker thread, after its first call
 
     def ask(self, call: Any, argument: Any) -> Future[Any]:
-        """Queue a call; returns its future result."""
+        """Queue ``call(argument)`` on the worker thread; returns the future of its result."""
         asked = self._thread.submit(self._run, call, argument)
         self._asked.append(asked)
         return asked
@@ -123,12 +122,13 @@ class _Worker:
 
 
 class Parts:
-    """The parts of a batch as one collection's tables see them.
+    """The state of one collection's tables while a batch is trained in parts.
 
     Args:
         tables: the tables.
-        worker: makes the collective calls.
-        num_passes: backward passes until the update; None = until `update`.
+        worker: the thread that makes the collective calls.
+        num_passes: number of backward passes, the last of which updates the rows; None = the rows
+            are updated by a call of `update`.
     """
 
     def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
@@ -139,20 +139,19 @@ class Parts:
     # ---- called by the program's thread ----------------------------------------------------------
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Start a lookup on the worker thread; returns the batch with its pending result, for
-        `ShardedTables.lookup`."""
+        """Start a lookup on the worker thread; returns the future of the batch with its result,
+        which `ShardedTables.lookup` accepts."""
         return self._worker.ask(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
-        """A batch with the result of its lookup, which is started now if it was not started
-        before."""
+        """Return the batch with the result of its lookup, made now unless `start` has made it."""
         self._refuse_more()
         if batch.looked_up is None or batch.looked_up.by is not self:
             return self.start(batch).result()
         return batch
 
     def leave(self, passed: Backward) -> None:
-        """Start the exchange of a part's gradients; after the last part also the update."""
+        """Start the exchange of a part's gradients, and after the last part the update."""
         self._worker.raise_failed()
         self._refuse_more()
         if self._last is not None and self._last.frozen != passed.frozen:
@@ -166,33 +165,32 @@ class Parts:
         self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
 
     def refuse(self, error: BaseException) -> None:
-        """Called instead of `leave` on a rank whose backward pass fails: no rank updates."""
+        """Make all ranks skip the update; called instead of `leave` if the backward pass fails."""
         self._worker.ask(self._refuse, error)
 
     def check_drop(self) -> None:
-        """Raise InvalidInputError if backward passes of this batch have been exchanged already.
+        """Raise InvalidInputError if gradients of this batch have been sent already.
 
-        The rows' owners have already added these gradients to their sums, which one rank alone
-        cannot undo.
+        The rows' owners have added them to their sums, which one rank alone cannot undo.
         """
         if self._num_left:
             raise InvalidInputError(
-                "cannot forget gradients", "backward passes of this batch", self._num_left,
-                "0, since gradients of earlier parts have been sent to the rows' owners",
+                "cannot drop gradients", "backward passes of this batch", self._num_left,
+                "0, because gradients of earlier parts have been sent to the rows' owners",
                 "call zero_grad() before the first part, or after oper.micro_batches")
 
     def _refuse_more(self) -> None:
         if self._num_left == self._num_passes:
             raise InvalidInputError("cannot train another part of this batch", "num_passes",
-                                    self._num_passes, "no more backward passes than that",
-                                    "pass the right number, or leave it out")
+                                    self._num_passes, "at least the number of backward passes",
+                                    "pass the number of parts, or leave num_passes out")
 
     def settle(self) -> None:
         """Wait until all queued calls are done; returns at once on the worker thread itself."""
         self._worker.settle()
 
     def update(self) -> None:
-        """Update the rows with the gradients of all parts, unless this has been done."""
+        """Update the rows with the gradients of all parts, unless the last part has done so."""
         if self._last is None or self._num_left == self._num_passes:
             return
         batch, grad, last = self._last.batch, self._last.grads[0], self._last
@@ -230,7 +228,7 @@ class Parts:
 
 
 def _versions(passed: Backward) -> tuple[int, ...]:
-    """`Lookup.versions` of the batch, and the versions of the gradients."""
+    """Return the in-place version counters of the batch's tensors and of the gradients."""
     return *passed.batch.versions(), *map(version_of, passed.grads)
 
 
@@ -239,12 +237,12 @@ def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
     if before != now:
         raise InvalidInputError("cannot train a part of a batch", "changed in place",
                                 "ids, per-sample weights, inverse_indices or a lookup's gradient",
-                                "unchanged until the update",
+                                "no change before the update",
                                 "use other tensors for the next part")
 
 
 def why_not_in_parts(tables: Tables) -> str:
-    """Why tables cannot be trained in parts at present; empty if they can."""
+    """Return the reason why tables cannot be trained in parts now; empty if they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
         "are in device memory": not tables.trains_in_parts,
@@ -256,13 +254,14 @@ def why_not_in_parts(tables: Tables) -> str:
 
 
 def _check(tables: Tables) -> None:
-    """Raise InvalidInputError if tables cannot be trained in parts at present."""
+    """Raise InvalidInputError if tables cannot be trained in parts now."""
     reason = why_not_in_parts(tables)
     if reason:
         raise InvalidInputError("cannot train a batch in parts", "tables",
                                 f"{list(tables.specs)[:8]} {reason}",
-                                "tables in host memory with an optimizer, between two batches",
-                                "train whole batches, or wait until that has ended")
+                                "static tables in host memory with an optimizer, outside of "
+                                "no_sync, micro_batches and migrations",
+                                "train complete batches, or leave that state first")
 
 
 def refuse_in_parts(tables: Any, what: str) -> None:

@@ -1,10 +1,10 @@
 """Moving tables from one plan to another between training steps.
 
-The new plan's arenas are filled while the old ones serve. Each rank copies the rows, replicas and
-optimizer states that the new plan assigns to it from their present owners' memory, a limited number
-of bytes per step. Rows that a step updates after they were copied are copied again right after that
-step. When every rank has all its rows, all ranks switch to the new plan at once; until then the old
-plan is unchanged.
+The new plan's arenas are filled while lookups and updates still use the old ones. Each rank copies
+the rows, replicas and optimizer states that the new plan assigns to it from the memory of their
+current owners, a limited number of bytes per step. Rows that a step updates after they were copied
+are copied again right after that step. When every rank has all its rows, all ranks switch to the
+new plan together.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from oper.shmem.rows import put_rows
 from oper.support import kernel
 from oper.tables import CODE_BITS, DTYPE_BYTES, format_bytes
 
-_CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
+_CHUNK_BYTES = 16 << 20  # bytes per copy operation within a step's budget
 _HUGE = 2 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """Rows of one piece, or of its replicas or a part of its state, that this rank is to hold.
+    """Destination memory on this rank for rows, replicas or states of one column piece.
 
     Attributes:
-        piece: directory of the new plan.
+        piece: index of the directory in the new plan.
         part: ``"rows"`` or a part of the optimizer state.
-        replicas: whether these are copies of replicated rows.
-        view: [rows, columns], their new memory.
-        done: rows that have been copied.
+        replicas: whether the region holds this rank's replicas instead of rows that it owns.
+        view: [rows, columns], the new memory.
+        done: number of rows copied so far, from the first on.
     """
 
     piece: int
@@ -55,24 +55,25 @@ class _Region:
         return self.view.shape[1] * self.view.element_size()
 
 
-# Rows of a region that are to be copied, by their index in it.
+# A region, and the indices of its rows that are to be copied.
 _Copy = tuple[_Region, np.ndarray | range]
 
 
 class Migration:
-    """A move of tables to another plan, while it is under way.
+    """A move of tables to another plan that is under way. Creation is collective.
 
     Args:
         tables: the tables.
         plan: their new plan, for the same number of ranks.
-        bytes_per_step: most bytes that a rank copies per step, in addition to the rows that the
-            step has just changed; None = no limit.
+        bytes_per_step: maximum number of bytes that a rank copies per step, in addition to the rows
+            that the step has just changed; None = no limit.
 
     Attributes:
         num_copied_bytes: bytes that this rank has copied so far.
-        num_total_bytes: bytes that it has to copy if no row changes meanwhile.
+        num_total_bytes: bytes that this rank has to copy if no row changes during the move.
 
     Raises:
+        InvalidInputError: `bytes_per_step` is not an integer >= 1 or None.
         PlanError: the plan does not fit the tables, or cannot be executed here.
         OperError: the new arenas do not fit the free memory in addition to the old ones.
     """
@@ -81,12 +82,13 @@ class Migration:
         if bytes_per_step is not None and (not isinstance(bytes_per_step, int)
                                            or bytes_per_step < 1):
             raise InvalidInputError("cannot move tables to another plan", "bytes_per_step",
-                                    bytes_per_step, "an integer >= 1 or None", "e.g. 64 << 20")
+                                    bytes_per_step, "an integer >= 1 or None",
+                                    "pass for example 64 << 20")
         self._source = tables
         self._rank = tables.group.rank
         self._target = prepared(tables, self._own_part(plan))
         self._limit = bytes_per_step
-        # Of all or of none: hosts may have got other pages, and asking for them is collective.
+        # Requesting huge pages is collective, so do it only if all hosts have obtained them.
         self._pages = all(tables.group.all_gather(tables.page_kind not in ("4KiB", "device")))
         self._regions = self._list_regions()
         self._frontier = self._regions[0].view.data_ptr() if self._regions else 0
@@ -95,7 +97,7 @@ class Migration:
         self.num_total_bytes = sum(r.view.shape[0] * r.row_bytes for r in self._regions)
 
     def _own_part(self, plan: Plan) -> Plan:
-        """The plan of this collection's tables, as their model describes them."""
+        """Return the part of the plan for this collection, with the model's own table specs."""
         source = self._source
         if plan.world_size != source.group.world_size:
             raise PlanError("cannot move tables to another plan", "plan.world_size",
@@ -104,15 +106,16 @@ class Migration:
         if plan.message_bits != source.plan.message_bits:
             raise PlanError("cannot move tables to another plan", "plan.message_bits",
                             plan.message_bits.to_json(),
-                            f"{source.plan.message_bits.to_json()}, as the tables are trained",
+                            f"{source.plan.message_bits.to_json()}, those of the current plan",
                             "plan with the same message_bits, or shard the model again")
         entries = []
         for spec in source.specs.values():
             entry = plan.table(spec.name)
             entries.append(dataclasses.replace(entry, table=spec))
             if spec.dtype in CODE_BITS:
-                raise PlanError("cannot move tables to another plan", "rows of", spec.dtype,
-                                " or ".join(DTYPE_BYTES), "shard the model again")
+                raise PlanError("cannot move tables to another plan",
+                                f"dtype of table {spec.name!r}", spec.dtype,
+                                " or ".join(DTYPE_BYTES), "shard the model again with the new plan")
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(entry.table, name) != getattr(spec, name):
                     raise PlanError(f"the plan is for another table {spec.name!r}", name,
@@ -121,7 +124,7 @@ class Migration:
         return dataclasses.replace(plan, tables=tuple(entries))
 
     def _list_regions(self) -> list[_Region]:
-        """List the regions in their order in the arena: rows, replicas, states."""
+        """Return the regions in arena order: rows, replicas, optimizer states."""
         target = self._target
         rows, replicas, states = [], [], []
         for k, d in enumerate(target.directories):
@@ -134,7 +137,7 @@ class Migration:
     # ---- between steps ---------------------------------------------------------------------------
 
     def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
-        """Record the rows that a step changes: those that it looks up, and those of new keys."""
+        """Record the rows that a step has changed: all rows of its batch and of new keys."""
         source = self._source
         new: Mapping[str, np.ndarray] = {} if source.keys is None else source.keys.new_rows()
         for table, rows in new.items():
@@ -146,21 +149,21 @@ class Migration:
                 self._touched.setdefault(table, []).append(ids)
 
     def restart(self) -> None:
-        """Start copying again from the beginning, since all rows may have changed."""
+        """Copy everything again, because all rows may have changed."""
         for region in self._regions:
             region.done = 0
         self._touched = {}
 
     def advance(self) -> bool:
-        with phase_of(self._source, MIGRATION):
-            return self._advance()
-
-    def _advance(self) -> bool:
-        """Update copied rows, copy more, and switch when all rows are copied. Collective.
+        """Copy changed rows again, copy more rows, and switch plans if all are copied. Collective.
 
         Returns:
             Whether the tables now follow the new plan.
         """
+        with phase_of(self._source, MIGRATION):
+            return self._advance()
+
+    def _advance(self) -> bool:
         touched = {name: np.unique(np.concatenate(ids)) for name, ids in self._touched.items()}
         self._touched = {}
         ready = all(r.done == r.view.shape[0] for r in self._regions)
@@ -170,7 +173,7 @@ class Migration:
             self._copy_all(again)
             self._source.all_gather(None)  # no rank switches before all have finished
             if self._pages:
-                self._target.use_huge_pages()  # its own are there; maps the peers' likewise
+                self._target.use_huge_pages()  # own arena has them already; for peers' arenas
             self._source.take_over(self._target)
             return True
         self._copy_all([*again, *self._next_rows()])
@@ -180,7 +183,7 @@ class Migration:
         return False
 
     def finish(self) -> None:
-        """Copy all that is left and switch. Collective."""
+        """Copy all remaining rows and switch plans. Collective."""
         self._limit = None
         while not self.advance():
             pass
@@ -191,12 +194,12 @@ class Migration:
         self._target.close()
 
     def _next_rows(self) -> Iterator[_Copy]:
-        """The next rows to copy within a step's budget; they then count as copied."""
+        """Yield the next rows to copy within a step's budget, and mark them as copied."""
         left = self._limit
         for region in self._regions:
             while region.done < region.view.shape[0]:
                 size = _CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)
-                # A budget below one row still moves on.
+                # At least one row per step, even if the budget is smaller than a row.
                 rows = max(1 if left is None or left == self._limit else 0,
                            size // region.row_bytes)
                 if rows == 0:
@@ -210,8 +213,7 @@ class Migration:
                     return
 
     def _want_huge_pages(self, region: _Region) -> None:
-        """Request huge pages for the memory written so far, so that the switch need not copy it
-        again."""
+        """Request huge pages for the memory written so far, to spread the cost over the steps."""
         if not self._pages:
             return
         end = region.view.data_ptr() + region.done * region.row_bytes
@@ -220,7 +222,10 @@ class Migration:
             self._frontier = end // _HUGE * _HUGE
 
     def _changed_rows(self, everyone: list[Mapping[str, np.ndarray]]) -> Iterator[_Copy]:
-        """Rows that were copied before and that the last step of any rank has changed."""
+        """Yield rows already copied that the last step has changed on any rank.
+
+        `everyone`: by rank, ids that its step has changed, by table.
+        """
         changed = {name: np.unique(np.concatenate([ids[name] for ids in everyone if name in ids]))
                    for name in {n for ids in everyone for n in ids}}
         for region in self._regions:
@@ -236,13 +241,13 @@ class Migration:
                 yield region, slots[at:at + rows]
 
     def _copy_all(self, copies: Iterable[_Copy]) -> None:
-        """Fill rows of regions from their present owners. Collective between memory domains."""
+        """Copy rows into regions from their current owners. Collective between memory domains."""
         self._source.in_rounds(
             [(region, slots, piece) for region, slots in copies for piece in self._pieces(region)],
             lambda work: self._copy(*work))
 
     def _pieces(self, region: _Region) -> Iterator[int]:
-        """Directories of the present plan that hold columns of a region."""
+        """Yield the directories of the current plan that hold columns of a region."""
         name = self._target.directories[region.piece].table.name
         wanted = self._target.columns(region.part, region.piece)
         for piece in self._source.pieces_of(name, region.part):
@@ -251,7 +256,7 @@ class Migration:
                 yield piece
 
     def _copy(self, region: _Region, slots: np.ndarray | range, piece: int) -> None:
-        """Copy into a region's rows the columns that one piece of the present plan holds."""
+        """Copy the columns that one piece of the current plan holds into rows of a region."""
         if isinstance(slots, range):
             slots = np.arange(slots.start, slots.stop)
         directory = self._target.directories[region.piece]
@@ -275,7 +280,7 @@ class Migration:
         self.num_copied_bytes += values.numel() * values.element_size()
 
     def _slots_of(self, region: _Region, ids: np.ndarray) -> np.ndarray:
-        """Rows of a region that hold any of `ids`."""
+        """Return the indices of a region's rows that hold any of `ids` (int64 [n])."""
         directory = self._target.directories[region.piece]
         positions = directory.position_of(ids)
         if not region.replicas:
@@ -290,7 +295,7 @@ class Migration:
         return np.concatenate(found)
 
     def _replica_positions(self, piece: int, rows: np.ndarray) -> np.ndarray:
-        """Positions of this rank's replica rows."""
+        """Return the positions (int64 [n]) of this rank's replica rows `rows` (int64 [n])."""
         positions = np.empty(rows.shape, np.int64)
         for x in self._target.directories[piece].tiers:
             first = int(x.replica_base[self._rank])
@@ -301,10 +306,10 @@ class Migration:
 
 
 def prepared(tables: Tables, plan: Plan) -> Tables:
-    """`tables` under another plan, with arenas that are still empty. Collective.
+    """Return tables like `tables` under another plan, with uninitialised arenas. Collective.
 
     Raises:
-        OperError: some rank lacks the memory.
+        OperError: memory does not suffice on some rank; raised on all ranks.
     """
     other = tables.like(plan)
     problem: OperError | None = None
@@ -312,7 +317,7 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
         other.check_room()
     except OperError as error:
         problem = error
-    # All ranks or none: their views of free memory may differ.
+    # Ranks may see different amounts of free memory, so they decide together.
     found = [e for e in tables.group.all_gather(problem) if e is not None]
     if found:
         other.close()
@@ -321,10 +326,11 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
 
 
 def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
-    """Independent tables with the rows, states, steps and learning rates of `tables`. Collective.
+    """Return a copy of tables, including optimizer states, step counts and learning rates.
+    Collective.
 
     Args:
-        tables: the tables to copy; a move under way is not copied.
+        tables: the tables to copy; a migration under way is not copied.
         memo: the memo of ``copy.deepcopy``.
     """
     if tables.keys is not None:
@@ -340,7 +346,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     return other
 
 
-def check_room(num_bytes: list[int], what: str = "the new plan beside the old one",
+def check_room(num_bytes: list[int], what: str = "the new plan in addition to the old one",
                todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
     """Raise OperError unless the machine has enough memory for arenas of these sizes, in bytes."""
     free = _available_bytes()
@@ -350,8 +356,8 @@ def check_room(num_bytes: list[int], what: str = "the new plan beside the old on
 
 
 def _available_bytes() -> int:
-    """Bytes of memory that can still be allocated, also within the control group's limit."""
+    """Return the bytes of memory that can still be allocated, within the control group's limit."""
     free = kernel.memory_bytes("MemAvailable")
-    # Of another kind of control group, or without one, there are no such files.
+    # Without cgroup v2 these files do not exist.
     most, used = (kernel.read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     return min(free, int(most) - int(used)) if most.isdigit() and used else free

@@ -1,4 +1,4 @@
-"""Backward passes of lookups, their sum, and passes held back for a later update."""
+"""Backward passes of lookups: combining them, and holding them back for a later update."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds, offsets_of
 
 
-@dataclass(slots=True)  # not frozen, for the reason that `Lookup` has
+@dataclass(slots=True)  # not frozen: see the comment at `Lookup`
 class Backward:
     """One backward pass of a lookup.
 
     Attributes:
-        grads: float32, the gradient of the lookup's output, or one per feature if the batch is
-            `apart` (see `Lookup`).
-        batch: its batch.
-        offsets: int64 [num_keys * B + 1], bounds of its bags.
-        frozen: tables that are not to be updated.
+        grads: float32, the gradient of the lookup's output, or one tensor per feature if
+            `batch.apart`.
+        batch: the batch of the lookup.
+        offsets: int64 [num_keys * B + 1], bounds of the batch's bags.
+        frozen: names of tables that must not be updated.
     """
 
     grads: Sequence[torch.Tensor]
@@ -33,8 +33,8 @@ class Backward:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradient as one tensor; gradients by feature are concatenated first, and replaced by
-        the result."""
+        """The gradient as one tensor. Gradients per feature are concatenated once, and `grads` then
+        holds the result."""
         if len(self.grads) > 1:
             self.grads = (torch.cat(tuple(self.grads)),)
         return self.grads[0]
@@ -45,16 +45,16 @@ class Backward:
 
 
 class HeldPasses:
-    """Backward passes whose gradients wait for a later one, which applies the sum of all.
+    """Backward passes whose gradients are accumulated for a later update (`no_sync`).
 
     Args:
-        lock: guards the passes; held by the caller of `join`, and while they change.
+        lock: lock that guards all attributes; the caller of `join` must hold it.
 
     Attributes:
-        passes: passes held back.
-        holders: number of threads and blocks within `hold`.
-        refused: why one of them was refused, in which case their sum must not be applied; else
-            None.
+        passes: the passes held back.
+        holders: number of `hold` blocks that are active, over all threads.
+        refused: the error of a pass whose gradient was refused, in which case the sum must not be
+            applied; else None.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -64,12 +64,12 @@ class HeldPasses:
         self.refused: Exception | None = None
 
     def drop(self) -> None:
-        """Drop the passes held back, and any refusal."""
+        """Drop the passes held back, and reset `refused`."""
         self.passes, self.refused = [], None
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold back passes that any thread joins inside the block."""
+        """Hold back the passes that any thread gives to `join` inside the block."""
         with self._lock:
             self.holders += 1
         try:
@@ -79,8 +79,9 @@ class HeldPasses:
                 self.holders -= 1
 
     def join(self, parts: list[Backward]) -> Backward | None:
-        """Combine these passes with all that are held back; None if these are held back, too."""
-        if self.holders:  # longer than the caller's buffers stay as they are
+        """Hold back `parts` and return None inside `hold`; otherwise return the combination of all
+        passes held back and `parts`."""
+        if self.holders:  # copies, since the caller may reuse its buffers
             self.passes += [Backward((_own(p),), p.batch.kept(), p.offsets.clone(), p.frozen)
                             for p in parts]
             return None
@@ -89,15 +90,15 @@ class HeldPasses:
 
 
 def _own(passed: Backward) -> torch.Tensor:
-    """The gradient, in memory that nothing else writes to."""
+    """Return a copy of the gradient."""
     return passed.grad if len(passed.grads) > 1 else passed.grad.clone()
 
 
 def as_one(parts: Sequence[Backward]) -> Backward:
-    """Combine backward passes into that of one batch with all their samples, in order.
+    """Combine backward passes into the pass of one batch with all their samples, in order.
 
-    The result has one key per feature, so that the parts' keys may be in any order. Its update is
-    bitwise that of the joint batch.
+    The result has one key per feature, since the order of keys may differ between the parts. Its
+    update is bitwise that of one lookup of the combined batch.
 
     Raises:
         InvalidInputError: the passes differ in their frozen tables.

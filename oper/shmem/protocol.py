@@ -1,4 +1,4 @@
-"""Protocols (typing) through which the parts of `ShardedTables` use the whole object."""
+"""Protocols (typing) by which the components of `ShardedTables` access it without importing it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oper.tables import TableSpec
 
 
 class Collection(Protocol):
-    """The tables of one collection on one rank, as other ranks see it; see `ShardedTables`."""
+    """The interface of `ShardedTables` that fault attribution (`group.desync`) uses."""
 
     name: str
     specs: dict[str, TableSpec]
@@ -37,8 +37,7 @@ class Collection(Protocol):
 
 
 class Tables(Collection, Protocol):
-    """The tables of one collection on one rank, as lookups, moves and measurements see them; see
-    `ShardedTables`."""
+    """The interface of `ShardedTables` that lookups, migrations and measurements use."""
 
     device: torch.device
     plan: Plan

@@ -18,20 +18,21 @@ def check_renumbering(tables: LogicalRows, remap: Remap) -> None:
             tables.keys.refuse(f"cannot renumber table {name!r}", "leave it out of the re-map")
         if of_table(spec, remap) is not None and tables.optimizers is None:
             raise InvalidInputError(f"cannot renumber table {name!r}", "optimizer", None,
-                                    "tables that are trained", "publish them after training")
+                                    "a table sharded for training",
+                                    "renumber the trained tables, then publish them")
 
 
 def renumber(tables: LogicalRows, remap: Remap) -> None:
     """Move every row r, with its optimizer state, to row ``remap[feature][r]``. Collective.
 
-    Each rank keeps a second copy of its part of one table at a time. Values do not change.
+    Values do not change. Each rank needs memory for a copy of its part of one table at a time.
 
     Args:
-        tables: between two batches.
-        remap: by feature int [num_rows], see `oper.rows.remap`.
+        tables: the tables; no batch may be under way.
+        remap: by feature, int [num_rows], the new number of each row; see `oper.rows.remap`.
 
     Raises:
-        InvalidInputError: the re-map does not fit; nothing has changed then.
+        InvalidInputError: the re-map does not fit; no row has moved.
     """
     check_renumbering(tables, remap)
     rank = tables.group.rank
@@ -49,7 +50,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
             for part in parts:
                 moved.append((part, piece, torch.from_numpy(slots[mine]),
                               _gathered(tables, (name, part, piece), old_rows[mine])))
-        tables.barrier()  # everybody has read
+        tables.barrier()  # all ranks have read the old rows
         for part, piece, places, values in moved:
             if places.numel():
                 put_rows(tables.view(part, piece, rank), places, values,
@@ -58,7 +59,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
 
 
 def _gathered(tables: LogicalRows, place: tuple[str, str, int], ids: np.ndarray) -> torch.Tensor:
-    """A copy of rows int64 [n] of a piece: [n, its columns]."""
+    """Copy rows `ids` (int64 [n]) of (table, part, piece): returns [n, columns of the piece]."""
     name, part, piece = place
     columns = tables.columns(part, piece)
     out = torch.empty(ids.size, columns.stop - columns.start, dtype=tables.dtype(name, part))

@@ -1,4 +1,4 @@
-"""Rows of sharded tables in logical order, whatever rank holds them: read, write, publish."""
+"""Reading and writing rows of sharded tables by id, regardless of the ranks that own them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
 from oper.tables import CODE_BITS, DTYPE_BYTES, TableSpec, bytes_of_row
 
-# What rows are given out as: codes as the numbers that they stand for.
+# Dtypes in which rows are returned; quantised rows are returned as float32.
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES} | dict.fromkeys(
     CODE_BITS, torch.float32)
-CHUNK_ROWS = 1 << 17  # rows that are handled at a time when whole tables are read or written
+CHUNK_ROWS = 1 << 17  # rows per operation when entire tables are read or written
 
 _Work = TypeVar("_Work")
 
@@ -44,22 +44,22 @@ class LogicalRows:
     device = torch.device("cpu")
     optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
     name = ""  # of the collection in its model, e.g. a module's path; for errors
-    phase = STATE_ACCESS  # what `barrier` is called for at present
-    num_published = 0  # how often rows were written but by training
+    phase = STATE_ACCESS  # phase in which `barrier` is called, for errors; see `phase_of`
+    num_published = 0  # number of calls of `publish`
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
     group: Group
     turns: Turns
-    keys: Keys | None = None  # of dynamic tables, where there are any
+    keys: Keys | None = None  # directories of dynamic tables; None without any
     _layout: ArenaLayout
     _heap: HostHeap | None
-    _addresses: list[int]  # [W] of the arenas, 0 = in another memory domain
+    _addresses: list[int]  # [W], addresses of the arenas, 0 = in another memory domain
     _exchange: Exchange | None
 
     @property
     def is_one_domain(self) -> bool:
-        """Whether every rank can address every other's memory."""
+        """Whether all ranks can address each other's memory."""
         return self._exchange is None
 
     @property
@@ -72,13 +72,13 @@ class LogicalRows:
         raise NotImplementedError
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Collective; between batches.
+        """Return every rank's `value`, by rank. Collective; call it between batches.
 
         Raises:
-            PeerLostError: a peer has ended; names it.
-            DeadlineError: a peer did not come in time; names it.
+            PeerLostError: a peer has ended; the message names it.
+            DeadlineError: a peer did not arrive in time; the message names it.
         """
-        self.barrier()  # here peers are watched one by one
+        self.barrier()  # unlike the group's collective, it identifies the missing rank
         try:
             return self.group.all_gather(value)
         except (PeerLostError, DeadlineError):
@@ -87,7 +87,7 @@ class LogicalRows:
 
     def _parts(self, piece: int, positions: np.ndarray
                ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Owner, index into `positions` (int64 [n]) and slot of rows of a piece."""
+        """Group positions (int64 [n]) by owner: yields owner, indices into `positions`, slots."""
         owner, slot = self.directories[piece].locate(positions)
         for rank in range(self.group.world_size):
             at = np.flatnonzero(owner == rank)
@@ -95,9 +95,15 @@ class LogicalRows:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
     def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
-        """A view of a rank's shard of a piece or of its optimizer state, [slots, columns].
+        """Return a view of a rank's shard of a piece or of its optimizer state.
 
-        Quantised rows are uint8 [slots, bytes of a row].
+        Args:
+            part: ``"rows"`` or a part of the optimizer state (`STATE_PARTS`).
+            piece: index of a directory.
+            rank: a rank of this memory domain.
+
+        Returns:
+            [slots, columns] in the stored dtype; quantised rows are uint8 [slots, bytes of a row].
         """
         d = self.directories[piece]
         if self._heap is None:
@@ -109,8 +115,8 @@ class LogicalRows:
             int(d.num_slots[rank]), columns, d.table.dtype if part == "rows" else "float32")
 
     def _begin_states(self, optimizers: Mapping[str, Optimizer]) -> bool:
-        """Initialise this rank's optimizer states that do not begin at 0; returns whether any rank
-        has such states."""
+        """Initialise this rank's optimizer states whose initial value is not 0; returns whether any
+        optimizer has such a state."""
         first = {table: x for table, o in optimizers.items() if (x := initial_state(o))}
         for k, d in enumerate(self.directories):
             if d.table.name in first:
@@ -118,14 +124,14 @@ class LogicalRows:
         return bool(first)
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
-        """Mapped memory as [rows, columns] of `dtype`; quantised rows as bytes."""
+        """Return mapped memory as a tensor [rows, columns] of `dtype`; quantised rows as bytes."""
         if dtype in CODE_BITS:
             width = bytes_of_row(dtype, columns)
             return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
         return torch.ops.oper.segment_view(address, rows, columns, ROW_TYPES.index(dtype))
 
     def columns(self, part: str, piece: int) -> slice:
-        """Columns of the table that a directory's piece holds; one column for a state with one
+        """Return the columns of the table that a piece covers; ``slice(0, 1)`` for a state with one
         number per row."""
         d = self.directories[piece]
         per_row = self._is_per_row(part, d.table.name)
@@ -140,32 +146,29 @@ class LogicalRows:
         return parts[part]
 
     def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
-        """Global shape of a table or of a part of its optimizer state."""
+        """Return the global shape of a table or of a part of its optimizer state."""
         spec = self.specs[table]
         return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
     def dtype(self, table: str, part: str = "rows") -> torch.dtype:
-        """The dtype in which `read` returns a table's rows or a part of its optimizer state.
-
-        It is that of storage, but float32 for quantised rows and for every state.
+        """Return the dtype of `read`: the table's dtype, or float32 for quantised rows and states.
         """
         return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
 
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
              ) -> torch.Tensor:
-        """Rows `[begin, end)` of a table in logical order, as a copy.
+        """Return a copy of the rows with ids `[begin, end)`.
+
+        One-sided within a memory domain: reads the owners' memory, so no rank may be in an update.
+        Collective with several domains, where each rank may read other rows, or none.
 
         Args:
-            table: its name.
-            begin, end: ids; the whole table by default.
-            part: ``"rows"``, or a part of the optimizer's state (`STATE_PARTS`).
+            table: name of the table.
+            begin, end: first id, and last id + 1; by default the entire table.
+            part: ``"rows"``, or a part of the optimizer state (`STATE_PARTS`).
 
         Returns:
-            The rows' dtype [n, dim], in host memory; for states float32 [n, dim], or [n] with one
-            number per row.
-
-        One-sided: reads the owners' memory; no rank may be in an update meanwhile. Between memory
-        domains collective: all ranks read, possibly other rows, or none.
+            [n, dim] of `dtype`, in host memory; [n] for states with one number per row.
         """
         end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
@@ -183,9 +186,9 @@ class LogicalRows:
         return out[:, 0] if per_row else out
 
     def in_rounds(self, work: Sequence[_Work], body: Callable[[_Work], None]) -> None:
-        """Call ``body``, which calls `gather_piece` once, for each piece of work.
+        """Call ``body(x)``, which must call `gather_piece` once, for each x in `work`.
 
-        Between memory domains collective: ranks with less to do take part in the others' rounds.
+        Collective with several memory domains: ranks with shorter `work` join the remaining rounds.
         """
         rounds = len(work)
         if self._exchange is not None:
@@ -196,35 +199,34 @@ class LogicalRows:
             self._fetch({})
 
     def pieces_of(self, table: str, part: str) -> list[int]:
-        """Indices of the directories that together hold a part of a table.
+        """Return indices of the directories that together hold a part of a table.
 
-        These are all of the table's, but only the first for a state with one number per row, since
-        every column piece has a copy of it.
+        For a state with one number per row, of which every column piece has a copy, this is only
+        the first directory of the table; otherwise all of them.
         """
         return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
                ) -> None:
-        """Copy some columns of rows in any order.
+        """Copy columns of rows, given by ids in any order, to `out`.
+
+        Collective with several memory domains: all ranks must gather from this table.
 
         Args:
-            table: its name.
+            table: name of the table.
             ids: int64 [n], valid.
-            part: as for `read`.
-            columns: columns of the table; ``slice(0, 1)`` of a state with one number per row.
+            part: see `read`.
+            columns: columns of the table; ``slice(0, 1)`` for a state with one number per row.
             out: [n, columns], written to.
-
-        Between memory domains collective: all ranks gather from this table at once.
         """
         for piece in self.pieces_of(table, part):
             self.gather_piece(piece, ids, part, columns, out)
 
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
-        """As `gather`, for columns that a single directory holds.
+        """Copy those of the `columns` that one piece (index of a directory) holds; see `gather`.
 
-        Between memory domains collective if domains overlap; ranks may gather from different
-        tables.
+        Collective with several memory domains; ranks may gather from different pieces.
         """
         mine = self.columns(part, piece)
         first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
@@ -237,15 +239,15 @@ class LogicalRows:
         if part != "rows" or d.table.dtype not in CODE_BITS:
             self._copy_stored(piece, positions, part, inside, to)
             return
-        # The columns of quantised rows share a scale, and come together.
+        # All columns of a quantised row are needed, since its scale and bias precede the codes.
         codes = torch.empty(ids.size, d.row_bytes, dtype=torch.uint8)
         self._copy_stored(piece, positions, part, slice(0, d.row_bytes), codes)
         to.copy_(dequantise(codes, d.table.dtype, d.dim)[:, inside])
 
     def _copy_stored(self, piece: int, positions: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
-        """Copy rows in stored form from their owners: `columns` of the shards (bytes, if rows are
-        quantised), to `out` [n, columns]. Collective between memory domains."""
+        """Copy rows in stored form from their owners to `out`, [n, columns]. `columns` are columns
+        of the shards, or bytes of quantised rows. Collective with several memory domains."""
         far: dict[int, Wanted] = {}
         places = {}
         for rank, index, slot in self._parts(piece, positions):
@@ -267,7 +269,8 @@ class LogicalRows:
             out: [n, columns], written to.
 
         Returns:
-            bool [n], whether each row was copied. Replicas equal their masters between two steps.
+            bool [n], whether each row was copied. Call it between two steps, when replicas equal
+            their masters.
         """
         d, found = self.directories[piece], np.zeros(ids.size, bool)
         if self._exchange is None:
@@ -287,8 +290,8 @@ class LogicalRows:
         return found
 
     def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
-        """Rows of ranks in other memory domains, by rank; collective if there are several
-        domains."""
+        """Fetch rows from ranks of other memory domains, by rank; collective with several domains.
+        """
         if self._exchange is None:
             return {}
         if self.turns.parts is not None:
@@ -299,19 +302,18 @@ class LogicalRows:
 
     def write(self, table: str, values: torch.Tensor, begin: int = 0, part: str = "rows",
               column: int = 0) -> None:
-        """Write rows `[begin, begin + n)`; every rank stores those that it owns.
+        """Write rows `[begin, begin + n)`; every rank stores the rows that it owns.
+
+        Not collective, but all ranks must make the call, and then call `publish`.
 
         Args:
-            table: its name.
-            values: [n, columns], or [n] for a state with one number per row, of any float dtype
-                (rounded to nearest if rows are narrower, quantised row by row if they are codes),
-                or uint8 [n, bytes of a row] in the stored form of quantised rows; equal on all
-                ranks.
+            table: name of the table.
+            values: equal on all ranks; floats [n, columns], or [n] for a state with one number per
+                row, converted to the stored dtype (rounded to nearest, or quantised row by row); or
+                uint8 [n, bytes of a row], the stored form of quantised rows.
             begin: first id.
-            part: as for `read`.
+            part: see `read`.
             column: column of the table to which the first column of `values` belongs.
-
-        Call `publish` afterwards.
         """
         values = values.detach().reshape(values.shape[0], -1)
         for at in range(0, values.shape[0], CHUNK_ROWS):
@@ -321,12 +323,12 @@ class LogicalRows:
 
     def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
                 column: int = 0) -> None:
-        """As `write`, for rows in any order.
+        """Write rows given by ids in any order; otherwise like `write`.
 
         Args:
-            table: its name.
-            ids: int64 [n], valid, each once.
-            values, part, column: as for `write`.
+            table: name of the table.
+            ids: int64 [n], valid and distinct.
+            values, part, column: see `write`.
         """
         spec, rank = self.specs[table], self.group.rank
         values = values.detach().reshape(ids.size, -1)
@@ -347,7 +349,7 @@ class LogicalRows:
                              values[:, first - column:last - column], index)
 
     def publish(self) -> None:
-        """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
+        """Make rows that any rank has written visible to all: refresh replicas. Collective."""
         self.num_published += 1
         self.barrier()
         for k, d in enumerate(self.directories):
@@ -367,21 +369,27 @@ class LogicalRows:
                               copies[begin:begin + stop - start])
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
-        """A rank's copy of the replicated rows of one column piece of a table.
+        """Return a view of a rank's replica rows of one column piece of a table.
+
+        Args:
+            table: name of the table.
+            rank: a rank of this memory domain.
+            piece: number of the column piece within the table.
 
         Returns:
-            The rows' dtype [rows, columns of the piece], a mapped view.
+            [replica rows, columns of the piece] of the table's dtype, a mapped view.
 
         Raises:
             OperError: the rank is in another memory domain.
         """
         if not self._addresses[rank]:
-            raise OperError("cannot see a rank's replicas", "rank", rank,
-                            "a rank of this memory domain", "read them there")
+            raise OperError("cannot access a rank's replicas", "rank", rank,
+                            f"one of {list(self.members)}, the ranks of this memory domain",
+                            "read them on a rank of that domain")
         return self.replica_view(self.pieces[table][piece], rank)
 
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:
-        """As `replica`, given the index of a directory."""
+        """Return the same view as `replica`; `piece` is the index of a directory."""
         d = self.directories[piece]
         return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
                              int(d.num_replica_rows[rank]), d.dim, d.table.dtype)
@@ -389,8 +397,8 @@ class LogicalRows:
 
 def put_rows(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor
              ) -> None:
-    """``to[slot] = values[index]``; both int64 [n], n > 0. Consecutive rows are copied as blocks.
-    """
+    """Perform ``to[slot] = values[index]``, as one block copy if both (int64 [n], n > 0) ascend by
+    1."""
     n = slot.numel()
     if bool((slot.diff() == 1).all()) and bool((index.diff() == 1).all()):
         to[int(slot[0]):int(slot[0]) + n].copy_(values[int(index[0]):int(index[0]) + n])

@@ -11,14 +11,14 @@ OUTBOX_ENV = "OPER_OUTBOX_BYTES"
 
 
 def deadline_s() -> float:
-    """Seconds that a rank waits for its peers: ``OPER_DEADLINE_S``, by default 300."""
+    """Return the seconds that a rank waits for its peers: ``OPER_DEADLINE_S``, by default 300."""
     return _number(DEADLINE_ENV, 300.0)
 
 
 def outbox_bytes(default: int | None = None) -> int:
-    """Largest size of a rank's outbox in bytes of address space; pages are used only when written.
+    """Return the limit on a rank's outbox, in bytes of address space (memory is used when written).
 
-    ``OPER_OUTBOX_BYTES``, by default `default` or a quarter of the machine's memory.
+    ``OPER_OUTBOX_BYTES`` if set; else `default`, or a quarter of the machine's memory if None.
     """
     if default is None:
         default = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
@@ -26,6 +26,6 @@ def outbox_bytes(default: int | None = None) -> int:
 
 
 def _number(name: str, default: float) -> float:
-    """A number above 0; raises InvalidInputError."""
+    """Return a variable's number > 0; raises InvalidInputError for other values."""
     text = setting(name, "cannot shard")
     return float(text) if text else default

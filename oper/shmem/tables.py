@@ -1,4 +1,4 @@
-"""Sharded tables of one collection: lookups and updates, executed as a plan says."""
+"""Sharded tables of one collection: lookups and updates under a plan."""
 
 from __future__ import annotations
 
@@ -56,29 +56,29 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     Args:
         plan: placement of all tables.
-        features: (feature name, table name) in output order; the output of `lookup` has one block
-            of the table's dim per feature.
+        features: (feature name, table name) in output order. The pooled output of `lookup` has
+            `dim` columns of the feature's table for each feature.
         group: the ranks; construction is collective.
         optimizers: applied in the backward pass, one for all tables or by table name; None =
             read-only tables.
-        gradient_scale: factor on table gradients (1 / W corresponds to the mean of the ranks'
-            losses).
-        seed: seed of stochastic rounding (16-bit rows, 8-bit messages); by default rank 0's torch
-            seed.
+        gradient_scale: factor on table gradients (1 / W for the mean of the ranks' losses).
+        seed: seed of stochastic rounding (16-bit rows, 8-bit messages); rank 0's value is used, by
+            default its torch seed.
         is_new: whether to initialise optimizer states; False if states will be copied in.
 
     Raises:
-        PlanError: the plan does not fit this world or cannot be executed here.
+        PlanError: the plan does not fit the number of ranks or cannot be executed here.
+        OperError: memory does not suffice.
     """
 
     pull: bool | PullCosts = False  # see `choose_pull`
-    lookups_at_once = True  # those without gradients, see `Turns`
-    trains_in_parts = True  # see `MicroBatches`
-    shares_bags = True  # whether lookups take `Lookup.shared`
+    lookups_at_once = True  # whether lookups without gradients may run concurrently, see `Turns`
+    trains_in_parts = True  # whether `MicroBatches` is supported
+    shares_bags = True  # whether lookups support `Lookup.shared`
     takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
-    resolves_far = False  # whether ids are resolved ahead between memory domains, too
-    operators: Any = torch.ops.oper  # on batches
-    # What a plan decides; the rest stays when the plan changes.
+    resolves_far = False  # whether `resolve` also works with several memory domains
+    operators: Any = torch.ops.oper  # namespace of the operators on batches
+    # Attributes that depend on the plan; `take_over` replaces them.
     _of_the_plan: tuple[str, ...] = ("plan", "directories", "_table_of", "has_push", "pieces",
                                      "_layout", "_heap", "handle", "_addresses", "_exchange")
 
@@ -87,7 +87,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
                  gradient_scale: float = 1.0, seed: int | None = None, is_new: bool = True
                  ) -> None:
         load()
-        # The packet of all overloads would look for it in every call.
+        # Without `.default`, torch would search for the overload in every call.
         self._forward_op: Any = self.operators.lookup_forward.default
         self._backward_op: Any = self.operators.lookup_backward.default
         self.plan, self.group = plan, group
@@ -96,10 +96,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if optimizers is not None and not isinstance(optimizers, Mapping):
             optimizers = {t.name: optimizers for t in tables}
         self.optimizers = None if optimizers is None else dict(optimizers)
-        self.num_steps = 0  # backward passes that updated
-        # By table, how many of them it sat out (`table_steps`).
+        self.num_steps = 0  # updates so far
+        # By table: updates in which the table was frozen, see `table_steps`.
         self._skipped = dict.fromkeys((t.name for t in tables), 0)
-        #: Tables not trained for now, without gradients and updates; the same on all ranks.
+        #: Names of tables that are currently not updated; must be the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
         # One group per distinct optimizer; shared with the code that schedules learning rates.
@@ -122,7 +122,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         domains = find_domains(group)
         trains, num_domains = self.optimizers is not None, len(set(domains))
         self._exchange = self._open_exchange(domains) if num_domains > 1 else None
-        # Whether owners pool for other domains; and whether ranks leave each other anything at all.
+        # Whether owners pool for other domains, and whether ranks use their outboxes at all.
         self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
         self._leaves_rows = trains or (self._pools_far and self.has_push)
         rounds = num_domains > 1 and plan.message_bits.gradients == 8
@@ -137,13 +137,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._open_heap()
         self.handle = self._create_context()
         self._migration: Migration | None = None
-        # Held while another thread may use the placement, which therefore must not go away.
+        # Held by `resolve` on another thread, so that the placement is not released meanwhile.
         self._resolving = threading.Lock()
         self._keep()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
-        # Makes autograd call our backward although the tables are no parameters.
+        # Makes autograd run the lookups' backward pass although the tables are not parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
         self.collected = CollectedPasses(self)
         self.number = register(self)
@@ -162,7 +162,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def _open_heap(self) -> None:
         """Lay out and map the arenas."""
         group, near = self.group, list(self.members)
-        # A single rank updates without an exchange but through the same outbox.
+        # Even a single rank's update passes its gradients through the outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
             reserved_bytes(self.directories, self._leaves_rows), self._row_clipped())
@@ -175,11 +175,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._addresses[rank] = address
 
     def _row_clipped(self) -> list[str]:
-        """Tables whose rows' gradients are clipped to a norm."""
+        """Return the tables whose optimizer has `max_row_norm`."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
     def _context_arguments(self) -> tuple[Any, ...]:
-        """The kernels' arguments that describe the plan and the features."""
+        """Return the operators' arguments that describe the plan and the features."""
         features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
                                                      self.pieces)
         return context_arguments(self.directories, self._layout, self._addresses, self.group.rank,
@@ -198,20 +198,24 @@ class ShardedTables(TableUpdates, MeasuredTables):
     # ---- lookups ---------------------------------------------------------------------------------
 
     def lookup(self, batch: Lookup, has_rows: bool = False) -> Any:
-        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D];
-        if the batch is `apart`, a tuple of float32 [ids of the feature, D], by feature.
+        """Return the embeddings of a batch.
 
-        With gradients enabled and an optimizer, the backward pass of the result updates the tables;
-        both passes are then collective over the group. Without gradients nothing is collective
-        within a memory domain; between domains it is, unless the plan keeps copies of all rows.
+        With gradients enabled and an optimizer, the backward pass of the result updates the tables,
+        and both passes are collective over the group. Without gradients a lookup is not collective
+        within a memory domain; with several domains it is, unless replicas of all rows make
+        requests unnecessary.
 
         Args:
             batch: the ids, or the keys of dynamic tables.
-            has_rows: whether the batch's keys are already replaced by rows.
+            has_rows: whether keys of dynamic tables are already replaced by rows.
+
+        Returns:
+            Pooled: float32 [B, sum of the features' dims]. Unpooled: float32 [N, D], or, if
+            `batch.apart`, a tuple with float32 [ids of the feature, D] for each feature.
 
         Raises:
             InvalidInputError: an id is out of range (see `BoundsCheck`), lengths do not add up to
-                the ids, or a sample's bag is not one of its feature's.
+                the number of ids, or a bag index of a sample is out of range.
         """
         if self.optimizers is None:
             refuse_weight_gradient(batch)
@@ -246,14 +250,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and the offsets (int64 [num_keys * B + 1]) of the input's bags.
+        """Look up a batch without autograd.
+
+        A caller must hold `turns.lock` if other threads may look up or update at the same time.
 
         Args:
             batch: the batch.
-            collective: all ranks take part, and owners pool the tiers in push mode; always so
-                between memory domains (`owners_pool`). If not, all rows are read directly.
+            collective: whether all ranks make this call, and owners pool the tiers in push mode; if
+                False, rows are read directly. Treated as True if owners pool for other memory
+                domains (`owners_pool`).
 
-        A caller whose other threads may look up or update at the same time must hold `turns.lock`.
+        Returns:
+            The embeddings, not split by feature, and the offsets of the bags, int64
+            [num_keys * B + 1].
         """
         if batch.looked_up is not None:
             return batch.looked_up.out, batch.looked_up.offsets
@@ -273,21 +282,20 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return out, offsets
 
     def _tell_refused(self, collective: bool) -> None:
-        """Have the other ranks leave out a lookup that they wait for this rank to make."""
+        """Make the other ranks skip the lookup in which they wait for this rank."""
         torch.ops.oper.lookup_refuse(self.handle, collective)
 
     def resolve(self, batch: Lookup) -> Lookup:
-        """Do the id-only part of a lookup ahead of it; returns the batch, whose lookup is then
-        faster.
+        """Compute row addresses in advance; returns the batch, whose lookup is then faster.
 
-        Ids are located and, unless the tables are read-only, sorted. This may run on
-        another thread while earlier batches are trained: no row is read and nothing is collective.
-        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed since
-        is resolved again by its lookup. Nothing is done ahead between memory domains, for dynamic
-        tables, and for a batch that the lookup will refuse, which then tells the other ranks, or
-        whose invalid ids it will replace and count (see `BoundsCheck`).
+        Locates the ids and, unless the tables are read-only, sorts them. May run on another thread
+        while earlier batches are trained: it reads no rows and is not collective. Results are
+        bitwise the same. If the ids or the plan change before the lookup, the lookup resolves the
+        batch again. The batch is returned unchanged with several memory domains (unless
+        `resolves_far`), with dynamic tables, and if the batch is invalid or has ids that
+        `BoundsCheck` will replace, since the lookup must report these.
         """
-        # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
+        # Rows in other domains have no addresses; keys may get other rows before the lookup.
         if (self.keys is not None or (self._exchange is not None and not self.resolves_far)
                 or self.bounds.replaces(batch, self.device)):
             return batch
@@ -303,7 +311,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                                    order))
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """A function that another thread can call to `resolve` this batch."""
+        """Return a function without arguments that calls `resolve`, for another thread."""
         return lambda: self.resolve(batch)
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
@@ -334,21 +342,21 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
-        """Begin to move rows, replicas and optimizer states to another plan. Collective.
+        """Start to move rows, replicas and optimizer states to another plan. Collective.
 
-        From now on every backward pass copies a limited number of bytes on each rank, and one of
-        them ends with the switch. Results are those of the old plan until then and of the new one
-        afterwards; nothing is rounded or lost. Both plans' arenas exist until the switch.
+        From now on each update also copies a limited number of bytes on each rank; the update that
+        copies the last rows switches to the new plan. Until then all lookups and updates follow the
+        old plan, and the arenas of both plans exist.
 
         Args:
-            plan: for the same number of ranks; it may have further tables.
-            bytes_per_step: most bytes that a rank copies per step, in addition to rows that the
-                step changed after they were copied; None = no limit.
+            plan: the new plan, for the same number of ranks; it may contain other tables as well.
+            bytes_per_step: maximum number of bytes that a rank copies per update, in addition to
+                rows that updates change after they were copied; None = no limit.
 
         Raises:
-            PlanError: the plan does not fit, or cannot be executed here; the old one stays in use.
-            OperError: memory does not suffice for the new arenas; as above.
-            InvalidInputError: a move is under way.
+            PlanError: the plan does not fit, or cannot be executed here; the old plan stays in use.
+            OperError: memory does not suffice for the new arenas; the old plan stays in use.
+            InvalidInputError: another move is under way, or `micro_batches` is active.
         """
         refuse_in_parts(self, "cannot move tables to another plan")
         if self._migration is not None:
@@ -361,7 +369,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def finish_migration(self) -> None:
-        """Copy the rest of a move at once and switch. Collective."""
+        """Copy all remaining rows of a move now and switch to the new plan. Collective."""
         if self._migration is not None:
             self._migration.finish()
             self._migration = None
@@ -379,16 +387,16 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._migration = None
 
     def like(self, plan: Plan) -> ShardedTables:
-        """The same tables under another plan, with arenas that are still empty. Collective."""
+        """Return tables like these under another plan, with uninitialised arenas. Collective."""
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 
     def check_room(self) -> None:
-        """Raise OperError unless there is memory for the arenas of this domain."""
+        """Raise OperError unless free memory suffices for the arenas of this memory domain."""
         check_room([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:
-        """Take over the arenas and the plan of `other`, which must not be used afterwards."""
+        """Replace plan and arenas by those of `other`, which must not be used afterwards."""
         with self._resolving:
             self._release()
             other._release.detach()
@@ -414,14 +422,15 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return super().view(part, piece, rank)
 
     def use_huge_pages(self) -> str:
-        """Ask for huge pages behind the written rows; returns the page kind. Collective."""
+        """Request huge pages for the rows, which must be written; returns `page_kind`. Collective.
+        """
         heap = self._check_open()
         heap.collapse([self._layout.used_bytes[r] for r in self.members], self.barrier)
         return heap.page_kind
 
     @in_turn
     def close(self) -> None:
-        """Release the arenas of this rank. Peers that still use them keep the memory alive."""
+        """Release the arenas on this rank. Their memory is freed when no peer maps it any more."""
         self.stop_migration()
         with self._resolving:
             self._release()
@@ -432,8 +441,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._forward_op = self._backward_op = self._refuse
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
-        """Copy step counts, learning rates, bounds settings and passes held back from tables of the
-        same kind."""
+        """Copy step counts, learning rates, bounds and guard settings, frozen tables and passes
+        held back by `no_sync` from `other`."""
         for name in ("num_steps", "frozen", "seed", "_rounding_keys", "name"):
             setattr(self, name, getattr(other, name))
         self._arguments = other._arguments.copied()
@@ -447,7 +456,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             choose_pull(self, other.pull)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
-        """Tables of their own under the same plan, with rows, states and steps. Collective."""
+        """Return a copy with its own rows, optimizer states and step counts. Collective."""
         other = memo[id(self)] = copied(self, memo)
         return other
 

@@ -1,4 +1,4 @@
-"""Updates of sharded tables from backward passes: at once, accumulated, or in micro-batches."""
+"""Updates of sharded tables by backward passes: immediate, accumulated, or in micro-batches."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class TableUpdates:
     def apply_all(self, parts: list[Backward]) -> None:
         """Sum the gradients of lookups, exchange them and update the rows once. Collective.
 
-        For a micro-batch the gradients are only exchanged. Tables frozen now are not updated.
+        Tables in `frozen` are not updated. Within `no_sync` the gradients are only held back,
+        without communication; within `micro_batches` their exchange is started.
 
         Raises:
-            InvalidInputError: passes held back by `no_sync` had other tables frozen, or one of
-                their gradients was refused.
-            PeerLostError: a peer has ended.
+            InvalidInputError: the gradient guard or a bag index refuses a gradient, of these passes
+                or of passes held back by `no_sync`; or their frozen tables differ.
+            PeerLostError: a peer has ended or refused its batch.
             DeadlineError: a peer did not arrive in time.
         """
         with self.turns.lock:
@@ -90,8 +91,11 @@ class TableUpdates:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """If the block refuses the gradient of a pass, no rank makes this update. The other ranks
-        are told when they make it; within `no_sync` that is later, so the refusal is kept."""
+        """If the block raises InvalidInputError, make all ranks skip this update.
+
+        The other ranks are notified when they make the update. Within `no_sync` that happens later,
+        so the error is stored until then.
+        """
         try:
             yield
         except InvalidInputError as error:
@@ -102,8 +106,8 @@ class TableUpdates:
             raise
 
     def _leave_out(self, error: Exception) -> None:
-        """Make all ranks skip the update for which they wait for this rank. Collective."""
-        self._held.drop()  # as on the other ranks
+        """Make all ranks skip the update in which they wait for this rank. Collective."""
+        self._held.drop()  # the other ranks drop their passes, too
         if self.turns.parts is not None:
             self.turns.parts.refuse(error)
         else:
@@ -113,17 +117,14 @@ class TableUpdates:
         error = self._held.refused
         assert error is not None
         self._leave_out(error)
-        raise InvalidInputError("no rank makes this update", "a backward pass under no_sync",
-                                str(error), "backward passes that are all valid",
+        raise InvalidInputError("no rank makes this update", "error of a pass under no_sync",
+                                str(error), "only valid backward passes",
                                 "continue with the next batch, or call zero_grad() of the fused "
-                                "optimizer where that error is caught") from error
+                                "optimizer where the program catches that error") from error
 
     def refuse(self) -> None:
-        """Called instead of `step` on a rank that cannot take part, so that no rank makes this
-        update.
-
-        Ranks of its memory domain can continue with the next one. Collective.
-        """
+        """Make all ranks skip this update; called instead of `step` on a rank that cannot take
+        part. Collective. Ranks of its memory domain can continue with the next update."""
         torch.ops.oper.lookup_refuse_update(self.handle)
 
     def step(self, passed: Backward, updates: bool = True) -> None:
@@ -131,10 +132,10 @@ class TableUpdates:
 
         Args:
             passed: the backward pass.
-            updates: if False, owners keep the sums for the next call that updates, which counts as
-                the step; not for dynamic tables
+            updates: if False, owners only add the gradients to sums, which the next call with True
+                applies; only that call counts as a step. Must be True for dynamic tables.
         """
-        # One function, since each one more costs a microsecond in every step.
+        # Not split into functions: each call would cost about a microsecond per step.
         batch, offsets = passed.batch, passed.offsets
         grads = [*passed.grads]
         for k, grad in enumerate(grads):
@@ -169,8 +170,8 @@ class TableUpdates:
 
     def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, Lookup]:
-        """Convert the gradient of samples that share bags to that of the bags; returns it with the
-        batch of bags."""
+        """Sum the gradient rows of samples that share a bag; returns the gradient of the bags, and
+        the batch without `shared`."""
         shared = batch.shared
         if shared is None:
             return grad, batch
@@ -182,12 +183,9 @@ class TableUpdates:
         return grad, replace(batch, shared=None)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Hold back the gradients of backward passes inside; the first pass outside applies the
-        sum.
+        """Accumulate the gradients of backward passes inside the block, see `oper.no_sync`.
 
-        Like DistributedDataParallel's ``no_sync``: k backward passes give one update, bitwise equal
-        to that of one batch with all their samples. Inside, no backward pass is collective. It
-        holds for the backward passes of all threads.
+        Applies to the backward passes of all threads.
         """
         refuse_in_parts(self, "cannot accumulate gradients")
         return self._held.hold()
@@ -208,9 +206,9 @@ class TableUpdates:
 
     @in_turn
     def drop_gradients(self) -> None:
-        """Drop the gradients held back by `no_sync`, as ``zero_grad`` does.
+        """Drop the gradients held back by `no_sync`, for ``zero_grad``.
 
-        Collective if one of them was refused, since the other ranks wait for the update.
+        Collective if a gradient was refused, because the other ranks wait for the update.
 
         Raises:
             InvalidInputError: within `oper.micro_batches`, after a backward pass.
@@ -224,12 +222,12 @@ class TableUpdates:
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                         updates: bool) -> torch.Tensor:
-        """Gradient of the per-sample weights, float32 [N]; before `apply_all`.
+        """Return the gradient of the per-sample weights, float32 [N]. Call it before `apply_all`.
 
         Args:
             grad, batch, offsets: see `Backward`.
-            updates: whether an update with this gradient follows; its guard then raises on all
-                ranks.
+            updates: whether `apply_all` with this gradient follows; the gradient guard's error is
+                then left to it, because it must reach all ranks.
         """
         with self._refusing() if updates else contextlib.nullcontext():
             grad, batch = self.by_bag(grad, batch, offsets)

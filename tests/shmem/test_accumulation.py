@@ -1,4 +1,4 @@
-"""Gradient accumulation: k backward passes and one update, as one batch of all their samples."""
+"""Gradient accumulation: k backward passes and one update equal one combined batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.shmem.test_micro_batches import train
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_equals_one_batch(world_size: int, optimizer: str) -> None:
-    """Bitwise, under plans of all kinds: the rows stand still meanwhile."""
+    """The result is bitwise that of one batch, under plans of all kinds."""
     case = dlrm_case(weighted=True)
     for plan in (mixed_plan(case.tables, world_size, 1),
                  rich_plan(case.tables, world_size, 3, True)):
@@ -47,7 +47,7 @@ def test_unpooled() -> None:
 
 
 def test_keys_in_another_order_and_optional_weights() -> None:
-    """Micro-batches need not be laid out alike; no weights are weights of one."""
+    """Micro-batches may order their keys differently; missing weights count as weights of 1."""
     case = Case((TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),), ("f", "g"))
     found = []
     for batches in ([((0, 1), [1, 2, 3], [1, 2], None), ((1, 0), [5, 1, 1], [1, 2], [1.0, 1, 1])],

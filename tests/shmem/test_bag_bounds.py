@@ -1,4 +1,4 @@
-"""Bounds of bags, which lookups make while they pool, against sums of all lengths."""
+"""Bounds of bags, computed by lookups while they pool, compared with sums of all lengths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tables() -> ShardedTables:
 
 
 def _wrong(rank: int, world_size: int) -> list[str]:
-    """Cases whose bounds or pooled rows differ from torch's; whole numbers: sums are exact."""
+    """Cases whose bounds or pooled rows differ from torch's; integers make sums exact."""
     tables, wrong = _tables(), []
     generator = torch.Generator().manual_seed(1)
     for size in SIZES:

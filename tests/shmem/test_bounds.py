@@ -1,4 +1,4 @@
-"""Ids outside their tables: refused, or row 0 with or without a warning, as FBGEMM does."""
+"""Ids outside their tables: an error, or row 0 with or without a warning, as in FBGEMM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASE = Case((TableSpec("a", 40, 8, ("f", "g"), "sum"), TableSpec("b", 50, 4, ("f
 
 
 def spoiled(seed: int) -> tuple[Lookup, list[torch.Tensor]]:
-    """A batch with ids that fit no table or only b, and what FBGEMM makes of each feature's ids."""
+    """A batch with ids outside one or both tables, and FBGEMM's replaced ids of each feature."""
     batch = make_batch(CASE, seed, 12).lookup(CASE)
     ids = batch.ids.clone()
     at = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(seed))[:12]
@@ -79,7 +79,7 @@ def train(group, plan, mode: str, repaired_by_hand: bool, dtype: torch.dtype = t
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ignored_as_fbgemm_does(world_size: int, dtype: torch.dtype) -> None:
-    """Outputs, rows and weight gradients are those of FBGEMM's replaced ids, under any plan."""
+    """Outputs, rows and weight gradients equal those of FBGEMM's replaced ids, under any plan."""
     for plan in (mixed_plan(CASE.tables, world_size, 1),
                  rich_plan(CASE.tables, world_size, 1, True)):
         got, want = (run_ranks(world_size, lambda g, hand=hand, plan=plan: train(
@@ -117,7 +117,7 @@ def _opened(group, optimizer=None):
 
 
 def test_a_batch_resolved_ahead_is_repaired_where_it_is_looked_up() -> None:
-    """With the ids and weights that it has by then, and counted once, or never where it is not."""
+    """The lookup, not `resolve`, replaces the ids and counts them, once."""
     ahead, plain = _opened(SingleGroup()), _opened(SingleGroup())
     batch, _ = spoiled(3)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Gradient clipping: by element as FBGEMM, by the norm of a row's gradient as torch."""
+"""Gradient clipping: by element as in FBGEMM, by the norm of a row's gradient as in torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BASES = {"sgd": SGD(lr=0.3), "rowwise": RowWiseAdagrad(lr=0.05, eps=1e-8),
                          ids=["elements", "rows", "both"])
 @pytest.mark.parametrize("base", BASES)
 def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: int) -> None:
-    """Over duplicates, ranks, push tiers and column splits; the limits bite but not everywhere."""
+    """Covers duplicates, ranks, push tiers and column splits; only some values are clipped."""
     optimizer = replace(BASES[base], max_gradient=limits[0], max_row_norm=limits[1])
     case = case_of(weighted=base == "sgd")
     steps = make_steps(case, world_size, 3)
@@ -62,7 +62,7 @@ def test_clipping_equals_its_definition(base: str, limits: tuple, world_size: in
 
 
 def split_plan(case: Case, world_size: int) -> Plan:
-    """All tables of more than four columns in two pieces on different ranks."""
+    """A plan that splits tables of more than four columns into two pieces on different ranks."""
     entries = []
     for t in case.tables:
         cut = [0, t.dim // 2 // 4 * 4 + 4, t.dim] if t.dim > 4 else [0, t.dim]
@@ -73,7 +73,7 @@ def split_plan(case: Case, world_size: int) -> Plan:
 
 
 def test_some_tables_clip_and_some_do_not() -> None:
-    """Pooled and unpooled, each table by its own limit."""
+    """Each table has its own limit, in pooled and unpooled lookups."""
     tables = (TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),
               TableSpec("b", 9, 4, ("f",), "sum", optimizer="sgd"))
     for pooled in (True, False):
@@ -93,7 +93,7 @@ def test_some_tables_clip_and_some_do_not() -> None:
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_equals_fbgemm(mean: bool) -> None:
-    """FBGEMM's own operator with gradient_clipping, weights' gradient included."""
+    """Results equal FBGEMM's operator with gradient_clipping, including the weights' gradient."""
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
     torch.manual_seed(0)
     case = Case((TableSpec("t", 50, 8, ("f",)),), ("f",))

@@ -1,4 +1,4 @@
-"""Ranks that make different calls: all of them name the same rank, collection and phase."""
+"""Ranks that make different calls: all errors name the same rank, collection and phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HELD: list[nn.Module] = []
 
 
 class Model(nn.Module):
-    """Two collections."""
+    """A model with two collections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _step(model: Model, name: str) -> None:
 
 
 def _told(call: Any) -> Found:
-    """What an error says, and how long it took to come."""
+    """The error that `call` raises, and the seconds until it was raised."""
     begin = time.monotonic()
     try:
         call()
@@ -68,7 +68,7 @@ def _told(call: Any) -> Found:
 
 
 def _when_all_know(found: Found) -> Found:
-    """Wait for the others' errors: a rank that ends says less than one that waits."""
+    """Keep this process alive until all ranks have raised their errors."""
     store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
     store.set(f"knows {dist.get_rank()}", "")
     store.wait([f"knows {rank}" for rank in ranks])
@@ -76,7 +76,7 @@ def _when_all_know(found: Found) -> Found:
 
 
 def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> None:
-    """All ranks say the same: who is behind, and where the others wait for it."""
+    """Check that all ranks name the same late rank and the phase in which others wait for it."""
     for who, one in enumerate(found):
         assert one["kind"] == kind.__name__, (who, one)
         assert one["rank"] == rank and f"rank={rank}," in one["text"], (who, one)
@@ -88,8 +88,8 @@ def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> 
 
 
 def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
-    """Rank 1 leaves a step out, is elsewhere until the others have given up, and goes on. `alone`:
-    the others' process ends meanwhile."""
+    """Rank 1 skips a step and returns after the other ranks have given up. `alone`: their processes
+    have exited by then."""
     model = _open(world_size, mode)
     report("open")
     _HELD.append(model)  # a process that ends, not one that closes its tables before
@@ -168,7 +168,7 @@ def test_another_order_between_domains_is_noticed_at_once(labels: str) -> None:
 
 
 def _phase(rank: int, world_size: int) -> Found:
-    """Rank 1 saves while the others train."""
+    """Rank 1 saves a state while the other ranks train."""
     model = _open(world_size)
     found = _told(lambda: model.state_dict() and model.users.tables.barrier()
                   if rank == 1 else _step(model, "users"))

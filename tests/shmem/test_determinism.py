@@ -1,4 +1,4 @@
-"""Bit for bit: from run to run, between plans, on all ranks, for any threads and processor."""
+"""Bitwise equal results between runs, plans, ranks, thread counts and processors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[R
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_slow_ranks_change_nothing(kind: str) -> None:
-    """Ranks are delayed at random in every phase; two forwards may be under way."""
+    """Ranks are delayed at random in every phase; two forward passes may be under way."""
     case = dlrm_case()
     steps = make_steps(case, 3, STEPS, seed=3)
     plan = (pushed(uniform_plan(case.tables, 3, "striped")) if kind == "push" else
@@ -137,7 +137,7 @@ def test_slow_ranks_change_nothing(kind: str) -> None:
 
 
 def test_kernel_variants() -> None:
-    """All instruction sets give the same bits, on all widths, with weights, of rows of 16 bits."""
+    """All instruction sets give equal bits, for all widths, with weights and with 16-bit rows."""
     plain = dlrm_case()
     narrow = replace(plain, tables=tuple(
         replace(t, dtype=("float16", "bfloat16")[k % 2]) for k, t in enumerate(plain.tables)))
@@ -153,7 +153,7 @@ def test_kernel_variants() -> None:
 
 
 def test_a_lookup_alone_does_not_depend_on_the_batch_around_it() -> None:
-    """A bag's bits are the same in any batch: bag-order pooling."""
+    """A bag's bits are the same in any batch, since pooling is in the order of the bag."""
     case = dlrm_case(max_length=40)
     batch = make_batch(case, 5, 33)
     tables = open_tables(case, plans_for(case.tables, 1)["striped"], SingleGroup(), None)

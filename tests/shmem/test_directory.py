@@ -1,4 +1,4 @@
-"""Directory arithmetic, by property, and its agreement with what the kernels execute."""
+"""Properties of the directory arithmetic, and its agreement with the kernels."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_long_weighted_turns(weights: tuple[int, ...]) -> None:
 
 
 def test_many_tiers() -> None:
-    """More tiers than a vector register has lanes, with an explicit head over most of them."""
+    """Covers more tiers than a vector register has lanes, with a head over most of them."""
     spec = TableSpec("t", 997, 4, ("f",), "sum", optimizer="sgd")
     cuts = [0, 1, 2, 40, 41, 90, 200, 201, 300, 450, 451, 700, 800, 997]
     kinds = itertools.cycle(("owned", "striped", "replicated"))

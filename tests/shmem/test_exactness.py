@@ -1,4 +1,4 @@
-"""Sharded training gives the numbers of the unsharded run, for every plan and world size."""
+"""Sharded training equals the unsharded run, for every plan and world size."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer
     "chosen", [RowWiseAdagrad(0.05, weight_decay=0.1), PartialRowWiseAdam(0.01)],
     ids=["l2 decay", "partial adam"])
 def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRowWiseAdam) -> None:
-    """A row's state is that of the whole row, whatever pieces it is cut into."""
+    """A row-wise state is computed from the complete row, however its columns are split."""
     table = TableSpec("t", 50, 24, ("f",), "sum", optimizer=chosen.name)
     case = Case((table,), ("f",))
     steps = make_steps(case, 2, STEPS)
@@ -77,7 +77,7 @@ def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRow
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_many_bags_and_long_bags(weighted: bool) -> None:
-    """More bags than one task takes, and bags longer than one block of resolved ids."""
+    """Batches have more bags than a task handles, and bags longer than a block of resolved ids."""
     tables = (TableSpec("t", 9000, 24, ("f",), "sum"), TableSpec("m", 700, 16, ("g",), "mean"))
     many = Case(tables, ("g", "f"), weighted, max_length=6, base_batch=1500)
     check(many, mixed_plan(tables, 2, 1), "rowwise_adagrad", num_steps=4)
@@ -99,7 +99,7 @@ def test_dims_that_are_no_multiple_of_four() -> None:
 
 
 def test_a_backward_pass_uses_its_own_batch() -> None:
-    """Two forwards before two backwards: gradient accumulation in the manner of DDP."""
+    """Two forward passes precede two backward passes, as in DDP's gradient accumulation."""
     case = dlrm_case("sgd")
     (first,), (second,) = make_steps(case, 1, 2)
     second = make_batch(case, 99, 9)

@@ -1,4 +1,4 @@
-"""Ranks that share no memory give the bits of ranks that do, for every plan; virtual ranks."""
+"""Virtual ranks without shared memory give bitwise the results of ranks with shared memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Planner = Callable[[Case, int], Plan]
 
 @functools.cache
 def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str) -> Result:
-    """What any split of these ranks into domains is compared with; also unsharded."""
+    """The reference result of a single domain, which is also compared with the unsharded run."""
     steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
     one = train_virtual(case, planner(case, world_size), steps, ALL_OPTIMIZERS[optimizer])
     assert_exact(case, one, fp32, fp64)
@@ -59,7 +59,7 @@ def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str)
 
 
 def check(case: Case, planner: Planner, optimizer: str, domains: tuple[int, ...]) -> None:
-    """One domain and several: the same bits everywhere, and the unsharded numbers."""
+    """Check that several domains give bitwise the results of one, close to the unsharded run."""
     size = len(domains)
     steps, _, _ = references(case, size, optimizer, STEPS)
     several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
@@ -89,7 +89,7 @@ def test_placements(name: str, domains: tuple[int, ...]) -> None:
     ("sgd", (0, 1, 0, 1)), ("adagrad", (0, 1)), ("adam", (0, 0, 1, 1)), ("momentum_sgd", (0, 1)),
     ("lars_sgd", (0, 1, 1, 1)), ("lamb", (0, 1)), ("partial_rowwise_lamb", (0, 1, 0, 1))], ids=str)
 def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int, ...]) -> None:
-    """Sum and mean pooling; weights and 32-bit ids where the optimizer's place is odd."""
+    """Covers sum and mean pooling; weights and 32-bit ids for every second optimizer."""
     odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1
     case = replace(dlrm_case(optimizer), weighted=odd,
                    id_dtype=torch.int32 if odd else torch.int64)
@@ -99,7 +99,7 @@ def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int,
 
 @pytest.mark.parametrize("domains", [(0, 1), (0, 1, 0, 1)], ids=str)
 def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
-    """They travel as they are; the draws of stochastic rounding do not depend on who updates."""
+    """16-bit rows are sent exactly; stochastic rounding does not depend on the updating rank."""
     case = dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(
         replace(t, dtype=("float16", "bfloat16", "float32")[k % 3])
@@ -113,7 +113,7 @@ def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
 
 
 def test_two_rounds_of_squares() -> None:
-    """Rows clipped by their norm, then a row-wise optimizer: both need the whole row."""
+    """Clipping by row norm and a row-wise optimizer each exchange squares of column pieces."""
     case = dlrm_case("rowwise_adagrad")
     chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
     steps = make_steps(case, 4, STEPS)
@@ -124,7 +124,7 @@ def test_two_rounds_of_squares() -> None:
 
 def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], pooled: bool
             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Without gradients, then a training step; the gradient of the weights; a table after it."""
+    """Results of a lookup without gradients and of a training step: weight gradients, a table."""
     tables = open_tables(case, plan, group, SGD(lr=0.5))
     batch = batches[group.rank]
     weights = None if batch.weights is None else batch.weights.clone().requires_grad_()
@@ -163,7 +163,7 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
 
 
 def test_a_plan_with_copies_everywhere_reads_alone() -> None:
-    """No rank waits for another when a lookup without gradients needs no other domain."""
+    """A lookup without gradients that needs no other domain does not wait for other ranks."""
     case = dlrm_case("sgd")
     plan = uniform_plan(case.tables, 2, "replicated")
 
@@ -179,7 +179,7 @@ def test_a_plan_with_copies_everywhere_reads_alone() -> None:
 
 
 def test_rows_are_sent_once_and_bytes_are_counted() -> None:
-    """Two ranks, one table striped over both: every byte between them by hand."""
+    """Two ranks, one table striped over both: bytes sent equal a calculation by hand."""
     dim, rows = 8, 100
     table = TableSpec("t", rows, dim, ("f",), "sum", optimizer="sgd")
     tiers = (Tier(0, 20, "replicated", (0, 1)), Tier(20, rows, "striped", (0, 1)))
@@ -214,7 +214,7 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
 @pytest.mark.parametrize("mode, num_forward", [("pull", 3), ("push", 4)])
 def test_hosts_wait_as_often_as_the_cost_model_says(monkeypatch: pytest.MonkeyPatch, mode: str,
                                                     num_forward: int) -> None:
-    """A wait of the model (`phase_us`) is two exchanges: headers, and what they count."""
+    """One wait of the cost model (`phase_us`) is two exchanges: headers, then data."""
     spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer="sgd")
     case = Case((spec,), ("f",))
     plan = Plan(2, (TablePlan(spec, (Piece(0, 16, (Tier(0, 60, "owned", (1,), mode=mode),)),)),))
@@ -251,7 +251,7 @@ def test_one_domain_sends_nothing() -> None:
 @pytest.mark.parametrize("bits, error", [
     (16, 2.0**-8), (8, 2.0**-6), ((8, 32), 2.0**-6), ((32, 8), 2.0**-6)], ids=str)
 def test_rounding_on_the_way_is_explicit(bits: Any, error: float) -> None:
-    """Fewer bytes of rows and gradients; ranks read the same rows, nearly those of exact runs."""
+    """Fewer bits mean fewer bytes; all ranks read the same rows, close to those of exact runs."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 3)
 

@@ -1,4 +1,4 @@
-"""Processes that act as if on several hosts: the same bits."""
+"""Processes that are treated as if on several hosts give bitwise the same results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
 
 
 def _exchanged(rank: int, world_size: int) -> list[list[int]]:
-    """What a rank receives, by sender; r sends 3 r + s bytes of value 16 r + s to s."""
+    """The bytes received from each sender; s receives 3 r + s bytes of value 16 r + s from r."""
     transport = transport_of(ProcessGroup())
     there = [0 if (rank, s) == (2, 0) else 3 * rank + s for s in range(world_size)]
     back = [0 if (r, rank) == (2, 0) else 3 * r + rank for r in range(world_size)]
@@ -96,7 +96,7 @@ def _train_and_move(rank: int, world_size: int, plans: tuple[Plan, Plan],
 
 @pytest.mark.parametrize("labels", ["ab", "aab"])
 def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
-    """Rows and optimizer states go to another plan over gloo while the tables are trained."""
+    """Rows and optimizer states move to another plan over gloo while the tables are trained."""
     steps = make_steps(CASE, len(labels), 8)
     plans = mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
     ranks = run_world(len(labels), _train_and_move, plans, steps, labels=labels)
@@ -113,7 +113,7 @@ WIDE = Case(tuple(TableSpec(n, r, 64, (f"f_{n}",), p, optimizer="rowwise_adagrad
 
 def _train_and_count(rank: int, world_size: int, plan: Plan,
                      steps: list[list[Batch]]) -> tuple[dict[str, list[int]], list[float], Any]:
-    """Bytes by kind and receiver, the losses, and all rows at the end."""
+    """Train; returns bytes by kind and receiver, the losses, and all rows at the end."""
     torch.manual_seed(5)
     tables = open_tables(WIDE, plan, ProcessGroup(), OPTIMIZERS["rowwise_adagrad"])
     tables.sent_bytes(reset=True)
@@ -132,7 +132,7 @@ def _train_and_count(rank: int, world_size: int, plan: Plan,
 
 @pytest.mark.parametrize("labels", ["ab", "aabb"])
 def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
-    """As counted and as replayed; losses near the exact ones; a second run has the same bits."""
+    """Bytes equal counts and replay; losses are close to exact ones; a second run is equal."""
     size = len(labels)
     steps = make_steps(WIDE, size, 5)
     tiers = {"pulled": "pull", "pushed": "push"}
@@ -164,7 +164,7 @@ def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
 
 
 def _shard(rank: int, world_size: int, message_bits: Any) -> tuple[list[list[int]], str]:
-    """`oper.shard` on two hosts, with bits by rank: those of its plan, or the error."""
+    """Shard on two hosts with `message_bits` by rank; returns the plan's bits, or the error."""
     bag = torch.nn.EmbeddingBag(500, 16, mode="sum")
     try:
         with warnings.catch_warnings():

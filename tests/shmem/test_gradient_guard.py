@@ -1,4 +1,4 @@
-"""Gradients that are not finite: named and refused, or left out sample by sample."""
+"""Gradients that are not finite: an error that names them, or zero gradients per sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
 
 class Bags(nn.Module):
-    """Two tables, whose rows side by side are the output."""
+    """A module that concatenates the rows of two tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_stop_names_the_table_and_the_update(bad: float) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_skip_leaves_the_sample_out(bad: float) -> None:
     model, other = sharded("skip"), sharded("off")
-    with pytest.warns(UserWarning, match="table 'second' in update 1 .*; 1 of 3 rows are left"):
+    with pytest.warns(UserWarning, match="table 'second' in update 1 .*; 1 of 3 gradient rows"):
         model(IDS).backward(gradient(bad))
     grad = gradient()
     grad[1, 4:] = 0
@@ -73,7 +73,7 @@ def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
     bag = sharded("skip", nn.EmbeddingBag(20, 4, mode="sum"))
     weights, grad = torch.ones(3, 2, requires_grad=True), torch.ones(3, 4)
     grad[1, 2] = float("nan")
-    with pytest.warns(UserWarning, match="in update 1 .*; 1 of 3 rows are left"):
+    with pytest.warns(UserWarning, match="in update 1 .*; 1 of 3 gradient rows"):
         bag(IDS, per_sample_weights=weights).backward(grad)
     assert weights.grad is not None
     assert weights.grad.any(dim=1).tolist() == [True, False, True]
@@ -84,7 +84,7 @@ def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
 
 
 def test_large_numbers_are_finite() -> None:
-    """Their sum is not."""
+    """Large finite gradients pass although their sum overflows."""
     model = sharded("stop")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,7 +123,7 @@ def _ranks(rank: int, world_size: int) -> list[torch.Tensor]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model(IDS + rank).backward(gradient(float("nan") if rank else None))
-    assert sum("left out" in str(w.message) for w in found) == rank
+    assert sum("count as zero" in str(w.message) for w in found) == rank
     return rows_of(model)
 
 
@@ -138,8 +138,8 @@ def test_ranks_need_not_agree() -> None:
 
 
 def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
-    """Rank 1 has a number that is not finite; what each rank is told, after how many seconds, and
-    the rows before, then and after another step."""
+    """Rank 1 has a NaN gradient; returns each rank's error, the seconds until it, and the rows
+    before, after it, and after another step."""
     model, told = sharded("stop"), ""
     bad = gradient(float("nan") if rank else None)
     rows = [rows_of(model)]
@@ -180,7 +180,7 @@ def test_where_one_rank_stops_no_rank_waits_for_it(how: str) -> None:
 
 
 def test_a_stop_drops_what_was_held_back() -> None:
-    """As on the other ranks, whose batches it ends."""
+    """After a refused pass, the passes held back are dropped, as they are on the other ranks."""
     weight, grad = torch.randn(20, 4), torch.ones(3, 4)
     model, other = (sharded("stop", nn.EmbeddingBag.from_pretrained(
         weight.clone(), freeze=False, mode="sum")) for _ in range(2))
@@ -194,8 +194,8 @@ def test_a_stop_drops_what_was_held_back() -> None:
 
 
 def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]:
-    """Rank 1 catches the error of a window's first pass and goes on with another window; what each
-    rank is told in each, and the rows before and behind them."""
+    """Rank 1 catches the error of a window's first pass and starts another window; returns each
+    rank's errors, and the rows before and after."""
     model, told = sharded("stop"), []
     before = rows_of(model)
     for window in range(1 + rank):
@@ -210,19 +210,19 @@ def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]
 
 
 def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
-    """Gradients of different windows meet in no update, and nobody waits for the deadline."""
+    """No update mixes gradients of different windows, and no rank waits until the deadline."""
     begin = time.monotonic()
     (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
                                                   env={"OPER_DEADLINE_S": "60"})
     assert time.monotonic() - begin < 50
     assert mine[0].startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
-    assert mine[1].startswith("InvalidInputError: no rank makes this update: a backward pass"), mine
+    assert mine[1].startswith("InvalidInputError: no rank makes this update: error of a pass"), mine
     assert told[0].startswith("PeerLostError") and "refused its batch" in told[0], told
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
-    """As before, of one collection, with gradients dropped where a window begins."""
+    """Like the previous program with one collection; gradients are dropped at a window's start."""
     bag, told = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum")), []
     for window in range(3):
         bad = float("nan") if rank and not window else 1.0
@@ -238,7 +238,7 @@ def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
 
 
 def test_dropped_gradients_of_one_rank_end_the_update_of_all() -> None:
-    """The others are told, and all go on with the same window."""
+    """The other ranks get an error, and all ranks continue with the same window."""
     (told, rows), (mine, others) = run_world(2, _drops, env={"OPER_DEADLINE_S": "60"})
     assert (told, mine) == (["PeerLostError", "", ""], ["InvalidInputError", "", ""])
     # Windows 1 and 2: gradients window + 1, averaged over two ranks, at a rate of 0.5.

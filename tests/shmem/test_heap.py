@@ -1,4 +1,4 @@
-"""The symmetric heap: who may write what, what it holds open, and when it lets go."""
+"""The symmetric heap: write permissions, open descriptors, and release of memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_arenas_are_seen_by_all_and_start_as_zeros() -> None:
 
 
 def test_forgotten_tables_give_everything_back() -> None:
-    """A search over hyperparameters shards many models in one process."""
+    """Unreferenced models release their memory, as a hyperparameter search needs."""
     gc.collect()
     before = len(segments())
     case = dlrm_case("sgd")
@@ -107,7 +107,7 @@ def test_forgotten_tables_give_everything_back() -> None:
 
 
 def test_tables_are_not_shared_by_accident() -> None:
-    """That would be a second handle on the same rows, and training one would train both."""
+    """Tables cannot be pickled, since training either of two handles would change both."""
     case = dlrm_case("sgd")
     tables = open_alone(case, SGD())
     for attempt in (copy.copy, pickle.dumps):

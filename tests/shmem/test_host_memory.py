@@ -1,4 +1,4 @@
-"""Tiers in host memory: the same numbers from a segment of their own that gets no huge pages."""
+"""Tiers in host memory: the same results from a separate segment without huge pages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _segments() -> list[dict[str, Any]]:
 
 
 def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
-    """One table of a replicated head, a striped tier, and a host tier of half of the rows."""
+    """Memory of a table: replicated head, striped tier, and half of its rows on the host."""
     from oper.shmem.group.groups import ProcessGroup
 
     spec = TableSpec("t", ROWS, DIM, ("f",))

@@ -1,6 +1,6 @@
 """A rank of another memory domain that requests rows that do not exist: an error, never a crash.
 
-What it may send in a training step is fuzzed, see tests/fuzz/exchange.py.
+Messages of training steps are fuzzed in tests/fuzz/exchange.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: lis
 
 
 def test_packed_slots_that_there_are_not() -> None:
-    """The first rows that rank 1 asks for, of a table of 40 that are not all on rank 0."""
+    """Rank 1 requests the first rows of a table of 40 rows, not all of which rank 0 owns."""
     heads, bits = 1024, slot_bits(40)
     peer().step(peer().recorded)
     for slot in (2**bits - 1, 30):

@@ -25,7 +25,7 @@ Users = tuple[Lookup, Lookup, torch.Tensor, torch.Tensor]  # what `of_users` mak
 @contextmanager
 def attached(num_features: int, dim: int, dtype: str = "float32", seed: int = 0
              ) -> Iterator[tuple[PublishedTables, Reader]]:
-    """Tables of 50 rows of normal numbers, attached within this process."""
+    """Published tables of 50 normally distributed rows, attached in this process."""
     specs = [TableSpec(f"t{k}", 50, dim, (f"f{k}",), "mean" if k % 3 == 2 else "sum", dtype, "none")
              for k in range(num_features)]
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def batch_of(num_features: int, size: int, weighted: bool = False, seed: int = 1
 
 
 def expected(pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """In double precision, pair by pair."""
+    """The interaction computed pair by pair in float64."""
     rows = torch.cat([dense, pooled], 1).double().reshape(dense.shape[0], -1, dense.shape[1])
     n = rows.shape[1]
     pairs = [(rows[:, i] * rows[:, j]).sum(1, keepdim=True) for i in range(n)
@@ -53,7 +53,7 @@ def expected(pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
 
 
 def differences(rank: int, world_size: int) -> tuple[list[str], str]:
-    """Shapes that are wrong, and a digest of all bits."""
+    """Batch shapes with wrong results, and a digest of all results."""
     wrong, digest = [], hashlib.sha256()
     for dtype, shapes in (("float32", SHAPES), ("int8", SHAPES[4:7]), ("float16", SHAPES[2:4])):
         for num_features, dim in shapes:
@@ -104,7 +104,7 @@ def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 150])
 def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
-    """Three users in a batch, whose shared bags lie anywhere."""
+    """A batch has three users, whose shared bags may be anywhere in it."""
     with attached(26, 64, "int8") as (tables, reader), reader.pinned():
         batch, full, first, keys = of_users(26, size)
         dense = torch.randn(size, 64)
@@ -118,8 +118,8 @@ def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
 
 
 def of_users(num_features: int, size: int) -> Users:
-    """A batch of up to three users, of which two thirds of the keys are; the same with a bag for
-    every sample; the first sample of each sample's user; which keys these are."""
+    """A batch of up to three users, with two thirds of the keys shared; the same batch with a bag
+    per sample; the first sample of each sample's user; which keys are shared."""
     batch = batch_of(num_features, size)
     first = torch.tensor([0] * (size // 3) + [size // 3] * (size // 2), dtype=torch.int64)
     first = torch.nn.functional.pad(first, (0, size - first.numel()), value=size // 3 + size // 2)
@@ -136,7 +136,7 @@ def of_users(num_features: int, size: int) -> Users:
 
 
 def shared_differs(tables: PublishedTables, users: Users, dense: torch.Tensor) -> list[str]:
-    """Which outputs for samples of users are not, bit for bit, those of full rows."""
+    """The outputs of the shared interaction that differ bitwise from those of complete rows."""
     batch, full, first, keys = users
     want = tables.lookup_interaction(full, dense)
     pairs, samples, user_of = tables.lookup_shared_interaction(batch, dense, first, keys)
@@ -150,7 +150,7 @@ def shared_differs(tables: PublishedTables, users: Users, dense: torch.Tensor) -
 
 
 def _only(batch: Lookup, sample: int) -> Lookup:
-    """One sample of a batch."""
+    """The batch of a single sample."""
     lengths = batch.lengths.reshape(-1, batch.batch_size)
     ends = batch.lengths.cumsum(0).reshape(lengths.shape)
     parts: Sequence[torch.Tensor] = [

@@ -1,4 +1,4 @@
-"""Directories of keys: against plain dicts, for any ranks and threads, and hostile input."""
+"""Directories of keys: compared with plain dicts, for any ranks and threads, and hostile input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULES = [
 
 
 class Directory:
-    """A directory of W ranks in the memory of this process."""
+    """A directory of W ranks within this process."""
 
     def __init__(self, slots: int, rule: DynamicTable, world_size: int = 1) -> None:
         self.slots, self.rule, self.size = slots, rule, world_size
@@ -61,19 +61,19 @@ class Directory:
             OPS.keys_set_clock(handle, 0, clock)
 
     def find(self, keys: Sequence[int] | torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """Rows, counts, keys without a row, and parts, of a batch of one bag."""
+        """Look up a batch of one bag; returns rows, counts, keys without a row, and parts."""
         *found, code = OPS.keys_find(self.handles[rank], as_keys(keys), as_keys([len(keys)]),
                                      as_keys([0]), 1, True)
         assert code == 0
         return tuple(found)
 
     def counts(self) -> np.ndarray:
-        """Admitted, evicted, expired and refused so far."""
+        """Numbers of admitted, evicted, expired and refused keys so far."""
         found: np.ndarray = np.sum([OPS.keys_counts(h, 0)[:4] for h in self.handles], axis=0)
         return found
 
     def take(self, batches: Sequence[Sequence[int] | torch.Tensor]) -> None:
-        """One update by batches of all ranks."""
+        """Make one update with one batch per rank."""
         for rank, handle in enumerate(self.handles):
             seen = [self.find(keys, rank) for keys in batches[rank::self.size]]
             left, _ = OPS.keys_leave(handle, *([s[k] for s in seen] for k in (1, 2, 3)))
@@ -82,7 +82,7 @@ class Directory:
             OPS.keys_update(handle, [])
 
     def update(self, batches: Sequence[Sequence[int]]) -> tuple[dict[int, int], np.ndarray]:
-        """As `take`: rows of new keys, and what changed."""
+        """Make one update; returns the rows of new keys and the change of the counts."""
         before = self.counts()
         self.take(batches)
         (new, bounds), *others = (OPS.keys_new(h) for h in self.handles)
@@ -108,7 +108,7 @@ class Directory:
         return [OPS.keys_write(h, 0, candidates, 0, records) for h in self.handles]
 
     def records(self) -> dict[int, tuple[int, int, int]]:
-        """As the oracle's."""
+        """Records (row, count, clock) by key, as the oracle returns them."""
         return {key: (slot + 1, count, clock) for slot, (key, count, clock) in enumerate(
             self.read().tolist()) if clock >= 0}
 
@@ -126,7 +126,7 @@ def dealt(keys: Sequence[int], world_size: int) -> list[Sequence[int]]:
 
 
 def colliding(num: int, slots: int, bucket: int, seed: int = 0) -> list[int]:
-    """Keys of one bucket, as somebody finds them who knows the seed."""
+    """Keys of one bucket, as an attacker who knows the seed would choose them."""
     oracle = Oracle(slots, DynamicTable(seed=seed))
     keys = (k - (1 << 40) for k in itertools.count())
     return list(itertools.islice((k for k in keys if oracle.bucket_of(k) == bucket), num))
@@ -139,7 +139,7 @@ POOL = [SMALLEST, LARGEST, 0, -1, 1, *range(10, 90)]
        st.sampled_from([1, 2, 4]),
        st.lists(st.lists(st.sampled_from(POOL), max_size=40), min_size=1, max_size=10))
 def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[list[int]]) -> None:
-    """Rows, admissions, evictions, counts and clocks are those of plain dicts, for every W."""
+    """Rows, admissions, evictions, counts and clocks equal those of plain dicts, for every W."""
     directory = Directory(slots, rule, world_size)
     oracle = Oracle(slots, rule, row_seed(NAME, rule.seed))
     for keys in steps:
@@ -173,7 +173,7 @@ def test_evictions_from_full_buckets(rule: DynamicTable) -> None:
 
 
 def test_keys_keep_to_their_lines() -> None:
-    """Most keys have a slot in the line that is searched first, after many evictions, too."""
+    """Most keys have a slot in their home line, even after many evictions."""
     slots = 20_000
     directory = Directory(slots, DynamicTable())
     keys = torch.arange(22_000) * 0x5851F42D4C957F2D
@@ -191,7 +191,7 @@ def test_keys_keep_to_their_lines() -> None:
 
 @given(st.integers(1, 200), st.integers(0, 400), st.integers(SMALLEST, LARGEST))
 def test_slots_of_many_keys(slots: int, num: int, seed: int) -> None:
-    """Every key has a slot of its bucket to itself; where there are too few, the highest counts."""
+    """Every key has its own slot in its bucket; if slots are scarce, the most frequent keys."""
     rng = np.random.default_rng(num)
     keys, counts = np.arange(num) * 7919 - 10**6, rng.integers(0, 9, num)
     found = slots_of_keys(keys, counts, slots, seed)
@@ -216,7 +216,7 @@ def test_every_key_is_legal(keys: list[int], seed: int) -> None:
 
 
 def test_keys_that_meet_while_they_are_told_apart() -> None:
-    """Keys whose hashes are alike where a batch's keys are told apart are counted as others are."""
+    """Keys with equal hashes in the de-duplication of a batch are counted like other keys."""
     rule = DynamicTable(eviction="lfu", seed=4)
     alike = (k for k in itertools.count() if hash_of(k, 4) >> 8 & 255 == 9)
     keys = [k for n, k in enumerate(itertools.islice(alike, 30)) for _ in range(n % 3 + 1)] * 2
@@ -246,7 +246,7 @@ def test_more_ids_than_a_part_has(world_size: int) -> None:
 
 @pytest.mark.parametrize("rule", RULES[:5])
 def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
-    """Records are the same for 1, 2 and 4 ranks and 1 and 4 threads, under a load that evicts."""
+    """Records are equal for 1, 2 and 4 ranks and 1 and 4 threads, under a load with evictions."""
     rng = np.random.default_rng(1)
     steps = [(rng.zipf(1.2, 20_000) % 60_000 * 7919 - 10**8).tolist() for _ in range(6)]
     found = []
@@ -269,7 +269,7 @@ def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> None:
-    """A directory that is written from another's records, for another W, goes on as that does."""
+    """A directory restored from another's records, with another W, continues like the original."""
     rng = np.random.default_rng(2)
     steps = [rng.integers(-400, 400, 300).tolist() for _ in range(8)]
     first, then = Directory(300, rule, 2), Directory(300, rule, world_size)
@@ -286,7 +286,7 @@ def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> N
 
 
 def test_colliding_keys_keep_to_their_bucket() -> None:
-    """Keys of one bucket take its slots and no others, and the rest are refused, not searched."""
+    """Keys of one bucket use only its slots; the remaining keys are refused without a search."""
     slots, num = 10 * BUCKET, 3 * BUCKET
     directory = Directory(slots, DynamicTable())
     keys = colliding(num + BUCKET, slots, 3)
@@ -298,7 +298,7 @@ def test_colliding_keys_keep_to_their_bucket() -> None:
 
 
 def test_colliding_keys_of_one_tag() -> None:
-    """A full bucket whose tags are all alike: every slot is looked at, and no other bucket."""
+    """In a full bucket with equal tags, every slot is compared, and no other bucket is searched."""
     seed = 3
     alike = (k for k in itertools.count() if hash_of(k, seed) & 255 == 7)
     keys = list(itertools.islice(alike, 2 * BUCKET))
@@ -310,7 +310,7 @@ def test_colliding_keys_of_one_tag() -> None:
 
 
 def test_colliding_keys_that_wait_for_admission() -> None:
-    """They take the places of their bucket's candidates and keep out nobody elsewhere."""
+    """Colliding candidates fill their bucket's entries and displace no candidates of others."""
     slots = 10 * BUCKET
     directory = Directory(slots, DynamicTable(admit_after=2))
     flood, (other,) = colliding(5 * CANDIDATES, slots, 3), colliding(1, slots, 4)
@@ -337,7 +337,7 @@ def test_one_key_and_one_slot() -> None:
 
 @pytest.mark.parametrize("slots, size, steps", [(10_000, 20_000, 50), (10_000_000, 200_000, 500)])
 def test_all_keys_new(slots: int, size: int, steps: int) -> None:
-    """Many more different keys than slots: memory does not grow, everything is accounted for."""
+    """With many more distinct keys than slots, memory does not grow and all counts add up."""
     directory = Directory(slots, DynamicTable())
     full = 0
     for step in range(steps):
@@ -351,7 +351,7 @@ def test_all_keys_new(slots: int, size: int, steps: int) -> None:
 
 
 def test_a_clock_that_goes_back() -> None:
-    """Records from the future are of age 0: nothing expires; keys are found and evicted."""
+    """Records with clocks in the future have age 0: they do not expire, are found and evicted."""
     rule = DynamicTable(time_to_live=1, eviction="lfu", half_life=1)
     directory = Directory(2, rule)
     directory.clock = 1 << 31
@@ -405,7 +405,7 @@ def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
 
 
 def digest(rank: int, world_size: int) -> tuple[str, str]:
-    """Of the kernels in use: their name, and a digest of all that directories find and hold."""
+    """Name of the kernels in use, and a digest of all lookups and records of directories."""
     found, changed = hashlib.sha256(), np.zeros(4, np.int64)
     rng = np.random.default_rng(8)
     for rule in RULES:
@@ -425,7 +425,7 @@ def digest(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_equal_on_every_processor() -> None:
-    """Rows, counts, admissions, evictions and new rows do not depend on the width of vectors."""
+    """Rows, counts, admissions, evictions and new rows do not depend on the vector width."""
     kernels, want = digest(0, 1)
     for other in ("generic", "avx2"):
         ((name, got),) = run_world(1, digest, env={"OPER_CPU_KERNELS": other})
@@ -467,7 +467,7 @@ def test_refused_configurations(fields: dict[str, Any]) -> None:
 
 
 def test_no_new_memory() -> None:
-    """After the first ones, lookups and updates of one size touch no new page."""
+    """After the first iterations, lookups and updates of constant size touch no new page."""
     directory, keys = Directory(30_000, DynamicTable()), torch.arange(20_000)
     for _ in range(5):
         directory.take([keys])

@@ -46,8 +46,8 @@ def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
 
 
 def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
-    """Elements that two steps of one batch get wrong; before the second one the kernels know that
-    its gradients will not stay in the cache. Small whole numbers, so that every sum is exact."""
+    """Wrong elements after two steps of one batch; in the second the kernels know that gradients
+    will not fit the cache. Small integers make every sum exact."""
     load()
     cache = torch.ops.oper.last_level_cache_bytes()
     num_rows = cache * 5 // 4 // (4 * dim) + 1

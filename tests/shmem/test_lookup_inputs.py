@@ -1,4 +1,4 @@
-"""Batches and plans that must be refused, each by name, and awkward ones that must not."""
+"""Batches and plans that are refused with a specific error, and unusual ones that are valid."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_refused_batch_leaves_the_tables_alone(tables: ShardedTables) -> None:
 def test_lengths_that_do_not_fit(tables: ShardedTables, lengths: list[int], total: int) -> None:
     for dtype in (torch.int32, torch.int64):
         batch = lookup([1, 2, 3], lengths)
-        found = rf"min\(lengths\)=\({total}, {min(lengths)}\), expected 3 "
+        found = rf"min\(lengths\)=\({total}, {min(lengths)}\), expected a sum of 3,"
         with pytest.raises(InvalidInputError, match=found):
             tables.lookup(replace(batch, lengths=batch.lengths.to(dtype)))
 
@@ -124,7 +124,7 @@ def test_tensors_that_the_kernels_would_misread(tables: ShardedTables, field: st
 @pytest.mark.parametrize("lengths", [[5000, 3, 0, 1500], [1, 700, 4000, 1], [0, 0, 6000, 2],
                                      [900, 900, 900, 900]])
 def test_bags_longer_than_any_buffer(lengths: list[int]) -> None:
-    """Pooled in the order of the bag: bit for bit a sum one after another."""
+    """Pooling is in the order of the bag: bitwise equal to sequential addition."""
     tables = open_tables(CASE, mixed_plan(TABLES, 1, 2), SingleGroup(), None)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 50, (sum(lengths),), generator=generator)
@@ -168,7 +168,7 @@ def test_gradients_in_any_layout(tables: ShardedTables, shape: str) -> None:
 
 
 def test_forward_without_gradient_is_not_collective() -> None:
-    """One rank evaluates alone, any number of times; nobody waits."""
+    """One rank can evaluate alone, any number of times."""
     plan = mixed_plan(TABLES, 2, 0)
 
     def body(group) -> torch.Tensor | None:
@@ -251,7 +251,7 @@ def test_reads_of_parts_and_states(tables: ShardedTables) -> None:
 
 
 def test_lengths_whose_sum_overflows_are_refused() -> None:
-    """In 64 bits they add up to the number of ids."""
+    """The 64-bit sum of the lengths wraps around to the number of ids."""
     lengths = torch.tensor([2**63 - 1, 2**63 - 1, 6, 0])
     batch = Lookup(torch.zeros(4, dtype=torch.int64), lengths, CASE.key_of, 2)
     tables = open_tables(CASE, uniform_plan(TABLES, 1), SingleGroup(), None)

@@ -1,4 +1,4 @@
-"""Numbers of fewer bits between memory domains: how far off, without bias, and repeatable."""
+"""Messages with fewer bits per number: bounded errors, no bias, repeatable results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEVELS = 255
 
 
 def one_table(rows: int, dim: int, bits: Any, world_size: int, mode: str = "pull") -> Plan:
-    """All rows of a table on rank 0."""
+    """A plan with all rows of one table on rank 0."""
     table = TableSpec("t", rows, dim, ("f",), "sum", optimizer="sgd")
     tier = Tier(0, rows, "owned", (0,), mode=mode)
     return Plan(world_size, (TablePlan(table, (Piece(0, dim, (tier,)),)),), message_bits=bits)
@@ -50,7 +50,7 @@ def opened(group: ThreadGroup, plan: Plan, weights: torch.Tensor, seed: int = 0)
 def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 1),
              senders: Sequence[int] = (1,), mode: str = "pull", seed: int = 0, steps: int = 1,
              num_threads: int = 1) -> list[torch.Tensor]:
-    """What the owner of all rows gets in each step, where `senders` send a gradient of every row.
+    """The gradients that the owner of all rows receives from `senders` in each step.
 
     Args:
         gradient: float32 [R, D].
@@ -75,7 +75,7 @@ def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 
 
 def looked_up(weights: torch.Tensor, bits: Any, domains: Sequence[int] = (0, 1),
               mode: str = "pull") -> list[torch.Tensor]:
-    """All rows of a table on rank 0, as every rank reads them in a training step."""
+    """The rows of a table on rank 0, as every rank reads them in a training step."""
     rows, dim = weights.shape
     plan = one_table(rows, dim, bits, len(domains), mode)
 
@@ -91,14 +91,14 @@ def looked_up(weights: torch.Tensor, bits: Any, domains: Sequence[int] = (0, 1),
 
 
 def rows_of(rows: int, dim: int, seed: int = 1) -> torch.Tensor:
-    """Rows of very different sizes."""
+    """Random rows whose magnitudes differ widely."""
     g = torch.Generator().manual_seed(seed)
     scale = 10.0 ** torch.randint(-9, 4, (rows, 1), generator=g)
     return torch.randn(rows, dim, generator=g) * scale + torch.randn(rows, 1, generator=g) * scale
 
 
 def step_of(rows: torch.Tensor) -> torch.Tensor:
-    """Distance of the codes of each row, [R, 1]."""
+    """The quantisation step of each row, [R, 1]."""
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     return (high - low) / LEVELS
 
@@ -158,7 +158,7 @@ SPECIAL: dict[str, tuple[list[float], bool | None]] = {
 
 @pytest.mark.parametrize("name", sorted(SPECIAL))
 def test_rows_that_are_special(name: str) -> None:
-    """Exact where codes are; not a number throughout where a number is not finite."""
+    """Numbers equal to codes are exact; a row with a number that is not finite becomes NaN."""
     numbers, is_exact = SPECIAL[name]
     row = torch.tensor([numbers])
     for got in (looked_up(row, 8)[1], received(row, (32, 8))[0]):
@@ -180,7 +180,7 @@ def test_rows_of_few_columns_are_exact(dim: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_single_row_of_one_column_is_unpacked(bits: int) -> None:
-    """Its message takes a whole word, as many bytes as it has when it is unpacked."""
+    """The message of one row of one column takes a complete word, as many bytes as unpacked."""
     row = torch.tensor([[0.3]])
     wanted = row.bfloat16().float() if bits == 16 else row
     assert_bitwise(looked_up(row, bits)[1], wanted, "an answer")
@@ -189,7 +189,7 @@ def test_a_single_row_of_one_column_is_unpacked(bits: int) -> None:
 
 
 def test_neighbours_and_owners_are_exact() -> None:
-    """Ranks 0 and 1 share memory; what rank 1 reads and sends is not rounded."""
+    """Ranks 0 and 1 share memory; numbers that rank 1 reads and sends are not rounded."""
     rows = rows_of(100, 32)
     owner, neighbour, far = looked_up(rows, 8, domains=(0, 0, 1))
     assert_bitwise(owner, rows, "owner")
@@ -216,7 +216,7 @@ def test_one_domain_rounds_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str) -> None:
-    """Over rows and seeds, within five standard errors; up and down as often as they should."""
+    """The mean over rows and seeds is within five standard errors, as is the share rounded up."""
     rows, seeds = 1500, 4
     g = torch.Generator().manual_seed(3)
     one = torch.randn(1, 40, generator=g)
@@ -243,7 +243,7 @@ def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str) -> None:
 
 
 def test_senders_do_not_share_their_draws() -> None:
-    """Two hosts send the same gradient: with equal draws their sum would be twice a code."""
+    """Two hosts send the same gradient: with equal random numbers the sum would be twice a code."""
     one = torch.linspace(0, 1, 256)[None] + 0.5 / LEVELS
     one[0, 0], one[0, -1] = 0.0, 1.0
     (got,) = received(one.repeat(40, 1), (32, 8), domains=(0, 1, 2), senders=(1, 2))
@@ -267,7 +267,7 @@ def test_draws_depend_on_seed_and_step_alone() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 8)], ids=str)
 def test_runs_repeat_bit_by_bit(bits: Any) -> None:
-    """With any placement, push and columns among them; all ranks read the same rows."""
+    """Runs repeat bitwise under any placement, with push and columns; all ranks read equal rows."""
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 4, 3)
     chosen = RowWiseAdagrad(lr=0.05, eps=1e-8)
@@ -332,7 +332,7 @@ def test_training_with_8_bits_ends_near_the_exact_loss(push: bool) -> None:
 
 
 def refusals(body: Callable[[ThreadGroup], Any], error: type[OperError]) -> list[str]:
-    """What each of two hosts is told."""
+    """The messages of the errors that two hosts raise."""
     def caught(group: ThreadGroup) -> str:
         with pytest.raises(error) as found:
             body(group)
@@ -350,7 +350,7 @@ def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
 
 
 def test_kernels_that_disagree_say_so() -> None:
-    """Heads carry the bits: rounded numbers are never taken for others."""
+    """Headers contain the bits, so differing ranks raise errors instead of misreading messages."""
     def body(group: ThreadGroup) -> None:
         tables = opened(group, one_table(9, 4, 32, 2), torch.zeros(9, 4))
         assert tables._exchange is not None

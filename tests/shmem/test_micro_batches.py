@@ -1,4 +1,4 @@
-"""Batches trained in parts: the numbers of whole batches, and one update or none."""
+"""Batches trained in parts: the results of complete batches, and one update or none."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def parts_of(case: Case, rank: int, step: int) -> list[Batch]:
 
 
 def gradient(out: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """What does not depend on how samples are grouped, pooled or not."""
+    """A gradient of the output that does not depend on how samples are grouped into parts."""
     return (out.detach() - batch.target if out.shape == batch.target.shape else
             out.detach() * 2 + 1)
 
 
 def one_pass(tables: ShardedTables, case: Case, part: Batch) -> torch.Tensor:
-    """Forward and backward; what was looked up."""
+    """Run a forward and a backward pass; returns the lookup's result."""
     out = tables.lookup(part.lookup(case))
     out.backward(gradient(out, part))
     return out
@@ -69,7 +69,7 @@ def alone() -> tuple[Case, ShardedTables, Batch]:
 
 
 def joined(case: Case, batches: list[Batch]) -> Batch:
-    """One batch of all samples, in order."""
+    """Concatenate batches, with all samples in order."""
     ids, weights = [], []
     for key in range(len(case.keys)):
         for b in batches:
@@ -85,8 +85,8 @@ def joined(case: Case, batches: list[Batch]) -> Batch:
 
 def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
              body: Callable[[int, torch.Tensor], None]) -> None:
-    """The passes of one batch; `ahead`: each lookup begins before the passes of the part before,
-    and the last pass brings about the update."""
+    """Train one batch in parts. `ahead`: each lookup starts before the passes of the previous part,
+    and the last pass starts the update."""
     with MicroBatches([tables], len(batches) if ahead else None):
         if ahead:
             begun = [tables.turns.parts.start(batches[0])]
@@ -99,7 +99,8 @@ def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
 
 def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
           ) -> dict[str, torch.Tensor]:
-    """Rows; `how`: ``"joined"`` into one batch, ``"whole"``, in ``"parts"`` or ``"ahead"``."""
+    """Train in one of four ways and return the rows. `how`: ``"joined"`` (parts concatenated),
+    ``"whole"`` (no_sync), ``"parts"`` (micro-batches), ``"ahead"`` (prefetched)."""
     tables = open_tables(case, plan, group, optimizer)
     for step in range(STEPS):
         parts = parts_of(case, group.rank, step)
@@ -127,7 +128,7 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
 @pytest.mark.parametrize("domains", [None, (0, 1), (0, 0, 1)])
 def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -> None:
-    """Under plans of all kinds, with lookups that begin ahead and ones that do not."""
+    """Covers plans of all kinds, with lookups that are prefetched and lookups that are not."""
     case = dlrm_case(weighted=optimizer == "adam")
     size = len(domains or (0, 1))
     rule = CLIPPED if optimizer == "clipped" else EVERY[optimizer]
@@ -157,7 +158,7 @@ def test_messages_of_eight_bits_are_reproducible() -> None:
 
 
 def test_rows_stand_still_inside() -> None:
-    """Reading, lookups and barriers inside go on from where the program is; then one update."""
+    """Reads, lookups and barriers inside the block see the old rows; one update follows."""
     case = dlrm_case()
     plan = rich_plan(case.tables, 2, 3, True)
 
@@ -237,7 +238,7 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
 
 
 def test_a_part_that_is_refused_updates_nothing(alone: Any) -> None:
-    """An id out of range, found on the thread: the error that names it, where it is looked up."""
+    """An id out of range found on the worker thread is reported where its lookup is used."""
     case, tables, part = alone
     before, bad = tables.read("large"), part.lookup(case)
     bad = replace(bad, ids=torch.full_like(bad.ids, 10**8))

@@ -1,4 +1,4 @@
-"""Moving tables to another plan while they are trained: the same numbers, bit for bit."""
+"""Moving tables to another plan while they are trained: bitwise the same results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BUDGET = 200_000  # bytes; the tables have 8 MB, so that a move at START takes s
 
 def moving(plan: Plan, budget: int, switched: dict[int, int] | None = None
            ) -> Callable[[ShardedTables, int], None]:
-    """Starts a move before step START; notes by rank before which step it was found done."""
+    """A callback that starts a move before step START, and records when each rank has switched."""
     def between(tables: ShardedTables, step: int) -> None:
         if step == START:
             tables.start_migration(plan, budget)
@@ -55,7 +55,7 @@ def moving(plan: Plan, budget: int, switched: dict[int, int] | None = None
     (1, "sgd"), (3, "rowwise_adagrad"), (2, "partial_rowwise_adam"), (3, "momentum_sgd"),
     (2, "partial_rowwise_lamb")])
 def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None:
-    """Between plans of pulled tiers; and every rank switches after the same step."""
+    """Moves between plans of pulled tiers; every rank switches after the same step."""
     chosen = ALL_OPTIMIZERS[optimizer]
     case = dlrm_case(optimizer)
     steps = make_steps(case, world_size, STEPS)
@@ -75,7 +75,7 @@ def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_to_and_from_push_and_columns(seed: int) -> None:
-    """What re-associates, re-associates as in a run that moves everything at once."""
+    """Results equal those of a run that moves all rows at once."""
     chosen = OPTIMIZERS["rowwise_adagrad"]
     case = dlrm_case("rowwise_adagrad")
     steps, fp32, fp64 = references(case, 2, "rowwise_adagrad", STEPS)
@@ -99,7 +99,7 @@ def test_to_and_from_push_and_columns(seed: int) -> None:
 
 
 def test_the_budget_is_kept() -> None:
-    """Bytes per step: the budget, and what the step itself has changed."""
+    """Bytes copied per step are at most the budget, plus the rows that the step has changed."""
     case = dlrm_case("rowwise_adagrad")
     chosen = OPTIMIZERS["rowwise_adagrad"]
     steps = make_steps(case, 2, 8)
@@ -180,7 +180,7 @@ def test_a_plan_that_does_not_fit_leaves_the_old_one(bad: Any, words: str) -> No
 
 
 def _segments() -> list[str]:
-    """The mapped segments of this process: inodes, one per mapping."""
+    """Inodes of the segments that this process maps, one per mapping."""
     with open("/proc/self/maps", encoding="ascii") as maps:
         return [line.split()[4] for line in maps if "memfd:oper" in line]
 
@@ -261,7 +261,7 @@ def test_read_only_tables_move_at_once() -> None:
 @pytest.mark.parametrize("domains, optimizer", [
     ((0, 1, 0), "rowwise_adagrad"), ((0, 1), "partial_rowwise_adam")], ids=str)
 def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> None:
-    """Budget kept, and bit for bit what happens in one domain; columns and push included."""
+    """The budget is kept, and results are bitwise those of one domain, with columns and push."""
     chosen = ALL_OPTIMIZERS[optimizer]
     case = dlrm_case(optimizer)
     size = len(domains)
@@ -289,7 +289,7 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
 
 
 def test_between_hosts_that_got_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for huge pages is collective: all ranks do or none."""
+    """Requesting huge pages is collective, so all ranks do it or none."""
     monkeypatch.setenv("OPER_DEADLINE_S", "10")
     monkeypatch.setattr(ShardedTables, "page_kind",
                         property(lambda t: "2MiB" if t.group.rank else "4KiB"))

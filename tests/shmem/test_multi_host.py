@@ -25,7 +25,7 @@ def _ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Names of two network namespaces with a cable between them."""
+    """Names of two network namespaces that are connected to each other."""
     if shutil.which("ip") is None:
         pytest.skip("needs ip (iproute2)")
     names = [f"oper-{os.getpid()}-{k}" for k in range(2)]
@@ -52,7 +52,7 @@ def hosts() -> Iterator[list[str]]:
 
 
 def _start(host: str, node: int, folder: Path) -> subprocess.Popen[bytes]:
-    """The agent of a host, whose rank 0 writes ``seen.pt``; its output goes to ``log-NODE``."""
+    """Start torchrun on a host; its rank 0 writes ``seen.pt``, and output goes to ``log-NODE``."""
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
            "OPER_DEADLINE_S": "100"}

@@ -1,4 +1,4 @@
-"""Hosts of several NUMA nodes, as Linux describes them: stand-ins for what this machine lacks."""
+"""Hosts with several NUMA nodes, simulated by files that describe them as Linux does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Makes a description: processors and distances by node, nodes with memory, nodes allowed."""
+    """Creates a description: processors and distances by node, nodes with memory, allowed nodes."""
     monkeypatch.setattr(numa, "SYSTEM", tmp_path / "node")
     monkeypatch.setattr(numa, "STATUS", tmp_path / "status")
 
@@ -44,7 +44,7 @@ def test_nodes_and_their_processors(host: Host) -> None:
 
 
 def test_numbers_are_the_kernels(host: Host) -> None:
-    """Holes, two digits, memory without processors: the tenth node is not the second."""
+    """Node numbers may have gaps or two digits, and nodes may lack processors."""
     host({0: ("0", "10 20 20 30"), 2: ("1", "20 10 20 30"), 10: ("2", "20 20 10 30"),
           11: ("", "30 30 30 10")})
     assert find_nodes() == [Node(0, (0,)), Node(2, (1,)), Node(10, (2,))]
@@ -71,7 +71,7 @@ def test_this_machine() -> None:
 
 
 def test_binding() -> None:
-    """To a node that is there, and to one beyond the first word of the kernel's mask."""
+    """Binds to an existing node, and to a node beyond the first word of the kernel's mask."""
     area = mmap.mmap(-1, 1 << 16)
     held = ctypes.c_char.from_buffer(area)
     address = ctypes.addressof(held)

@@ -1,4 +1,4 @@
-"""Tables that are only read: one copy per memory domain, the same numbers from every rank."""
+"""Read-only tables: one copy per memory domain, the same results on every rank."""
 
 from __future__ import annotations
 

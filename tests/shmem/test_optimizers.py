@@ -47,7 +47,7 @@ RATES = (1.0, 1.0, 0.5, 2.0, 0.0, 0.25)
 
 
 def small_case(**fields: object) -> Case:
-    """Vector widths with and without tails, a shared feature, features of one table."""
+    """A case with vector widths with and without tails, and shared features."""
     shapes = [("one", 1, 4, ("only",), "sum"), ("narrow", 40, 1, ("n",), "mean"),
               ("two", 300, 16, ("a", "b"), "sum"), ("left", 60, 64, ("shared",), "mean"),
               ("right", 70, 37, ("shared",), "sum"), ("wide", 200, 272, ("w",), "sum")]
@@ -68,7 +68,7 @@ def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", EVERY)
 def test_training_equals_the_formula(name: str, world_size: int) -> None:
-    """Weights, all state and outputs over steps with changing learning rates."""
+    """Compares weights, all states and outputs over steps with changing learning rates."""
     case, optimizer = small_case(), EVERY[name]
     steps = make_steps(case, world_size, len(RATES))
     got = train_sharded(case, mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
@@ -91,7 +91,7 @@ def test_plans_are_bitwise_equal(name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
-    """Every table its own; two share one."""
+    """Tables have different optimizers; two of them share one."""
     case = small_case()
     some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
     optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
@@ -119,7 +119,7 @@ def tiny(optimizer: Optimizer, dim: int = 5) -> tuple[Case, ShardedTables]:
 
 
 def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> None:
-    """One step in which every id gets `grad`."""
+    """Make one step in which every id gets the gradient `grad`."""
     batch = Batch(torch.ones(len(ids), dtype=torch.int64), torch.tensor(ids), None,
                   torch.zeros(len(ids), 1))
     tables.lookup(batch.lookup(case)).backward(grad.expand(len(ids), -1))
@@ -132,7 +132,7 @@ def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> N
     ("momentum_sgd_decay", True), ("lars_sgd", False), ("lars_sgd_decay", True), ("lamb", False),
     ("lamb_decay", True), ("partial_rowwise_lamb", False), ("partial_rowwise_lamb_decay", True)])
 def test_a_zero_gradient_touches_its_row(name: str, moves: bool) -> None:
-    """Decay applies to what was looked up, whatever its gradient."""
+    """Weight decay applies to looked-up rows even if their gradient is zero."""
     case, tables = tiny(EVERY[name])
     start = tables.read("t")
     step_on(case, tables, [2], torch.zeros(5))
@@ -177,7 +177,7 @@ def fbgemm_peer(case: Case, optimizer: Optimizer, **options: Any) -> Any:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adagrad"])
 def test_equals_fbgemm(name: str, weighted: bool) -> None:
-    """The optimizers that FBGEMM's CPU operator has, with a learning rate that changes."""
+    """Compares with the optimizers of FBGEMM's CPU operator, with a changing learning rate."""
     tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum") for k, (rows, dim) in enumerate(
         [(50, 8), (4000, 64), (300, 132), (1, 16), (900, 128)]))
     optimizer = EVERY[name]
@@ -204,7 +204,7 @@ def test_equals_fbgemm(name: str, weighted: bool) -> None:
 
 
 def test_what_fbgemm_has_no_cpu_operator_for() -> None:
-    """Why those and weight decay are held against formulas and torch, and not against FBGEMM."""
+    """Documents why other optimizers and decay are compared with formulas and torch only."""
     case = one_table(4, 8)
     for name in FBGEMM.keys() - {"sgd", "rowwise_adagrad", "adagrad"}:
         with pytest.raises(AssertionError, match="not supported in CPU mode"):
@@ -267,7 +267,7 @@ def rowwise_torchrec(**options: float) -> object:
         "torchrec_begun", "adagrad_begun", "sgd_decay", "momentum", "momentum_decay", "adamw",
         "adamw_decay"])
 def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: bool) -> None:
-    """Equal always for the sparse ones, and for the dense ones if each step touches every row."""
+    """Sparse optimizers are equal in any case, dense ones if each step touches every row."""
     rows = 12
     case = one_table(rows, 20, max_length=5)
     batches = [make_batch(case, k, 10) for k in range(8)]
@@ -312,7 +312,7 @@ def test_adamw_has_torchs_defaults() -> None:
     LAMB(lr=0.125), LAMB(lr=0.125, weight_decay=0.5), PartialRowWiseLAMB(lr=0.125),
     PartialRowWiseLAMB(lr=0.125, weight_decay=0.5)], ids=str)
 def test_a_lamb_step_is_a_share_of_the_rows_norm(optimizer: Optimizer) -> None:
-    """Whatever the gradient is: |change| = lr * |w|, of each row by itself."""
+    """For any gradient, |change| = lr * |w| for each row."""
     case, tables = tiny(optimizer, dim=20)
     for scale in (1e-3, 1.0, 1e3):
         before = tables.read("t")
@@ -323,7 +323,7 @@ def test_a_lamb_step_is_a_share_of_the_rows_norm(optimizer: Optimizer) -> None:
 
 
 def test_a_lars_step_is_a_share_of_the_rows_norm() -> None:
-    """Of its first step, without decay: |change| = lr * eta * |w|; against the gradient."""
+    """In the first step without decay, |change| = lr * eta * |w|, opposite to the gradient."""
     case, tables = tiny(LarsSGD(lr=0.5, eta=0.25), dim=20)
     before, gradient = tables.read("t"), torch.linspace(-1, 2, 20)
     step_on(case, tables, [1, 4, 4], gradient)
@@ -336,7 +336,7 @@ def test_a_lars_step_is_a_share_of_the_rows_norm() -> None:
 @pytest.mark.parametrize("name", ["lars_sgd", "lars_sgd_decay", "lamb", "lamb_decay",
                                   "partial_rowwise_lamb", "partial_rowwise_lamb_decay"])
 def test_norms_of_zero_divide_nothing(name: str) -> None:
-    """A row of zeros stays so, as FBGEMM's does; 0 / 0 is no step."""
+    """A row of zeros does not change, as in FBGEMM; 0 / 0 counts as no step."""
     case, tables = tiny(EVERY[name])
     tables.write("t", torch.zeros(6, 5))
     tables.publish()
@@ -365,7 +365,7 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(initial_accumulator_value=0.75),
                                        Adagrad(initial_accumulator_value=0.75)], ids=str)
 def test_accumulators_begin_where_they_are_told(optimizer: Optimizer) -> None:
-    """On every rank and in every placement, before a step; a move keeps what has changed."""
+    """Accumulators have their initial value on every rank, and keep changes in a migration."""
     case = small_case().with_optimizer(optimizer.name)
     split = rich_plan(case.tables, 2, 1, columns=True)
 

@@ -1,4 +1,4 @@
-"""The outbox fits the tables, and what cannot be had is one error that says how much and why."""
+"""The outbox is sized for the tables; memory that cannot be had is one clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _address_space() -> int:
 
 
 def _shapes(world_size: int, count: int) -> list[TableSpec]:
-    """Tables whose outboxes' parts all end off every boundary."""
+    """Tables for which no array of the outbox ends at an alignment boundary."""
     return [TableSpec(f"t{k}", 3000 + 7 * k, 4 * (1 + k % 5) + 2 * (k % 2), (f"f{k}",), "sum",
                       optimizer="rowwise_adagrad") for k in range(count)]
 
@@ -44,7 +44,7 @@ def _in_columns(spec: TableSpec, world_size: int) -> TablePlan:
 
 
 def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
-    """Every row of every table, several times."""
+    """A batch with every row of every table, several times."""
     size = max(s.num_rows for s in specs)
     ids, lengths = [], []
     for s in specs:
@@ -63,7 +63,7 @@ def _whole_tables(specs: list[TableSpec], times: int) -> Lookup:
 @pytest.mark.parametrize("count", [1, 9])
 def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str,
                              count: int) -> None:
-    """Batches of all rows fit into what the tables need, which is not rounded up here."""
+    """Batches of all rows fit the computed size, which is not rounded up in this test."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     specs = _shapes(world_size, count)
     plan = uniform_plan(specs, world_size, kind) if kind != "columns" else Plan(
@@ -85,7 +85,7 @@ def test_no_batch_needs_more(monkeypatch: pytest.MonkeyPatch, world_size: int, k
 
 
 def test_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is no idle one, and a batch that does not fit says so."""
+    """A slightly smaller outbox is too small for a batch of all rows, which raises an error."""
     monkeypatch.setattr("oper.shmem.placement.outbox._HUGE", 1)
     tables = ShardedTables(uniform_plan([SMALL], 1), [("f", "t")], SingleGroup(), SGD(lr=1.0))
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(tables._layout.outbox_bytes - 4096 - 256))
@@ -115,7 +115,7 @@ def test_a_single_rank_that_owns_a_pushed_table_asks_nobody(monkeypatch: pytest.
 
 
 def test_a_pushed_tier_reserves_what_the_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests grow with the batch, not with the tables."""
+    """For pushed tiers the setting decides, since requests grow with the batch."""
     tiers = (Tier(0, 10, "owned", (0,)), Tier(10, 1024, "owned", (0,), mode="push"))
     plan = Plan(1, (TablePlan(SMALL, (Piece(0, 16, tiers),)),))
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(64 << 20))
@@ -135,8 +135,8 @@ def test_a_pushed_tier_reserves_what_the_setting_says(monkeypatch: pytest.Monkey
 
 def _under_a_limit(rank: int, world_size: int, room: int, spec: TableSpec, victim: int | None,
                    outbox: str) -> tuple[str, str]:
-    """Shard and train with so much more address space, on one rank or all; kind and text of the
-    error, if any."""
+    """Shard and train with `room` more bytes of address space, on rank `victim` or all ranks;
+    returns type and text of the error, or empty texts."""
     if outbox:
         os.environ["OPER_OUTBOX_BYTES"] = outbox
     plan = uniform_plan([spec], world_size)
@@ -164,7 +164,7 @@ def test_a_small_table_fits_where_address_space_is_short(world_size: int) -> Non
 
 @pytest.mark.parametrize("world_size, victim", [(1, None), (2, None), (2, 1)])
 def test_too_little_address_space_is_told_on_all_ranks(world_size: int, victim: int | None) -> None:
-    """The rank whose limit it is names it; the others name the rank, and nobody waits."""
+    """The rank with the limit reports it; other ranks name that rank, and no rank waits."""
     large = TableSpec("t", 1 << 22, 16, ("f",), "sum", optimizer="sgd")  # 256 MiB, and its outbox
     found = run_world(world_size, _under_a_limit, 200 << 20, large, victim, "")
     for rank, (kind, text) in enumerate(found):

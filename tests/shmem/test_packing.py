@@ -1,4 +1,4 @@
-"""Slots side by side in messages: the compiled packing against a plain loop, with sanitizers."""
+"""Packed slots in messages: the compiled code against a plain loop, with sanitizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SOURCE = Path(__file__).with_name("packing.cpp")
 
 
 def test_slots_of_all_widths(tmp_path: Path) -> None:
-    """Nothing is read or written beyond the bytes that both sides count on."""
+    """No byte outside the packed range is read or written."""
     compiler, program = shutil.which("g++") or shutil.which("clang++"), tmp_path / "packing"
     if compiler is None:
         pytest.skip("no compiler")

@@ -1,4 +1,4 @@
-"""A rank that refuses its batch releases the others. Of lost ranks: tests/faults."""
+"""A rank that refuses its batch releases the other ranks. For lost ranks see tests/faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MALFORMED = {
 
 def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str = "fatal",
                       train: Callable[[ShardedTables, Lookup], None] = _train) -> list[OperError]:
-    """What ranks are told of a batch that one of two refuses: they leave it out, and go on."""
+    """Errors of both ranks for a batch that one of them refuses; then they train the next batch."""
     errors: list[OperError] = []
 
     def body(group: ThreadGroup) -> None:
@@ -72,7 +72,7 @@ def _one_rank_refuses(plan: Plan, batch_of: Callable[[int], Lookup], bounds: str
 
 
 def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank with the large batch says why; its peer need not wait for the deadline."""
+    """The rank with the large batch raises an error; its peer does not wait for the deadline."""
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 16))
     plan = uniform_plan([TableSpec("t", 10_000, 64, ("f",), "sum", optimizer="sgd")], 2)
     errors = _one_rank_refuses(plan, lambda rank: bags_of_one(
@@ -93,7 +93,7 @@ _ONE_BAG = SharedBags(torch.tensor([1]), torch.tensor([[0] * 9 + [1]]))
             shared=_ONE_BAG), "inverse_indices"),
 ], ids=["id", "sum of lengths", "number of lengths", "bag"])
 def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, words: str) -> None:
-    """All ranks leave that batch out, and the next one trains as if it had not been there."""
+    """All ranks skip the batch, and the next one is trained as if it had not existed."""
     plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
                                "striped"))
     errors = _one_rank_refuses(plan, lambda rank: batch if rank else bags_of_one(_IDS))
@@ -110,7 +110,7 @@ def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, wo
 def test_a_malformed_batch_releases_the_others(
         spoil: Callable[[Lookup], Lookup], bounds: str,
         train: Callable[[ShardedTables, Lookup], None]) -> None:
-    """Also one that a thread has looked at before its turn."""
+    """Includes batches that a thread has resolved in advance."""
     plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
                                "striped"))
     errors = _one_rank_refuses(plan, lambda rank: (spoil if rank else replace)(bags_of_one(_IDS)),
@@ -152,7 +152,7 @@ def test_a_bad_id_found_ahead_releases_the_others() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_batch_refused_between_domains_releases_the_others(
         mode: str, spoil: Callable[[Lookup], Lookup], dtype: str) -> None:
-    """Where lookups without gradients are collective, too."""
+    """Covers several domains, where lookups without gradients are collective, too."""
     plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", dtype, "none")], 2, "striped")
     plan = pushed(plan) if mode == "push" else plan
 

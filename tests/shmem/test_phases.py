@@ -1,4 +1,4 @@
-"""Histograms of phases count every batch in its bucket, and what it took to the nanosecond."""
+"""Histograms of phases count every batch in the right bucket, and total times are exact."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def look_up(reader: Reader, batch: Lookup) -> torch.Tensor:
 
 
 def stored(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The numbers that rows of a type stand for."""
+    """The values that rows stored as a type represent."""
     if dtype in CODE_BITS:
         return dequantise(quantise(values, dtype), dtype, values.shape[1])
     return values.to(getattr(torch, dtype)).float()
@@ -86,7 +86,7 @@ def expected_rows(plan: Plan, values: torch.Tensor, stops: Mapping[str, int] = S
 
 
 def read_from(plan: Plan, domain: int) -> list[int]:
-    """By domain, how many of all rows a reader of `domain` reads there."""
+    """Number of rows that a reader in `domain` reads from each domain."""
     counts = np.zeros(plan.world_size, int)
     for x, _, owner, _ in TableDirectory(plan.tables[0], plan.world_size).by_tier(
             np.arange(NUM_ROWS)):
@@ -103,7 +103,7 @@ def bags(generator: torch.Generator, ids: torch.Tensor | None = None
 
 
 def differences(rank: int, world_size: int) -> list[str]:
-    """What is not as it should be, over dims, poolings and weights."""
+    """Cases with wrong results, over dims, poolings and weights."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for dim in (4, 16, 20, 64, 96, 128, 192, 1024):
@@ -128,7 +128,7 @@ def differences(rank: int, world_size: int) -> list[str]:
 
 
 def singles_differ(reader: Reader, weighted: bool, generator: torch.Generator) -> list[str]:
-    """Sizes of batches with one id per bag whose rows change with empty bags between them."""
+    """Sizes of batches with one id per bag whose results depend on empty bags between them."""
     found = []
     for size in (1, 31, 32, 33, 150, 2000):
         ids = torch.randint(0, NUM_ROWS, (size,), generator=generator)
@@ -144,7 +144,7 @@ def singles_differ(reader: Reader, weighted: bool, generator: torch.Generator) -
 
 def bits_differ(reader: Reader, plan: Plan, stops: Mapping[str, int], values: torch.Tensor,
                 weighted: bool, generator: torch.Generator) -> list[str]:
-    """Ranges whose lookups are not FBGEMM's of a table of their type, bit for bit."""
+    """Ranges whose lookups differ bitwise from FBGEMM's for a table of the range's type."""
     spec = plan.tables[0].table
     directory, begin, found = TableDirectory(plan.tables[0], 1), stops.get("float32", 0), []
     for dtype in ("float16", "int8", "int4"):
@@ -215,7 +215,7 @@ def test_rows_change_as_in_a_whole_publication() -> None:
 
 
 def test_a_range_of_one_type_is_a_table_of_that_type() -> None:
-    """Also where the tiers' type is another one than the table's."""
+    """Also holds if the type of all tiers differs from the table's."""
     values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(4))
     spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")
     for dtype in ("int4", "float16", "int8"):

@@ -1,8 +1,8 @@
-"""The barrier and the publication protocol, step by step, in every order that can happen.
+"""Model checking of the barrier, and of memory access between the phases of a training step.
 
-These are models: the atomic steps of csrc/host/barrier.cpp, and who reads and writes which region
-between the phases of csrc/host/steps. Each model is run through all interleavings, and each
-property through mutations that must break it.
+Models: the atomic steps of csrc/host/barrier.cpp, and which rank reads and writes which region
+between the phases of csrc/host/steps. Every interleaving of a model is explored, and mutations of
+the protocol must violate the checked properties.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 def explore(start: tuple, following: Callable[[tuple], Iterable[tuple]],
             look: Callable[[tuple, list[tuple]], None]) -> set[tuple]:
-    """All states from `start` on; `look` sees each, and those that follow it."""
+    """Explore all states from `start`; calls `look` on each state and its successors."""
     seen, todo = {start}, [start]
     while todo:
         state = todo.pop()
@@ -34,12 +34,12 @@ STORE, LOOK, WAKE, TEST, ENTER, READ, SLEEP, ASLEEP, LEAVE, DONE = range(10)
 
 
 class BarrierModel:
-    """All states of W ranks that pass the barrier so many times.
+    """All states of W ranks that pass the barrier several times.
 
     Args:
-        world_size: ranks W.
-        rounds: how often they pass it.
-        mutation: ``""`` for the protocol as it is; else what is changed.
+        world_size: number of ranks W.
+        rounds: number of times that each rank passes the barrier.
+        mutation: name of a change of the protocol; ``""`` = none.
     """
 
     def __init__(self, world_size: int, rounds: int, mutation: str = "") -> None:
@@ -50,7 +50,7 @@ class BarrierModel:
         self.start = ((start,) * world_size, zeros, zeros, (None,) * world_size)
 
     def check(self) -> int:
-        """Number of states; raises AssertionError at the first bad one."""
+        """Return the number of states; raises AssertionError at the first bad one."""
         def look(state, following) -> None:
             assert following or all(r[0] == DONE for r in state[0]), f"asleep for ever: {state}"
 
@@ -113,7 +113,7 @@ def put(values: tuple, at: int, value) -> tuple:
 
 @pytest.mark.parametrize("world_size, rounds", [(2, 1), (2, 3), (3, 1), (3, 2)])
 def test_no_rank_passes_alone_and_none_sleeps_for_ever(world_size: int, rounds: int) -> None:
-    """Without the 100 ms after which a sleeper looks for itself: they would hide a lost wake-up."""
+    """Without the sleepers' timeout of 100 ms, which would hide a lost wake-up."""
     assert BarrierModel(world_size, rounds).check() > 50
 
 
@@ -161,7 +161,7 @@ class PublicationModel:
         self.size, self.program = world_size, one * steps
 
     def check(self) -> int:
-        """Number of states; raises AssertionError when a region is written while it is used."""
+        """Return the number of states; raises AssertionError if a region in use is written."""
         start = ((0, False),) * self.size  # place in the program, whether inside of the access
         seen = explore(start, self.following, self.look_for_races)
         assert ((len(self.program), False),) * self.size in seen, "the ranks never finish"

@@ -1,4 +1,4 @@
-"""Tables that processes share: whole epochs, one copy, readers and publishers that die."""
+"""Published tables: complete epochs, one copy, readers and publishers that die."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan(num_domains: int) -> Plan:
 
 
 def constant(value: int, specs: list[TableSpec] = SPECS):
-    """All rows of all tables this number."""
+    """Rows for `publish_rows` in which every number is `value`."""
     def rows(name: str) -> Rows:
         spec = next(s for s in specs if s.name == name)
         for begin in range(0, spec.num_rows, 9000):
@@ -68,7 +68,7 @@ def dense(value: int) -> dict[str, torch.Tensor]:
 
 
 def look(reader: Reader, last: int) -> tuple[int, int, int]:
-    """Looks at everything until epoch `last`; looks, torn ones, epochs seen."""
+    """Read everything until epoch `last`; returns numbers of reads, mixed reads and epochs."""
     tables = [PublishedTables(reader, buffer, FEATURES) for buffer in range(2)]
     generator = torch.Generator().manual_seed(os.getpid())
     looks = torn = 0
@@ -93,7 +93,7 @@ def name() -> str:
 
 
 class Process:
-    """A reader in a process of its own, which is up when this returns."""
+    """A reader in a separate process, which is attached when the constructor returns."""
 
     def __init__(self, *words: str, code: str = READER) -> None:
         self.run = Forked([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
@@ -102,7 +102,7 @@ class Process:
         self.first = self.out.readline().strip()
 
     def ask(self) -> str:
-        """Its next line."""
+        """Return the next line that the process prints."""
         assert self.run.stdin is not None
         self.run.stdin.write("\n")
         self.run.stdin.flush()
@@ -123,7 +123,7 @@ def processes() -> Iterator[list[Process]]:
 
 @pytest.fixture
 def publisher(name: str) -> Iterator[Publisher]:
-    """In its first epoch."""
+    """A publisher in its first epoch."""
     found = Publisher(name, plan(1), dense(0))
     found.publish_rows(constant(1), dense(1))
     yield found
@@ -138,7 +138,7 @@ def reader(publisher: Publisher, name: str) -> Iterator[Reader]:
 
 
 def publisher_and_readers(name: str, num_domains: int, processes: list[Process]) -> Publisher:
-    """In its first epoch, with two readers."""
+    """A publisher in its first epoch, with two readers."""
     publisher = Publisher(name, plan(num_domains), dense(0))
     publisher.publish_rows(constant(1), dense(1))
     processes += [Process(name, str(k % num_domains)) for k in range(2)]
@@ -359,7 +359,7 @@ def test_a_forked_child_is_no_reader_and_no_publisher(publisher: Publisher, read
 
 
 def test_threads_of_one_reader(publisher: Publisher, reader: Reader) -> None:
-    """Threads of one process share a place; each has its own epoch."""
+    """Threads of one process share a slot, but each pins its own epoch."""
     found: list[tuple[int, int, int]] = []
     threads = [threading.Thread(target=lambda: found.append(look(reader, 12))) for _ in range(3)]
     for thread in threads:

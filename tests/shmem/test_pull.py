@@ -1,4 +1,4 @@
-"""De-duplicated pull: rows of neighbours once per batch; the same bits, fewer reads."""
+"""De-duplicated pull: neighbours' rows are read once per batch; equal bits, fewer reads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_same_bits(world_size: int, weighted: bool) -> None:
 
 
 def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
-    """Half-precision rows; a batch that was resolved ahead on one rank."""
+    """Look up 16-bit rows, with a batch that one rank has resolved in advance."""
     kind = "sum" if pooled else "none"
     tables = (TableSpec("t", 900, 16, ("f", "g"), kind, "bfloat16", optimizer="sgd"),
               TableSpec("u", 70, 16, ("h",), kind, optimizer="sgd"))
@@ -93,7 +93,7 @@ def test_reads_are_counted_as_replayed() -> None:
 
 
 def measured(group: Any, costs: PullCosts) -> list[Duplication]:
-    """Two striped tables; ids of one are few and repeat, those of the other are all distinct."""
+    """Duplication of two striped tables: one with few, repeated ids, one with distinct ids."""
     tables = (TableSpec("hot", 4000, 32, ("a",), "sum", optimizer="sgd"),
               TableSpec("cold", 4000, 32, ("b",), "sum", optimizer="sgd"))
     case = Case(tables, ("a", "b"))
@@ -121,7 +121,7 @@ def test_chosen_by_measured_duplication() -> None:
 
 
 def test_a_bad_id_and_another_plan() -> None:
-    """The id is named as ever, and the choice outlives a move to another plan."""
+    """A bad id is named in the error, and the choice persists after a move to another plan."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, 2, 1)
 
@@ -165,7 +165,7 @@ def self_chosen(group: Any) -> tuple[PullCosts, list[Duplication]]:
 
 
 def test_costs_are_measured_here() -> None:
-    """One rank has no neighbours; two of one memory measure what a copy costs and make none."""
+    """A single rank has no neighbours; two ranks on one node measure copies but use none."""
     assert run_ranks(1, self_chosen)[0] == (PullCosts(), [])
     for costs, found in run_ranks(2, self_chosen):
         assert 0 < costs.per_copied_byte < 1e3 and 0 <= costs.per_id < 1e6
@@ -174,7 +174,7 @@ def test_costs_are_measured_here() -> None:
 
 
 def test_chosen_where_ranks_run_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are measured only there, all ranks take the same ones, and tables by what repeats."""
+    """Only ranks on different nodes measure costs; all use the mean and decide table by table."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, 4, 1)
     where = threading.local()

@@ -1,4 +1,4 @@
-"""Rows of codes against FBGEMM: the same codes, and lookups equal bit for bit."""
+"""Quantised rows compared with FBGEMM: equal codes, and bitwise equal lookups."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def our_tables(dtype: str, num_rows: int, dim: int, pooling: str = "sum") -> Sha
 
 
 def differences(rank: int, world_size: int) -> list[str]:
-    """Every shape of lookup whose bits are not FBGEMM's."""
+    """Lookup shapes whose results differ bitwise from FBGEMM's."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for dtype in TYPES:
@@ -77,7 +77,7 @@ def test_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
 
 
 def other_codes(rank: int, world_size: int) -> list[tuple[str, int]]:
-    """The rows whose codes are not FBGEMM's: type, and number of the case."""
+    """(type, number of the case) of rows whose codes differ from FBGEMM's."""
     generator = torch.Generator().manual_seed(6)
     rows = torch.randn(300, 32, generator=generator)
     cases = [rows, rows * 100, rows * 1e-4, rows * 1e-9, rows.half(), torch.zeros(3, 8),

@@ -1,4 +1,4 @@
-"""Ids resolved ahead of their batch: the same bits as without, whenever and wherever it is done."""
+"""Ids resolved in advance: bitwise the same results, whenever and wherever it is done."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def some_plans(case: Case, world_size: int) -> dict:
 
 
 def train_ahead(case: Case, plan, steps) -> Result:
-    """Train with every batch resolved by another thread while the one before is trained."""
+    """Train; another thread resolves each batch while the previous one is trained."""
     def body(group) -> Result:
         tables = open_tables(case, plan, group, RWA)
         outputs = []
@@ -118,7 +118,7 @@ def test_batches_without_ids(size: int) -> None:
 
 
 def test_a_bad_batch_is_refused_by_its_lookup() -> None:
-    """Which tells the other ranks; until then nothing is done."""
+    """The lookup notifies the other ranks; `resolve` does nothing for a bad batch."""
     case = dlrm_case()
     tables = open_tables(case, mixed_plan(case.tables, 1, 5), SingleGroup(), RWA)
     lookup = make_batch(case, 2, 50).lookup(case)

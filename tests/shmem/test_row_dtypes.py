@@ -1,4 +1,4 @@
-"""Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding that no plan has a part in."""
+"""Rows of 16 bits: exact reads, fp32 arithmetic, stochastic rounding independent of plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def narrow(case: Case, dtype: str) -> Case:
 
 
 def split_by_columns(case: Case, world_size: int) -> Plan:
-    """Pieces that do not start at multiples of eight columns, on different ranks."""
+    """Pieces do not start at multiples of eight columns, and are on different ranks."""
     tables = []
     for k, t in enumerate(case.tables):
         cuts = {t.dim // 3, t.dim // 2 + 1} if t.dim > 4 and t.may_be_split else set()
@@ -54,8 +54,8 @@ def split_by_columns(case: Case, world_size: int) -> Plan:
 
 def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
           start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Train tables of `dtype`, "" = each of its own, that start at the numbers of `start`; rows and
-    all outputs."""
+    """Train tables of `dtype` ("" = their own dtypes) from initial weights rounded to `start`;
+    returns rows and all outputs."""
     own = case.with_optimizer(optimizer.name)
     own = narrow(own, dtype) if dtype else own
     tables = ShardedTables(with_tables(plan, own.tables), own.features, group, optimizer,
@@ -102,7 +102,7 @@ def bits(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
      (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 ])
 def test_philox_known_answers(counter, key, want) -> None:
-    """Random123's known answers for philox4x32-10."""
+    """Known answers of Random123 for philox4x32-10."""
     assert philox4x32(np.array(counter, np.uint32), key).tolist() == list(want)
 
 
@@ -128,7 +128,7 @@ AWKWARD = [0.0, 1.0, -1.0, 1 + 2**-9, 1 + 2**-12, -3.14159, 1e-3, 65504.0, 65503
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("value", AWKWARD)
 def test_rounding_is_to_a_neighbour_and_right_on_average(dtype: str, value: float) -> None:
-    """Over all 2^16 draws; torch's own conversion says what the neighbours are."""
+    """Covers all 2^16 random values; torch's conversion determines the neighbours."""
     value = float(np.float32(value))
     draws = np.arange(65536, dtype=np.uint32)
     found = round_stochastically(np.full(65536, value, np.float32), draws, dtype)
@@ -159,7 +159,7 @@ def test_what_is_not_finite_stays(dtype: str) -> None:
 
 
 def rounded_step(case: Case, wide: dict, dtype: str, step: int = 1) -> dict[str, torch.Tensor]:
-    """What rows must be after a step that would have given `wide` in fp32."""
+    """The rows expected after a step whose fp32 result is `wide`."""
     found = {}
     for t in case.tables:
         draws = rounding_bits(rounding_key(SEED, t.name), step, np.arange(t.num_rows), t.dim)
@@ -171,7 +171,7 @@ def rounded_step(case: Case, wide: dict, dtype: str, step: int = 1) -> dict[str,
 @pytest.mark.parametrize("optimizer", EVERY)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
-    """Every optimizer on every kind of plan: bitwise the twin of the fp32 tables' step."""
+    """For every optimizer and kind of plan, a step is bitwise the rounded fp32 step."""
     case = dlrm_case(EVERY[optimizer].name, weighted=True)
     plans = ((1, mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
         dtype == "float16") else ((2, mixed_plan(case.tables, 2, 1)),
@@ -226,7 +226,7 @@ def test_threads_and_runs_change_nothing(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_special_numbers_survive(dtype: str) -> None:
-    """All 65,536 elements, read by the kernels of this processor; updates of those not finite."""
+    """Covers all 65,536 values as read by the kernels, and updates of rows that are not finite."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(NARROW[dtype])
     table = TableSpec("t", 1024, 64, ("f",), "sum", dtype, "sgd")
     case = Case((table,), ("f",))
@@ -249,7 +249,7 @@ def test_special_numbers_survive(dtype: str) -> None:
 
 
 def test_small_updates_are_not_lost() -> None:
-    """1,000 steps that are each a hundredth of a bfloat16 step: nearest rounding would stand."""
+    """1,000 steps of a hundredth of a bfloat16 step each: nearest rounding would never change w."""
     table = TableSpec("t", 512, 16, ("f",), "sum", "bfloat16", "sgd")
     case = Case((table,), ("f",))
 

@@ -1,4 +1,4 @@
-"""Samples that share bags: rows and updates as if every bag's row were copied to its samples."""
+"""Samples that share bags: results as if each bag were copied to its samples."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SIZES = {"fewer bags": (40, 17), "as many": (300, 300), "more bags": (9, 16)}
 
 
 def make(case: Case, seed: int, num_samples: int, most: int, in_order: bool) -> Lookup:
-    """A batch of so many samples, whose keys have at most `most` bags; features of a key share
-    its bags, each in its own way.
+    """A batch whose keys have at most `most` bags; features of a key assign its bags to samples
+    independently.
 
-    `in_order`: bags are numbered in the order of the samples, as the loader does it.
+    `in_order`: bags are numbered in the order of the samples, as in the loader.
     """
     rng = np.random.default_rng(seed)
     whole = make_batch(case, seed, most)
@@ -68,7 +68,7 @@ def make(case: Case, seed: int, num_samples: int, most: int, in_order: bool) -> 
 
 
 def rows_of(tables: ShardedTables, case: Case, batch: Lookup, by_lookup: bool) -> torch.Tensor:
-    """Rows of samples: from the lookup, or copied from those of all bags."""
+    """Rows of samples: from the lookup, or copied from the rows of all bags."""
     if by_lookup:
         return tables.lookup(batch)
     assert batch.shared is not None
@@ -156,7 +156,7 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
 
 @pytest.mark.parametrize("way", ["plain", "no_sync", "max_gradient"])
 def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass(way: str) -> None:
-    """Also of a bag that only other features have."""
+    """Includes a bag that only other features use."""
     case = dlrm_case()
     optimizer = replace(RWA, max_gradient=0.5) if way == "max_gradient" else RWA
     tables, batch = open_alone(case, optimizer), make(case, 0, 40, 17, True)

@@ -1,4 +1,4 @@
-"""Exchanges over TCP connections: every byte arrives, and whoever breaks the rules is named."""
+"""Exchanges over TCP: every byte arrives, and ranks that violate the protocol are named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE, WAITS, LOST, UNEXPECTED = range(4)
 
 
 class Rank:
-    """One side of exchanges, in this process."""
+    """One end of the exchanges, within this process."""
 
     def __init__(self, rank: int, connections: list[socket.socket | None]) -> None:
         self.ops, self.connections = torch.ops.oper, connections
@@ -74,9 +74,10 @@ def ranks() -> Iterator[list[Rank]]:
 
 @pytest.mark.parametrize("most", [3, 1 << 12, 3 << 20])
 def test_every_byte_arrives(ranks: list[Rank], most: int) -> None:
-    """Unequal segments, empty ones among them; more than connections hold.
+    """Segments have unequal sizes, are partly empty, and exceed the socket buffers.
 
-    All ranks take turns on one thread: one that served a peer before the next would never end.
+    All ranks run alternately on one thread, so a rank that served its peers one after another would
+    never finish.
     """
     rng = default_rng(most)
     for _ in range(3):
@@ -111,7 +112,7 @@ def test_a_lost_peer_is_named(ranks: list[Rank]) -> None:
 
 @pytest.mark.parametrize("skips, num_bytes", [(0, 9), (1, 8)])
 def test_another_exchange_is_refused(ranks: list[Rank], skips: int, num_bytes: int) -> None:
-    """Another number of bytes than expected, and a rank that has left an exchange out."""
+    """Refuses a wrong number of bytes, and a rank that has skipped an exchange."""
     for _ in range(skips):
         ranks[0].begin([np.zeros(0, np.uint8)] * 3, [0] * 3)
         assert ranks[0].run()[0] == DONE
@@ -130,7 +131,7 @@ def test_a_stranger_is_refused(ranks: list[Rank]) -> None:
 
 
 class _Besieged:
-    """A rank of a group whose ports strangers have found before the other ranks do."""
+    """Connect a rank to whose port other processes connect before the other ranks do."""
 
     def __init__(self, group: ThreadGroup, strangers: list[socket.socket]) -> None:
         self._group, self._strangers = group, strangers
@@ -148,7 +149,7 @@ class _Besieged:
 
 
 def test_nobody_waits_for_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One who says nothing, one who begins to and one who says something else."""
+    """Strangers that send nothing, an incomplete greeting, or a wrong greeting cause no delay."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     strangers: list[socket.socket] = []
     begin = time.monotonic()

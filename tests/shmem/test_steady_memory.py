@@ -1,4 +1,4 @@
-"""After the first steps a training step takes no new memory: buffers are used again."""
+"""After the first steps a training step allocates no new memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, WINDOWS = 10, 3
 
 
 def _resident_bytes() -> int:
-    """Private and shared memory of this process, all of it."""
+    """Resident private and shared bytes of this process."""
     rss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
                if line.startswith("Rss:"))
     return int(rss.split()[1]) << 10
@@ -58,7 +58,7 @@ def _growth(rank: int, world_size: int, mixed: bool, ahead: bool) -> dict[str, i
             tables.lookup(tables.resolve(batch) if ahead else batch).backward(gradient)
 
     def growth(measure: Callable[[], int]) -> int:
-        """The least of several windows: what steps take they take in each of them."""
+        """The minimum growth over several windows, since a leak appears in each of them."""
         found = []
         for _ in range(WINDOWS):
             before = measure()

@@ -1,4 +1,4 @@
-"""Threads of one process that use one rank's tables at once."""
+"""Threads of one process that use one rank's tables at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _spec(optimizer: str, name: str = "t") -> TableSpec:
 
 
 def _pushed(spec: TableSpec) -> Plan:
-    """A single rank that asks itself for half of the rows: its lookups use the outbox."""
+    """A plan for a single rank with half of the rows pushed, so that lookups use the outbox."""
     pieces = tuple(Piece(a, b, (Tier(0, ROWS // 2, "owned", (0,)),
                                 Tier(ROWS // 2, ROWS, "owned", (0,), mode="push")))
                    for a, b in ((0, 4), (4, 8)))
@@ -39,12 +39,12 @@ def _pushed(spec: TableSpec) -> Plan:
 
 
 def _alone() -> ShardedTables:
-    """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
+    """Tables with lr = 1 for gradients of 1, so that a row counts its own lookups."""
     return ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
 
 
 def _counted(lookups: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Rows that were zeros before these lookups."""
+    """The rows that these lookups should give, starting from zeros."""
     counts = torch.zeros(ROWS)
     for ids in lookups:
         counts.index_add_(0, ids, torch.ones(ids.numel()))
@@ -52,7 +52,7 @@ def _counted(lookups: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _ids(thread: int, num_threads: int, step: int) -> torch.Tensor:
-    """Rows of one thread alone; over the steps, all of them equally often."""
+    """Ids of rows that only one thread uses; over the steps, each equally often."""
     mine = torch.arange(thread, ROWS, num_threads)
     return mine.roll(step)[:BATCH].clone()
 
@@ -81,7 +81,7 @@ def _at_once(num_threads: int, body: Callable[[int], None]) -> None:
 
 
 def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
-    """Rows and states. What Adam makes of them depends on the number of the step."""
+    """States, and rows except Adam's, which depend on the number of the step."""
     kind = tables.specs["t"].optimizer
     parts = [*(() if kind == "adam" else ("rows",)), *(part for part, _ in STATE_PARTS[kind])]
     return {part: tables.read("t", part=part) for part in parts}
@@ -90,7 +90,7 @@ def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
-    """Threads with rows of their own leave what they leave one after another, bit for bit."""
+    """Threads that use different rows give bitwise the result of sequential training."""
     steps, num_threads = 300, 4
 
     def train(at_once: bool) -> tuple[ShardedTables, list[float]]:
@@ -137,7 +137,7 @@ def test_threads_that_share_rows() -> None:
 
 
 def test_a_sharded_module_with_batches_that_are_announced() -> None:
-    """Two training threads and one that evaluates, through the module and its thread of ids."""
+    """Two threads train and one evaluates, through the module and its resolving thread."""
     bag = nn.EmbeddingBag(ROWS, DIM, mode="sum")
     nn.init.zeros_(bag.weight)
     model = oper.shard(nn.Sequential(bag), optimizer=oper.SGD(lr=1.0))
@@ -165,7 +165,7 @@ def test_a_sharded_module_with_batches_that_are_announced() -> None:
 
 
 def test_gradients_that_are_held_back() -> None:
-    """Blocks of `no_sync` overlap between threads; nothing is lost, and none stays open."""
+    """Blocks of `no_sync` overlap between threads; no gradient is lost, and no block stays open."""
     tables = _alone()
 
     def body(thread: int) -> None:
@@ -196,7 +196,7 @@ def test_lookups_without_gradients_wait_for_nobody() -> None:
 
 
 def test_lookups_at_once_of_rows_that_are_copied() -> None:
-    """De-duplicated pull has one set of buffers: a second lookup reads rows where they are."""
+    """De-duplicated pull has one set of buffers, so a concurrent lookup reads rows in place."""
     spec = _spec("sgd")
 
     def body(group: ThreadGroup) -> None:

@@ -1,4 +1,4 @@
-"""The runtime's counters and the replay of the same batches: equal, unit for unit."""
+"""The runtime's counters equal those of a replay of the same batches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, g
              read: Callable[[ShardedTables], Any] = ShardedTables.traffic,
              prepare: Callable[[ShardedTables], None] = lambda tables: None,
              trains_weights: bool = False) -> Any:
-    """One rank's counters after training on `steps` alone, as `read` has them of its tables; these
-    go through `prepare` before."""
+    """Train `steps` on one rank after ``prepare(tables)``; returns ``read(tables)``, by default the
+    counters."""
     tables = open_tables(case, plan, group, optimizer)
     prepare(tables)
     tables.sent_bytes(reset=True)
@@ -60,7 +60,7 @@ def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, g
 
 def assert_equal(case: Case, plan: Plan, steps: list[list[Batch]], found: list[Traffic],
                  trains_weights: bool = False, **options: Any) -> None:
-    """The counters are those of a replay with these `options`."""
+    """Check that the counters equal those of a replay with these `options`."""
     replay = Replay(with_tables(plan, case.tables), **options)
     total = replay.empty()
     for batches in steps:
@@ -118,7 +118,7 @@ def test_weights_and_their_gradients_count() -> None:
 
 
 def test_reads_without_gradients_and_reset() -> None:
-    """A forward without gradients reads pushed tiers directly; a reset begins at zero."""
+    """A lookup without gradients reads pushed tiers directly; a reset sets counters to zero."""
     case = dlrm_case("sgd")
     plan = rich_plan(case.tables, 2, 1, columns=False)
     (batches,) = make_steps(case, 2, 1)

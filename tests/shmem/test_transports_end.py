@@ -1,4 +1,4 @@
-"""Connections between hosts: freed with their tables or their process group, and not before."""
+"""Connections between hosts close with their tables or their process group, not before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
 
 def _held() -> tuple[int, int]:
-    """Sockets and watching threads of this process."""
+    """Numbers of sockets and of monitor threads of this process."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -69,7 +69,7 @@ def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
             found.append(_held())
     if how == "subgroup":  # the next transport closes those of groups that are gone
         transport_of(ProcessGroup())
-        with pytest.raises(OperError, match="connections are closed"):
+        with pytest.raises(OperError, match="connections='closed'"):
             _train(kept[0])
     found.append(_held())
     return found
@@ -83,7 +83,7 @@ def test_closed_tables_leave_no_connection(how: str) -> None:
 
 
 def test_a_destroyed_subgroup_leaves_no_connection() -> None:
-    """Even where its tables are still open."""
+    """Connections close even if tables are still open."""
     for before, after in run_world(2, _ends, "subgroup", labels="ab"):
         # Left: the transport of the whole group, which has two connections to its peer.
         assert after[1] == 1, (before, after)
@@ -109,13 +109,13 @@ def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:
 
 
 def test_a_destroyed_group_leaves_no_connection(tmp_path: Any) -> None:
-    """Tables that were never closed do not keep them."""
+    """Tables that were never closed do not keep connections open."""
     for found in run_world(2, _destroyed, str(tmp_path / "store"), labels="ab"):
         assert found[1:] == found[:-1] and found[0][1] == 0, found
 
 
 def _one_closes(rank: int, world_size: int) -> list[float]:
-    """Rank 0 closes its tables; the others still have theirs, and then shard again with it."""
+    """Rank 0 closes its tables, the others keep theirs; then all shard again."""
     first = _sharded()
     _train(first)
     if rank == 0:
@@ -137,7 +137,7 @@ def test_ranks_that_close_apart_shard_again() -> None:
 
 
 def _leaves_early(rank: int, world_size: int) -> bool:
-    """Rank 0 has done its part of an exchange and leaves; rank 2 comes a second later."""
+    """Rank 0 leaves after its part of an exchange; rank 2 arrives a second later."""
     transport = transport_of(ProcessGroup())
     to = [[0, 4, 4], [0, 0, 4], [0, 4, 0]]  # bytes from each rank to each; none to rank 0
     there, back = to[rank], [row[rank] for row in to]
@@ -153,5 +153,5 @@ def _leaves_early(rank: int, world_size: int) -> bool:
 
 
 def test_who_has_done_its_part_may_leave() -> None:
-    """Closing in good order is no loss to a rank that waits for another one."""
+    """A rank that closes properly does not count as lost while others complete the exchange."""
     assert run_world(3, _leaves_early) == [True] * 3

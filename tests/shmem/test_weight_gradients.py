@@ -87,7 +87,7 @@ def test_many_bags_on_several_threads() -> None:
 
 
 def test_the_update_is_the_same_with_and_without() -> None:
-    """Wanting the weights' gradient changes nothing for the tables."""
+    """The tables' update does not depend on whether the weights need a gradient."""
     case = dlrm_case(weighted=True)
     batch = make_batch(case, 4, 20)
     ends = []
@@ -101,7 +101,7 @@ def test_the_update_is_the_same_with_and_without() -> None:
 
 
 def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
-    """The backward pass of one lookup updates the rows that the other's gradient is made of."""
+    """One lookup's backward pass updates rows from which another's gradient is computed."""
     case = dlrm_case(weighted=True)
     tables = open_alone(case, SGD(lr=0.5))
     first, second = (replace(make_batch(case, 0, k).lookup(case)) for k in range(2))

@@ -1,4 +1,4 @@
-"""What ranks of different memory domains send: counted by the exchange, and replayed; equal."""
+"""Bytes between memory domains: the exchange's counters equal a replay."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_replayed_bytes_are_the_sent_bytes(optimizer: str, domains: tuple[int, .
 
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)
 def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[int, ...]) -> None:
-    """The bits of a forward pass of training, and the replayed bytes; in one domain rows are read
+    """Results are bitwise those of training, bytes those of a replay; in one domain rows are read
     directly and nothing is sent."""
     case = dlrm_case("sgd")
     (batches,) = make_steps(case, len(domains), 1)
@@ -98,7 +98,7 @@ def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[in
 
 
 def test_quantised_rows_are_not_pooled_for_others() -> None:
-    """Owners cannot sum codes: readers fetch the rows."""
+    """Owners cannot sum quantised rows, so readers fetch the rows."""
     case = dlrm_case("sgd")
     coded = replace(case, tables=tuple(replace(t, dtype="int8", optimizer="none")
                                        for t in case.tables if t.dim % 4 == 0))
@@ -110,7 +110,7 @@ def test_quantised_rows_are_not_pooled_for_others() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8)], ids=str)
 def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
-    """Byte for byte, of tables of one column to 200 that are cut anywhere, and so are narrower."""
+    """Bytes are equal for tables of 1 to 200 columns and for their column pieces."""
     case = dlrm_case("rowwise_adagrad")
     case = replace(case, tables=tuple(replace(t, dtype="float16") if t.name == "large" else t
                                       for t in case.tables))
@@ -121,7 +121,7 @@ def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
 
 
 def test_owners_of_pushed_tables_read_their_own_rows() -> None:
-    """No rank asks itself: bits and reads are those of a pulled table where it owns all of it."""
+    """A rank that owns an entire pushed table reads it like a pulled one."""
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 4, 3)
     chosen = OPTIMIZERS["rowwise_adagrad"]
@@ -135,7 +135,7 @@ def test_owners_of_pushed_tables_read_their_own_rows() -> None:
 
 
 def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
-    """By the backward pass of a batch before the last two lookups, whose requests are kept."""
+    """The backward pass of a batch older than the last two lookups sends its requests again."""
     table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
     plan = Plan(2, (TablePlan(table, (Piece(0, 4, (
         Tier(0, 300, "owned", (1,), mode="push"),)),)),))
@@ -165,8 +165,8 @@ def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
 
 
 def test_ids_are_sent_again_only_when_they_are_others() -> None:
-    """Those of the last two lookups are kept. The backward pass of an earlier batch, or with other
-    weights, brings its own requests."""
+    """Owners keep the requests of the last two lookups; the backward pass of an earlier batch, or
+    with other weights, sends its requests again."""
     case = replace(dlrm_case("sgd"), weighted=True)
     plan = pushed(uniform_plan(case.tables, 2, "striped"))
     steps = make_steps(case, 2, 3)

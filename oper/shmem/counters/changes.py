@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ChangedRows:
-    """The rows of this rank that updates have changed, one bit per row.
+    """Tracks which rows of this rank updates have changed, with one bit per row.
 
     Args:
-        tables: tables with an optimizer, in the host's memory.
+        tables: tables with an optimizer, in host memory.
 
     Raises:
-        InvalidInputError: the tables have no optimizer or lie in device memory.
+        InvalidInputError: the tables have no optimizer or are in device memory.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
@@ -28,7 +28,7 @@ class ChangedRows:
             raise InvalidInputError(
                 "cannot track changed rows", "tables",
                 f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
-                "trained tables in the host's memory", "save whole checkpoints")
+                "trained tables in host memory", "save complete checkpoints instead of deltas")
         self.tables = tables
         self._of = (0, -1)
         self.restart()
@@ -45,9 +45,9 @@ class ChangedRows:
         """Take the marked slots and clear their marks.
 
         Returns:
-            Slots uint32 [n], ascending, by directory. None if more rows may have changed, because
-                they were written by other means (`publish`) or the tables have moved to another
-                plan; then call `restart`.
+            Slots uint32 [n], ascending, by directory. None if other rows may have changed as well,
+                because rows were written and published, or the tables were moved to another plan;
+                then treat all rows as changed and call `restart`.
         """
         if self._now() != self._of:
             return None
@@ -61,8 +61,8 @@ class ChangedRows:
         Args:
             part: ``"rows"`` or a state's name.
             piece: index of the directory.
-            slots: uint32 [n], slots in it, as from `take`.
-            to: [n, width], of the part's type.
+            slots: uint32 [n], slots in the directory, from `take`.
+            to: [n, width] of the stored dtype, written to.
         """
         rows = self.tables.view(part, piece, self.tables.group.rank)
         torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)

@@ -1,10 +1,11 @@
-"""Counters of what ranks read from each other on devices, as in the host back end.
+"""Counters of transfers between ranks for tables in device memory; see `oper.rows.traffic`.
 
-Counts come from what the kernels read: the batch plan, outboxes, requests, lists of changed rows.
-They are read after each pass, which waits for the device; counting is off by default.
+Counts are derived from the arrays that the kernels read (distinct rows of the batch, outboxes,
+requests, lists of changed rows) after each pass, which waits for the device. Counting is therefore
+off by default.
 
-Units are those of `oper.rows.traffic`. On devices gradients of pushed rows are sent reduced by row,
-so they count as ``gradient_rows``, where the host back end counts ids and bag gradients.
+On devices gradients of pushed rows are reduced by row before they are read, so they count as
+``gradient_rows``; the host back end counts ``gradient_ids`` and ``bag_gradients`` instead.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class DeviceCounters:
     """Counters of one rank.
 
     Args:
-        tables: its tables.
+        tables: the tables of the rank.
 
     Attributes:
-        traffic: what has been counted.
+        traffic: the counts so far.
     """
 
     def __init__(self, tables: DeviceRows) -> None:
@@ -44,7 +45,7 @@ class DeviceCounters:
         copies = [nearest_replica(x.tier, self._rank, near) for x in self._ranges]
         self._read_from = np.array([x.owner if c < 0 else c for x, c in
                                     zip(self._ranges, copies, strict=True)])
-        # A rank that owns the whole of a pushed table reads it like a pulled one, on the host.
+        # A rank reads a pushed table of which it owns all rows like a pulled one, as on the host.
         asks = [any(x.tier.mode == "push" for x in d.tiers) and not (
             all(x.tier.mode == "push" for x in d.tiers) and d.num_slots.sum() == d.num_slots[
                 self._rank]) for d in self._of_key]
@@ -58,7 +59,7 @@ class DeviceCounters:
         self.traffic.counts[KIND[kind], self._order[table], peer] += count
 
     def rows(self, kind: str, step: StepArrays, without_pushed: bool) -> None:
-        """Count rows read one by one, in a forward pass or for the gradient of weights."""
+        """Count rows read for single ids, in a forward pass or for the gradient of weights."""
         keys, begin = step.runs()
         first, last = begin[torch.searchsorted(keys, self._bounds)].cpu().numpy()
         skipped = self._pushed & without_pushed
@@ -69,8 +70,8 @@ class DeviceCounters:
             self.traffic = replace(self.traffic, num_forward=self.traffic.num_forward + 1)
 
     def requests(self, addresses: np.ndarray) -> None:
-        """Count the ids that readers ask this owner to pool; `addresses` are those of all ranks'
-        requests."""
+        """Count the ids that readers request this owner to pool; `addresses`: int64 [W], addresses
+        of the ranks' requests."""
         for reader in range(self._size):
             request = Request.read(self._tables, int(addresses[reader]))
             pairs, sums = request.num_pairs(), request.num_runs()

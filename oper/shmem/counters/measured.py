@@ -18,7 +18,7 @@ from oper.shmem.rows import LogicalRows
 
 
 def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
-    """Rows that the kernels of a placement have read; `reset` sets the counters to zero."""
+    """Return the counts of a kernel context's reads; `reset` then sets them to zero."""
     pieces = [(d.table, d.column, d.column + d.dim) for d in rows.directories]
     empty = Traffic.empty(rows.group.rank, rows.group.world_size, pieces)
     forward, backward, *counts = torch.ops.oper.context_traffic(handle, reset)
@@ -27,16 +27,16 @@ def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
 
 
 class MeasuredTables(LogicalRows):
-    """Base of `ShardedTables`: counters kept by its kernels."""
+    """Base of `ShardedTables`: access to counters and clocks of the kernels."""
 
     handle: int
-    _process: int  # that made them
-    collection: int  # its number in the register of the group
-    is_watched = True  # ranks of a domain share a barrier that tells where they are
-    times_phases = True  # whether its kernels have a clock
-    num_steps: int  # backward passes that updated
-    _skipped: dict[str, int]  # by table, how many of them it sat out
-    _most_spans = 0  # kept at a time while it is traced
+    _process: int  # id of the process that made the tables
+    collection: int  # number in the group's `Register`
+    is_watched = True  # whether the ranks of a domain share a barrier with `BarrierState`s
+    times_phases = True  # whether the kernels time their phases
+    num_steps: int  # number of updates
+    _skipped: dict[str, int]  # by table, number of updates in which it was frozen
+    _most_spans = 0  # capacity of the buffer of spans; 0 = not tracing
 
     def _check_open(self) -> HostHeap:
         if self._heap is None:
@@ -44,7 +44,8 @@ class MeasuredTables(LogicalRows):
         return self._heap
 
     def _check_process(self) -> None:
-        """Raise in a forked child, which would write its parent's rows and enter its barriers."""
+        """Raise OperError if the tables are closed, or in a forked child, which would write to its
+        parent's rows and barriers."""
         self._check_open()
         if os.getpid() != self._process:
             raise OperError("sharded tables cannot be changed in a forked process", "process",
@@ -52,51 +53,55 @@ class MeasuredTables(LogicalRows):
                             "look up under torch.no_grad(), or shard a model in the child")
 
     def _refuse(self, *_: Any) -> NoReturn:
-        """Raise the error for a call of closed tables."""
+        """Raise the OperError for the use of closed tables."""
         raise OperError("sharded tables were closed", "tables", list(self.specs)[:8], "open tables",
                         "use them before close()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperError("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
-                        "one handle on the shared rows",
+                        "no pickling, since rows are in memory that ranks share",
                         "save and load the model's state_dict instead")
 
     def _raise_peer_failure(self, code: int, detail: int) -> tuple[int, int]:
-        """Raise the error for a status code of the kernels about peers; other codes are
-        returned."""
+        """Raise the error if a status code of the kernels reports a failed peer; returns other
+        codes and their detail."""
         if self._exchange is not None:
             return self._exchange.check(code, detail)
         return raise_peer_failure(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
-        """Bytes that this rank has sent to other memory domains, by kind and receiver.
+        """Return the bytes that this rank has sent to other memory domains.
 
         Args:
-            reset: set the counters to zero.
+            reset: set the counters to zero afterwards.
 
         Returns:
-            int [W] for each kind of `oper.rows.traffic.SENT`; empty in a single domain.
+            For each kind of `oper.rows.traffic.SENT`, int [W] by receiver; empty with one domain.
         """
         return {} if self._exchange is None else self._exchange.sent_bytes(reset)
 
     def check_clock(self) -> None:
-        """Raise OperError if phases are not timed."""
+        """Raise OperError if the kernels do not time their phases."""
         if not self.times_phases:
             raise OperError("cannot time phases", "device", str(self.device),
                             "tables in host memory", "use torch.profiler, which names the kernels")
 
     def phase_ns(self) -> dict[str, int]:
-        """Nanoseconds of the last forward and backward pass of this rank, by phase."""
+        """Return the nanoseconds of this rank's last forward and backward pass, by phase
+        (`PHASES`); raises OperError for tables in device memory."""
         self.check_clock()
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
-        """Histograms of this rank's phase times, under the present plan or since the last reset.
+        """Return histograms of this rank's phase times by phase (`PHASES`). Not collective.
 
-        Not collective.
+        They cover all batches since the current plan was adopted or since the last reset.
 
         Args:
-            reset: set the histograms to zero.
+            reset: set the histograms to zero afterwards.
+
+        Raises:
+            OperError: the tables are in device memory.
         """
         self.check_clock()
         flat = torch.ops.oper.context_phase_histograms(self.handle, reset)
@@ -105,10 +110,10 @@ class MeasuredTables(LogicalRows):
                 for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
 
     def trace_phases(self, most: int) -> None:
-        """From now on, record when phases begin and end, for `take_spans`. Not collective.
+        """Start or stop recording begin and end of phases, for `take_spans`. Not collective.
 
         Args:
-            most: most spans kept at a time; 0 = stop recording.
+            most: maximum number of spans stored between calls of `take_spans`; 0 = stop.
         """
         if most or self._most_spans:
             self.check_clock()
@@ -116,9 +121,8 @@ class MeasuredTables(LogicalRows):
             self._most_spans = most
 
     def take_spans(self) -> tuple[list[Span], int]:
-        """Spans recorded on this rank since the last call, and the number of spans lost because the
-        buffer was full.
-        """
+        """Return the spans recorded on this rank since the last call, and the number of spans lost
+        because the buffer was full."""
         self.check_clock()
         lost, *flat = torch.ops.oper.context_spans(self.handle)
         width = len(Span._fields)
@@ -126,34 +130,33 @@ class MeasuredTables(LogicalRows):
                 for k in range(0, len(flat), width)], lost
 
     def traffic(self, reset: bool = False) -> Traffic:
-        """What this rank has read since it was built, or since the last reset.
-
-        Counts rows, ids, sums and gradients by table and by the rank whose memory they came from.
-        Counting never stops; call this between batches. Not collective.
+        """Return the counts of rows, ids, sums and gradients that this rank has read, by table and
+        by the rank whose memory they came from. Not collective; call it between batches.
 
         Args:
-            reset: set the counters to zero.
+            reset: set the counters to zero afterwards; by default counts accumulate under a plan.
         """
         self._check_open()
         return kernel_traffic(self, self.handle, reset)
 
     def memory_bytes(self) -> dict[str, list[int]]:
-        """Bytes of rows, replicas and optimizer states by kind of memory and rank, without the
-        outbox: ``{"device": [W], "host": [W]}``."""
+        """Return the bytes of rows, replicas and optimizer states, without outboxes, by kind of
+        memory and rank: ``{"device": [W], "host": [W]}``."""
         return self._layout.memory_bytes(self.directories)
 
     @property
     def page_kind(self) -> str:
-        """Kind of the pages behind the rows in device memory."""
+        """Kind of memory pages of the rows, see `HostHeap` and `DeviceHeap`; ``"closed"`` after
+        `close`."""
         return self._heap.page_kind if self._heap else "closed"
 
     def table_steps(self, table: str) -> int:
-        """Number of updates of a table, the step t of bias corrections."""
+        """Return the number of updates of a table, the step t of bias corrections."""
         return self.num_steps - self._skipped[table]
 
     def set_table_steps(self, table: str, steps: int) -> None:
-        """Set a table's number of updates, as when a state is loaded."""
-        for name in self._skipped:  # the others keep their number
+        """Set the number of updates of one table, for loading a checkpoint."""
+        for name in self._skipped:  # the numbers of other tables stay the same
             self._skipped[name] += steps - self.num_steps
         self.num_steps = steps
         self._skipped[table] = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# As csrc/host/counters/phases.h numbers them.
+# In the order of csrc/host/counters/phases.h.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
-# What a trace has beside them: ids resolved ahead; and, within phases, waits at the barrier of a
-# memory domain and exchanges of bytes with other domains.
+# Spans of a trace: phases; `resolve`, in advance of lookups; and, within phases, waits at the
+# barrier of a memory domain and exchanges of bytes with other domains.
 SPANS = (*PHASES, "resolve", "barrier", "exchange")
-#: Of a histogram's buckets but the last: times below that many microseconds.
+#: Upper bounds of a histogram's buckets, except the last one, in microseconds.
 BUCKETS_US = tuple(1 << k for k in range(23))
 
 
@@ -17,9 +17,9 @@ class Histogram(NamedTuple):
     """Distribution of a phase's times.
 
     Attributes:
-        sum_ns: total time of all batches.
-        counts: int [24], batches by time: entry k counts times below `BUCKETS_US[k]` and not below
-            the bound before it; the last entry counts the rest.
+        sum_ns: total time of all batches in nanoseconds.
+        counts: int [24], number of batches with a time in each bucket: entry k counts times below
+            `BUCKETS_US[k]` and at least `BUCKETS_US[k - 1]`; the last entry counts longer times.
     """
 
     sum_ns: int
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
     Attributes:
         name: one of `SPANS`.
-        begin_ns, end_ns: on the clock of `time.monotonic_ns`, which the processes of a host share.
+        begin_ns, end_ns: times of `time.monotonic_ns`, a clock that all processes of a host share.
         sent_bytes: bytes sent to other memory domains during the span.
         thread: the system's id of the thread.
     """

@@ -1,7 +1,7 @@
-"""Progress of the ranks of a memory domain, from counters in shared memory that outlive a rank.
+"""Progress of the ranks of a memory domain, read from shared memory even after a rank has died.
 
-The counters are those of the barrier (csrc/host/barrier.h): how often each rank has arrived, and
-how many updates of its rows it has begun and ended.
+The barrier counts each rank's arrivals, and the updates of its rows that the rank has begun and
+ended (csrc/host/barrier.h).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Mark(NamedTuple):
-    """A moment between two updates: the placement, this rank's arrivals, the updates so far."""
+    """A moment between two updates: kernel context, this rank's barrier arrivals, and updates."""
 
     handle: int
     arrivals: int
@@ -26,20 +26,22 @@ class Mark(NamedTuple):
 
 
 class Progress:
-    """Reads the progress counters of tables whose ranks share memory. Nothing here is collective.
+    """Reads the progress counters of tables whose ranks share memory. No method is collective.
 
     Args:
-        tables: in one memory domain, in the host's memory.
+        tables: tables in host memory, with a single memory domain.
 
     Raises:
-        InvalidInputError: the tables lie in device memory or in several memory domains.
+        InvalidInputError: the tables are in device memory or have several memory domains.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
         if not tables.is_one_domain or tables.device.type != "cpu":
             raise InvalidInputError(
-                "cannot read the progress of the ranks", "tables", f"on {tables.device}",
-                "tables in host memory that all ranks share", "save delta checkpoints")
+                "cannot read the progress of the ranks", "tables",
+                f"on {tables.device}, in "
+                f"{'one domain' if tables.is_one_domain else 'several domains'}",
+                "tables in host memory that all ranks share", "save delta checkpoints instead")
         self._tables = tables
 
     @property
@@ -51,19 +53,18 @@ class Progress:
         return self._tables.group.world_size
 
     def counts(self) -> list[BarrierState]:
-        """The barrier state of every rank; empty with a single rank. Raises OperError when closed.
-        """
+        """Return the barrier state of every rank; empty with a single rank. Raises OperError if
+        the tables are closed."""
         self._heap()
         return barrier_states(self._tables.handle)
 
     def missing(self) -> set[int]:
-        """Ranks that have ended, and, if this rank has given up, those that it waited for.
+        """Return the ranks that have exited and, if this rank has given up, those it waited for.
 
-        The latter find out when they next arrive at the barrier. Raises OperError when the tables
-        are closed.
+        The latter notice this at their next arrival. Raises OperError if the tables are closed.
         """
         late = set()
-        # Given up first, then looked: see `Barrier::arrive`.
+        # Arrivals must be read after the rank has given up, see `Barrier::arrive`.
         if any(c.absent == GIVEN_UP for c in self.counts()[self.rank:self.rank + 1]):
             arrivals = [c.arrivals for c in self.counts()]
             late = {r for r, n in enumerate(arrivals) if n < arrivals[self.rank]}
@@ -79,23 +80,22 @@ class Progress:
     def _heap(self) -> HostHeap:
         if self._tables._heap is None:
             raise OperError("cannot read the progress of the ranks", "tables", "closed",
-                            "open tables",
-                            "load a checkpoint")
+                            "open tables", "load a checkpoint")
         return self._tables._heap
 
     def mark(self) -> Mark:
-        """A mark of the present moment. No update may be under way on this rank."""
+        """Return a mark of the current moment. No update may be under way on this rank."""
         found = self.counts()
         arrivals, ended = (found[self.rank].arrivals, found[self.rank].ended) if found else (0, 0)
         return Mark(self._tables.handle, arrivals, ended)
 
     def is_unchanged(self, mark: Mark) -> bool:
-        """Whether all ranks' rows are as they were at a mark of this rank, and will remain so.
+        """Return whether all ranks' rows are as they were at a mark of this rank, and will stay so.
 
-        This holds if no rank has begun an update that the mark does not count, and none can begin
-        one. None can if, since the mark, this rank has arrived at no barriers other than those of a
-        forward pass and will arrive at none; or if a missing rank never arrived at a barrier at
-        which this rank has arrived, since no rank passes that barrier.
+        This requires that no rank has begun an update after the mark, and that none can begin one.
+        No rank can begin one if this rank has since arrived only at barriers of forward passes, and
+        the caller arrives at no others; or if a missing rank has not arrived at a barrier at which
+        this rank has arrived, since no rank passes that barrier.
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()

@@ -1,7 +1,8 @@
-"""Python callbacks within steps on a device: barriers, other domains, counting.
+"""Python callbacks within steps on a device: barriers, exchanges between domains, counting.
 
-The operators of a batch are whole steps (csrc/bindings/device.cpp). They call back only where ranks
-are threads of this process, other memory domains take part, or reads are counted.
+An operator performs an entire forward or backward pass (csrc/bindings/device.cpp). It calls back
+into Python only if ranks are threads of this process, there are several memory domains, or reads
+are counted.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from oper.shmem.memory.device_batch import StepArrays
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-# Beside the kernels' codes, as csrc/bindings/device.h numbers them.
+# Status codes in addition to `Status`, numbered as in csrc/bindings/device.h.
 _POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS, _IDS_WITHOUT_BAGS = range(11, 16)
 _MOST_IDS = 2**31 - 64
 
 
 class Point(enum.IntEnum):
-    """Points of a step at which operators call back, numbered as in csrc/bindings/device.h."""
+    """Points of a pass at which operators call back, numbered as in csrc/bindings/device.h."""
 
     BARRIER, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
         UPDATED = range(10)
@@ -40,10 +41,10 @@ class DeviceSteps:
 
     Args:
         tables: the tables.
-        exchange: their exchange between memory domains, or None in a single domain.
+        exchange: the tables' exchange between memory domains; None with a single domain.
 
     Attributes:
-        counters: counters of what is read; None = not counted.
+        counters: counters of transfers; None = transfers are not counted.
     """
 
     def __init__(self, tables: DeviceRows, exchange: DeviceExchange | None) -> None:
@@ -129,10 +130,11 @@ class DeviceSteps:
                 counters.refreshes()
 
     def barrier(self) -> None:
-        """Order this rank's later kernels after all ranks' earlier ones, without waiting for them.
+        """Make this rank's stream wait for the earlier kernels of all virtual ranks; the host does
+        not wait for the device.
 
-        Virtual ranks share a device, where kernels that spin for each other could block each other,
-        so their streams are ordered by events.
+        Virtual ranks share a device, on which kernels that spin for each other might never run at
+        the same time, so CUDA events order their streams.
         """
         device, streams, event = self._tables.device, self._tables.streams, None
         if streams is not None:
@@ -143,54 +145,55 @@ class DeviceSteps:
                 streams.current_stream(device).wait_event(other)
 
     def raise_kept(self) -> None:
-        """Raise the exception of a callback of the last step, if there was one."""
+        """Raise the exception that a callback of the last pass has raised, if any."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
-    """Raise the error of a step that could not continue, unless kernels have found one first."""
+    """Raise the error for a status code by which an operator stopped; returns for other codes."""
     if code == _NOT_IN_GRAPHS:
         raise OperError("cannot capture a lookup in a graph", "tables",
-                        "several domains, or counted",
-                        "one domain, nothing counted: both wait for the device",
+                        "several memory domains, or transfers are counted",
+                        "one memory domain without counting, since both wait for the device",
                         "run such steps outside of graphs")
     if code == _NEW_ARGUMENTS:
         raise OperError(
             "cannot capture an update of the tables in a graph", "optimizers", optimizers,
-            "arguments that stay the same: fp32 rows, no Adam or LAMB, a learning rate that "
-            "an earlier step has used", "run such steps outside of graphs")
+            "constant arguments: fp32 rows, no Adam or LAMB, a learning rate that an earlier step "
+            "has used", "run such steps outside of graphs")
     if code == _TOO_MANY_IDS:
-        raise OperError("cannot look up", "ids", detail,
-                        f"< {_MOST_IDS}, and < 2^32 with those of column pieces",
+        raise OperError("cannot look up", "number of ids", detail,
+                        f"< {_MOST_IDS}, and < 2^32 if each id counts once per column piece",
                         "use smaller batches")
     if code == _IDS_WITHOUT_BAGS:
-        raise InvalidInputError("bag lengths do not fit the ids", "ids", detail,
-                                "none where there are no bags",
+        raise InvalidInputError("bag lengths do not fit the ids", "number of ids", detail,
+                                "0, since there are no bags",
                                 "pass lengths and ids of the same bags")
 
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
                 specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
-    """Raise the error that kernels have found; it may belong to an earlier batch than the last one.
+    """Raise an error that kernels have found, possibly in an earlier batch than the last one.
 
-    `found` holds code, rank and detail, see ErrorWord in csrc/device/device.h.
+    `found`: status code, rank and detail, see ErrorWord in csrc/device/device.h.
     """
     code, rank, detail = found
     if code == Status.ID_OUT_OF_RANGE:
         feature, table = features[rank]
         raise InvalidInputError(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
                                 f"0 <= id < {specs[table].num_rows}",
-                                "map ids to rows first, or enlarge the "
-                                "table; the other ids of that batch may have been trained")
+                                "map ids to rows first, or enlarge the table; rows of other ids of "
+                                "that batch may have been updated already")
     if code == Status.BAD_LENGTHS:
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
-                                detail, "no length below 0, and as many ids as their sum",
+                                detail, "no negative length, and a sum equal to the number of ids",
                                 "pass lengths and ids of the same bags")
     if code == Status.OTHER_PHASE:
         raise OperError("rows of another memory domain are not where they should be",
                         "rank, detail", (rank, detail),
                         "the same plan and the same calls on all ranks",
-                        "a lookup without gradients is collective across memory domains as well")
+                        "make the same calls on all ranks; with several memory domains lookups "
+                        "without gradients are collective, too")
     raise_status(code, rank if code == Status.PEER_LATE else detail, outbox_bytes, None)

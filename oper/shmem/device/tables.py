@@ -1,7 +1,8 @@
-"""Sharded tables in device memory: the steps of `ShardedTables`, launched on CUDA streams.
+"""Sharded tables in device memory: the passes of `ShardedTables`, launched on CUDA streams.
 
-Nothing here waits for the device. An error that a kernel finds (an id out of range, a peer that
-does not arrive) is stored in host memory and raised by the next call, or by `synchronize`.
+Lookups and updates within one memory domain do not wait for the device. Errors that kernels find
+(an id out of range, a late peer) are stored in host memory and raised by the next call or by
+`synchronize`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
-# Of the outbox, where nothing says how large batches are: a part of the device's memory, and what
-# it is at least.
+# Default size of the outbox: a share of the device's memory, and the minimum.
 _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
 
 
@@ -40,24 +40,27 @@ class DeviceTables(ShardedTables):
     """`ShardedTables` whose arenas are device memory and whose batches are device tensors.
 
     Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd runs all backward
-    passes of a device on one thread, where virtual ranks cannot wait for each other: call
-    `forward(batch, collective=True)` and `apply_all` on their own threads.
+    passes of a device on one thread, on which virtual ranks cannot wait for each other; with them,
+    call `forward(batch, collective=True)` and `apply_all` on the threads of the ranks instead.
 
     Rows of peers that a batch reads several times are sent over the link once (`stage.cu`) if the
-    last measured batch had more than 1.5 ids per distinct row. The results are bitwise the same.
-    `deduplicate` = True or False overrides the measurement (None).
+    last measured batch had more than 1.5 ids per distinct row; `deduplicate` overrides this. The
+    results are bitwise the same.
 
     Between memory domains torch's collectives carry rows and gradients, see `DeviceExchange`.
 
     Args:
-        plan, features, group, optimizers, gradient_scale, is_new: as for `ShardedTables`.
+        plan, features, group, optimizers, gradient_scale, is_new: see `ShardedTables`.
         device: this rank's device.
+
+    Raises:
+        PlanError: a table is quantised, or the plan does not fit; see also `ShardedTables`.
     """
 
     _of_the_plan = (*ShardedTables._of_the_plan, "arenas", "order", "updates_at_once",
                     "num_squares", "_steps")
     _exchange: DeviceExchange | None
-    lookups_at_once = False  # they share memory
+    lookups_at_once = False  # lookups share workspaces
     trains_in_parts = False
     shares_bags = False
     takes_parts = False
@@ -65,14 +68,14 @@ class DeviceTables(ShardedTables):
     is_watched = False
     times_phases = False
     _deduplicate: bool | None = None
-    most_staging_bytes = 1 << 30  # memory for rows of peers that are fetched once
+    most_staging_bytes = 1 << 30  # limit on the memory for de-duplicated rows of peers
 
     def __init__(self, plan: Plan, features: Sequence[tuple[str, str]], group: Group,
                  optimizers: Optimizer | Mapping[str, Optimizer] | None,
                  gradient_scale: float = 1.0, *, device: torch.device | str = "cuda",
                  is_new: bool = True) -> None:
         self.operators = library.load_device()
-        self._ahead: torch.cuda.Stream | None = None  # of batches that are resolved ahead
+        self._ahead: torch.cuda.Stream | None = None  # stream of `to_resolve`
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -87,7 +90,7 @@ class DeviceTables(ShardedTables):
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
         if codes:
-            raise PlanError("cannot shard tables in device memory", "rows of", codes,
+            raise PlanError("cannot shard tables in device memory", "dtypes of tables", codes,
                             " or ".join(DTYPE_BYTES), "keep quantised tables in host memory")
         exchange = 0
         if self._leaves_rows and (self.group.world_size > 1 or self._needs_exchange()):
@@ -100,15 +103,15 @@ class DeviceTables(ShardedTables):
         self._heap = self.arenas.heap  # type: ignore[assignment]
 
     def _exchange_bytes(self) -> int:
-        """Size of an outbox if `OPER_OUTBOX_BYTES` is not set."""
+        """Return the limit on an outbox, in bytes, if ``OPER_OUTBOX_BYTES`` is not set."""
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         return max(_LEAST_EXCHANGE_BYTES, int(memory * _EXCHANGE_SHARE))
 
     def rounds_of_squares(self, table: str) -> int:
-        """Number of times that the column pieces of a row of this table exchange sums of squares in
-        a step."""
+        """Return how often owners of a row's column pieces exchange sums of squares in a step: once
+        for a row-wise state, and once for clipping by norm."""
         if self.optimizers is None:
             return 0
         optimizer = self.optimizers[table]
@@ -142,9 +145,8 @@ class DeviceTables(ShardedTables):
 
     @property
     def deduplicate(self) -> bool | None:
-        """Whether rows of peers are fetched once per batch: True, False, or None = decided by
-        measurement.
-        """
+        """Whether rows of peers are fetched once per batch; None = if the last measured batch had
+        more than 1.5 ids per distinct row."""
         return self._deduplicate
 
     @deduplicate.setter
@@ -163,7 +165,7 @@ class DeviceTables(ShardedTables):
 
     @property
     def num_refreshed(self) -> np.ndarray:
-        """See `DeviceExchange.num_refreshed`; [0, 0] within one memory domain."""
+        """See `DeviceExchange.num_refreshed`; shape [0, 0] with one memory domain."""
         return np.zeros((0, 0), np.int64) if self._exchange is None else (
             self._exchange.num_refreshed)
 
@@ -171,7 +173,7 @@ class DeviceTables(ShardedTables):
 
     @in_turn
     def barrier(self) -> None:
-        """Wait for all ranks; raises DeadlineError when one does not arrive."""
+        """Wait for all ranks and for the device; raises DeadlineError if a rank does not arrive."""
         if self.group.is_local:
             self._steps.barrier()
         else:
@@ -190,12 +192,13 @@ class DeviceTables(ShardedTables):
             self._raise_found()
 
     def found_error(self) -> tuple[int, int, int]:
-        """Code, rank and detail of the first error that kernels have found; code 0 = none."""
+        """Return status code, rank and detail of the first error that kernels have found; code 0 =
+        no error."""
         code, rank, detail = torch.ops.oper.device_context_error(self.handle)
         return code, rank, detail
 
     def _raise_found(self) -> None:
-        """Raise the error that kernels found; later batches are then processed again."""
+        """Raise the error that kernels found, and reset it so that later batches are processed."""
         found = self.found_error()
         torch.ops.oper.device_context_forget_error(self.handle)
         raise_found(found, self.features, self.specs, self.arenas.outbox_bytes)
@@ -219,12 +222,12 @@ class DeviceTables(ShardedTables):
         there.record(streams.current_stream(self.device))
 
         def run() -> Lookup:
-            # One for all batches: the allocator keeps memory by stream.
+            # One stream for all batches, since the allocator caches memory per stream.
             stream = self._ahead = self._ahead or streams.Stream(self.device)
             stream.wait_event(there)
             with streams.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):
-                    if used is not None:  # its memory must not be used again while kernels read it
+                    if used is not None:  # keep its memory allocated while kernels read it
                         used.record_stream(stream)
                 return self.resolve(batch)
 
@@ -232,7 +235,7 @@ class DeviceTables(ShardedTables):
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = super()._known(batch)
-        # Weights are kept with the sorted ids.
+        # Resolved ids contain the sorted weights, so weights must not have changed either.
         if known is None or known.versions != batch.versions() or (
                 known.batch.weights is not batch.weights):
             return None
@@ -243,29 +246,29 @@ class DeviceTables(ShardedTables):
                     used.record_stream(stream)
         return known
 
-    # ---- what only the host back end has ---------------------------------------------------------
+    # ---- differences from the host back end ------------------------------------------------------
 
     def _tell_refused(self, collective: bool) -> None:
-        """As for `refuse`."""
+        """Do nothing, see `refuse`."""
 
     def refuse(self) -> None:
-        """Nothing to do: other ranks wait in kernels, which end at their deadline."""
+        """Do nothing: other ranks wait in kernels, which stop at the deadline."""
 
     def use_huge_pages(self) -> str:
-        """Only a barrier, as on the host: device memory has no page kinds to choose. Collective."""
+        """Only wait at a barrier, since device memory has no page kinds. Collective."""
         self.barrier()
         return self.page_kind
 
     def start_counting(self) -> None:
-        """Count what is read from now on, for `traffic`. Every pass then waits for the device."""
+        """Start to count transfers for `traffic`. From now on every pass waits for the device."""
         self._steps.counters = DeviceCounters(self)
         self._steps.attach(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:
         """See `ShardedTables.traffic`; counts since `start_counting`."""
         if self._steps.counters is None:
-            raise OperError("cannot report what was read", "device", str(self.device),
-                            "counting to have begun: it makes every pass wait for the device",
+            raise OperError("cannot report what was read", "counting", "off",
+                            "counting that was started; it makes every pass wait for the device",
                             "call start_counting() first, or replay the batches with "
                             "oper.search.replay.simulate")
         found = self._steps.counters.traffic
@@ -282,7 +285,7 @@ class DeviceTables(ShardedTables):
         return other
 
     def check_room(self) -> None:
-        """Nothing to check: device memory is allocated when the arenas are made."""
+        """Do nothing: device memory has been allocated when the arenas were created."""
 
 
 _to_release: list[tuple[int, DeviceHeap]] = []
@@ -291,7 +294,8 @@ _to_release: list[tuple[int, DeviceHeap]] = []
 def _release(handle: int, heap: DeviceHeap) -> None:
     _to_release.append((handle, heap))
     streams = library.streams_of(heap.device)
-    # Kernels in flight still use both, and a graph cannot wait for them: the next release does it.
+    # Running kernels still use both, and one cannot wait for them during graph capture; the next
+    # release then closes both.
     if streams is not None and streams.is_current_stream_capturing():
         return
     while _to_release:

@@ -1,1 +1,1 @@
-"""Rows, sums and gradients between memory domains, and how neighbours' rows are read."""
+"""Exchange of rows, sums and gradients between memory domains; de-duplicated reads within one."""

@@ -1,14 +1,15 @@
 """The exchange between memory domains for tables in device memory.
 
-Phases, heads, messages and checks are those of the host back end (csrc/common/exchange.h). Within a
-domain kernels read their peers' memory. What ranks of other domains have sent is laid out as a
-mirror of their outboxes, requests and partial sums, which kernels read like a neighbour's. One
-kernel packs messages and another unpacks them; collectives of torch.distributed (NCCL if the group
-has it) send them.
+Phases, headers, messages and checks are those of the host back end (csrc/common/exchange.h). Within
+a domain kernels read their peers' memory. Data from ranks of other domains (*remote* or *far*
+ranks) is stored like their outboxes, requests and partial sums (a *mirror*), so kernels read it in
+the same way. One kernel packs messages, another unpacks them; collectives of torch.distributed
+(NCCL if available) send them.
 
-Collectives need sizes that only the device knows: each phase waits for the device once or twice,
-and such steps cannot be captured in a graph. Gradients of pushed rows are sent reduced by row, as
-those of other rows are, whereas the host back end sends bag gradients; the sums are the same.
+Collectives need message sizes that only the device knows: each phase waits for the device once or
+twice, and such steps cannot be captured in a CUDA graph. Gradients of pushed rows are reduced by
+row before they are sent, like all others; the host back end sends bag gradients instead. The sums
+are the same. Arrays "in the order of keys" list the tables as `device_context_order` returns them.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ _TRANSPORT_FAILED = 7  # Status in csrc/common/exchange.h
 
 
 def segment_bytes(num_tables: int, world_size: int) -> int:
-    """Bytes of the bounds by table and owner in outboxes and requests."""
+    """Return the bytes of the uint32 bounds by table and owner in outboxes and requests."""
     return (4 * (num_tables * world_size + 1) + 7) // 8 * 8
 
 
 class Phase(enum.IntEnum):
-    """As csrc/common/exchange.h numbers them."""
+    """Phases of the exchange, numbered as in csrc/common/exchange.h."""
 
     GATHER, REQUESTS, PARTIALS, GRADIENTS, SQUARES, REFRESHES = range(6)
 
 
 class DeviceRows(Protocol):
-    """Tables in device memory, as exchanges and counters see them; see `DeviceTables`."""
+    """The interface of `DeviceTables` that exchanges and counters use."""
 
     arenas: DeviceArenas
     device: torch.device
@@ -74,12 +75,11 @@ class DeviceRows(Protocol):
 
 @dataclass(slots=True)
 class _FarRanges:
-    """Ranges of keys of remote rows that this rank reads; a range has the home slots of one tier at
-    one owner.
+    """Ranges of keys of remote rows that this rank reads, one per tier and owner.
 
     Attributes:
-        rank, table: int64 [S], owner and table in the order of keys; sorted by both.
-        bounds: int64 [2, S], first key and end, on the device.
+        rank, table: int64 [S], owner, and table in the order of keys; sorted by owner, then table.
+        bounds: int64 [2, S], first key, and last key + 1, on the device.
         base: int64 [S], key of the owner's first row of the table.
     """
 
@@ -95,13 +95,16 @@ class DeviceExchange(Exchange):
     Args:
         tables: the tables of this rank. Creation is collective.
         domain_of: index of each rank's domain, by rank.
-        collection, bits: see `Exchange`; bits are 32 or 16.
+        collection, bits: see `Exchange`; bits must be 32 or 16.
 
     Attributes:
-        far: ranks of other domains (remote ranks), ascending.
+        far: ranks of other domains, ascending.
         dims: int64 [T], columns of the tables in the order of keys.
-        num_refreshed: int64 [W, T], masters of far ranks that the last step has changed, by owner
-            and by table in the order of keys.
+        num_refreshed: int64 [W, T], number of changed master rows received in the last step, by
+            owner and by table in the order of keys.
+
+    Raises:
+        InvalidInputError: `bits` has 8, or ranks have different `bits`.
     """
 
     _operators = "device_exchange"
@@ -120,10 +123,10 @@ class DeviceExchange(Exchange):
         self._failed: tuple[int, int] | None = None
         self.num_refreshed = np.zeros((self._size, 0), np.int64)
 
-    # ---- what a plan needs -----------------------------------------------------------------------
+    # ---- setup -----------------------------------------------------------------------------------
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
-        """Set up the exchange for the kernels' handle of the tables."""
+        """Register this exchange with the kernel context `handle` of a plan."""
         self._handle = handle
         self._order: list[int] = torch.ops.oper.device_context_order(handle)
         self._of_key = [directories[t] for t in self._order]  # in the order of keys
@@ -147,21 +150,21 @@ class DeviceExchange(Exchange):
         return _FarRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """The array on this rank's device."""
+        """Copy an array to this rank's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     # ---- phases ----------------------------------------------------------------------------------
 
     def counts(self) -> np.ndarray:
-        """Zeros for the counts of what this rank sends to each other rank in a phase, by table in
-        the order of keys; int64 [W, T, 3], see csrc/common/exchange.h."""
+        """Return zeros for the counts that `begin` sends: int64 [W, T, 3] by receiver and table in
+        the order of keys, see csrc/common/exchange.h."""
         return np.zeros((self._size, len(self._order), _COUNTS), np.int64)
 
     def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
         """Begin a phase: send `counts` to the remote ranks; returns their counts for this rank.
 
         Raises:
-            OperError: an error that this rank's kernels have found, or another rank's error.
+            OperError: kernels of this rank have found an error, or another rank reports one.
         """
         outbox_bytes = self._tables.arenas.outbox_bytes
         if self._failed is not None:
@@ -173,22 +176,23 @@ class DeviceExchange(Exchange):
         if code:
             self._tables.synchronize()  # raises it
         if found[0]:
-            if found[0] != _TRANSPORT_FAILED:  # which keeps its own error
+            if found[0] != _TRANSPORT_FAILED:  # the transport stores its error itself
                 self._failed = found[0], found[1]
             raise_status(*self.check(*found), outbox_bytes, None)
         return theirs.numpy()
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
-        """Exchange the arrays whose sizes the counts of the phase give. Collective.
+        """Exchange the arrays of a phase; `begin` has exchanged their sizes. Collective.
 
         Args:
-            sources: for each array of the phase, addresses of this rank's data and of their numbers
-                of entries, or 0; int64 [W, T], or broadcastable to it.
-            is_reply: whether these arrays answer those of the last call.
-            targets: for each array, addresses at which to store it, in the same form. With 0, sums
-                of squares are stored where kernels read them, and other arrays in new memory, at
-                multiples of 16 bytes; kernels get the addresses of gradients and changed masters.
+            sources: for each array, addresses of this rank's data, and of the row numbers (uint32)
+                by which to gather it, or 0 if it is contiguous; int64 [W, T] or broadcastable.
+            is_reply: whether these arrays answer the arrays of the last call.
+            targets: for each array, addresses at which to store it, in the same form. If 0, sums of
+                squares are stored where kernels read them, and other arrays in new memory at
+                multiples of 16 bytes. Kernels are given the addresses of gradients and changed
+                masters.
 
         Returns:
             Addresses of the received arrays, int64 [arrays, W, T]; and the new memory.
@@ -207,24 +211,24 @@ class DeviceExchange(Exchange):
 
     @staticmethod
     def starts(memory: torch.Tensor, sizes: np.ndarray) -> np.ndarray:
-        """Addresses of consecutive parts with the given numbers of 4-byte words, int64 [W, T]."""
+        """Return the addresses, int64 [W, T], of consecutive parts of `memory` with `sizes` (int64
+        [W, T]) 4-byte words each."""
         flat = sizes.reshape(-1)
         return memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
 
     def words(self, address: int, count: int) -> torch.Tensor:
-        """Device memory as int32 [count]."""
+        """Return device memory as a view int32 [count]."""
         return self._tables.arenas.memory(address, count).view(torch.int32)
 
     # ---- forward: distinct rows ------------------------------------------------------------------
 
     def gather(self, step: StepArrays, skip_pushed: bool, first_byte: int) -> None:
-        """Fetch the rows of other domains that a planned batch reads, each once, for the current
-        step. Collective.
+        """Fetch each remote row that the batch reads once into the staging memory. Collective.
 
         Args:
-            step: the step, whose batch is planned.
+            step: arrays of the current step, in which the batch's distinct rows are known.
             skip_pushed: whether to leave out rows of pushed tiers.
-            first_byte: their offset in the staging memory, a multiple of 16.
+            first_byte: offset of the fetched rows in the staging memory, a multiple of 16.
         """
         x = self._pulled if skip_pushed else self._read
         keys, _ = step.runs()
@@ -252,19 +256,19 @@ class DeviceExchange(Exchange):
             memory, int(n.sum()), int(taken.sum()) * _UNIT)
 
     def take(self, values: torch.Tensor, shift: np.ndarray, n: np.ndarray) -> torch.Tensor:
-        """Entries of `values` at ``shift[s] + i``, where i numbers the entries of all ranges
-        consecutively and range s has n[s] of them."""
+        """Return ``values[i + shift[s(i)]]`` for i = 0..sum(n)-1, where s(i) is the range that
+        entry i belongs to: range s has n[s] consecutive entries."""
         return values[torch.arange(int(n.sum()), device=self._device) + self.spread(shift, n)]
 
     def spread(self, values: np.ndarray, n: np.ndarray) -> torch.Tensor:
-        """`values[s]` repeated n[s] times, for every s."""
+        """Repeat each ``values[s]`` n[s] times, on the device."""
         return torch.repeat_interleave(self.to_device(values), self.to_device(n),
                                        output_size=int(n.sum()))
 
     # ---- backward: reduced gradients -------------------------------------------------------------
 
     def send_gradients(self) -> None:
-        """Send remote owners the reduced gradients of their rows. Collective."""
+        """Send the reduced gradients of remote rows to their owners. Collective."""
         T, W = len(self._order), self._size
         box = int(self._tables.arenas.outboxes[self._rank])
         size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
@@ -277,15 +281,15 @@ class DeviceExchange(Exchange):
         if num_runs >= 0:  # else the outbox is full
             counts[self.far, :, 0] = (end - begin)[self.far]
         self.begin(Phase.GRADIENTS, counts)
-        _, self._received = self.exchange(  # until the next ones
+        _, self._received = self.exchange(  # memory is needed until the next step's gradients
             (box + slots_at + 4 * begin, 0),
             (box + rows_at + 4 * (offsets + (begin - begin[0]) * self.dims), 0))
 
     # ---- backward: squares of column pieces ------------------------------------------------------
 
     def send_squares(self, step: StepArrays, round_number: int) -> None:
-        """Send the sums of squares of column pieces to the remote owners of the other pieces of the
-        same rows. Collective."""
+        """Send this rank's sums of squares to remote owners of other column pieces of the same
+        rows. Collective."""
         tables, directories = self._tables, self._tables.directories
         counts, found = self.counts(), [np.zeros(0, np.int64)]
         lists: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slots, and owners of their pieces
@@ -310,7 +314,7 @@ class DeviceExchange(Exchange):
     # ---- backward: changed masters ---------------------------------------------------------------
 
     def send_refreshes(self) -> None:
-        """Send the masters that this step has changed to remote replicas. Collective."""
+        """Send master rows that this step has changed to remote ranks with replicas. Collective."""
         if not self.needs.refreshes:
             return
         counts, lists = self.counts(), [torch.empty(0, dtype=torch.int64, device=self._device)]

@@ -1,8 +1,8 @@
 """Push mode between memory domains, for tables in device memory.
 
-A reader sends the slots of its pushed ids to their owners, one bit per id that says where a bag
-begins, and weights; an owner sends the bags' partial sums back. Kernels read mirrors of remote
-readers' requests and of remote owners' sums at addresses that change from batch to batch.
+A reader sends the owners of its pushed ids the ids' slots, one bit per id that marks the first id
+of a bag, and weights; an owner returns the partial sums of the bags. Requests and sums of remote
+ranks are stored in mirrors (`oper.shmem.exchange.device`), whose addresses change with each batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Phase, segmen
 from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
-_NO_REQUEST = 9  # Status in csrc/common/exchange.h: what no rank can send
+_NO_REQUEST = 9  # Status in csrc/common/exchange.h: an impossible message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """A reader's request to the owners of pushed rows; see csrc/device/kernels/push.cu.
 
+    A *run* is the ids of one bag that belong to one table and owner.
+
     Attributes:
-        run_begin: int64 [R + 1], where each bag's ids begin among all.
-        slots, weights: addresses of uint32 [N] and of float32 [N], or 0.
-        first_run, last_run, first_pair, last_pair: int64 [T, W], runs and ids by table, in the
-            order of keys, and owner.
+        run_begin: int64 [R + 1], index of each run's first id, then the number of ids.
+        slots, weights: addresses of uint32 [N], and of float32 [N] or 0 without weights.
+        first_run, last_run, first_pair, last_pair: int64 [T, W], bounds of the runs and of the ids
+            of each table (in the order of keys) and owner.
     """
 
     run_begin: torch.Tensor
@@ -42,7 +44,7 @@ class Request:
 
     @staticmethod
     def read(tables: DeviceRows, address: int) -> Request:
-        """The request at an address that this device sees. Waits for the device."""
+        """Read the request at an address that this device can access. Waits for the device."""
         T, W = len(tables.directories), tables.group.world_size
         size = _HEADER.size + 4 * (T * W + 1)
         own = tables.arenas.memory(address, size // 4).view(torch.uint8).cpu().numpy()
@@ -59,11 +61,11 @@ class Request:
                        pairs[:-1].reshape(T, W), pairs[1:].reshape(T, W))
 
     def num_pairs(self) -> np.ndarray:
-        """Ids by table and owner, int64 [T, W]."""
+        """Return the number of ids by table and owner, int64 [T, W]."""
         return self.last_pair - self.first_pair
 
     def num_runs(self) -> np.ndarray:
-        """Bags by table and owner, int64 [T, W]."""
+        """Return the number of runs by table and owner, int64 [T, W]."""
         return self.last_run - self.first_run
 
 
@@ -71,12 +73,11 @@ class PushMessages:
     """The two phases of one forward pass in push mode.
 
     Args:
-        exchange: exchange of the tables.
-        tables: the tables; their kernels have published this rank's requests.
+        exchange: the exchange of the tables.
+        tables: the tables, whose kernels have written this rank's requests.
 
     Attributes:
-        requests, partials: int64 [W], on the device: addresses of all ranks' requests and partial
-            sums.
+        requests, partials: int64 [W], device addresses of all ranks' requests and partial sums.
     """
 
     def __init__(self, exchange: DeviceExchange, tables: DeviceRows) -> None:
@@ -87,8 +88,8 @@ class PushMessages:
         self.partials = tables.arenas.partials.copy()
 
     def exchange_requests(self) -> None:
-        """Send this rank's requests to remote owners and mirror those of remote readers.
-        Collective."""
+        """Send this rank's requests to remote owners, and store the requests of remote readers in
+        mirrors. Collective."""
         x = self._exchange
         own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
         counts = x.counts()
@@ -113,7 +114,8 @@ class PushMessages:
                              weights.data_ptr() + 4 * ids[:r].sum()))
 
     def _bits(self, own: Request) -> torch.Tensor:
-        """Where bags begin among the ids for far owners, int32 words by owner and table."""
+        """Return the bits that mark the first id of each run, for far owners: int32 words, padded
+        for each owner and table."""
         x = self._exchange
         pairs, runs, first_pair, first_run = (n.T[x.far].reshape(-1) for n in (
             own.num_pairs(), own.num_runs(), own.first_pair, own.first_run))
@@ -127,7 +129,8 @@ class PushMessages:
         return (flags.view(-1, 32) << place).sum(1).to(torch.int32)
 
     def _begins(self, r: int, n: np.ndarray, words: torch.Tensor) -> torch.Tensor:
-        """Where the bags of a far reader begin among its ids, and their number; int32 [R + 1]."""
+        """Decode the bits of far reader `r`: returns index of the first id of each run, then the
+        number of ids; int32 [R + 1]."""
         x, runs = self._exchange, self._runs[r]
         place = torch.arange(32, device=words.device)
         flagged = torch.nonzero((words.to(torch.int64)[:, None] >> place & 1).view(-1))[:, 0]
@@ -139,10 +142,9 @@ class PushMessages:
                          ).to(torch.int32)
 
     def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
-        """Lay out the mirror of a remote reader's request; `n`: int64 [T], its number of ids by
-        table."""
+        """Write the mirror of remote reader r's request; `n`: int64 [T], its ids by table."""
         x, runs, rank = self._exchange, self._runs[r], self._tables.group.rank
-        # As open_request_kernel lays out the sums of this owner.
+        # Offsets of this owner's sums, as open_request_kernel computes them.
         floats = -(-runs * x.dims // 4) * 4
         offsets = np.zeros((n.size, self.requests.size), np.int64)
         offsets[:, rank] = np.cumsum(floats) - floats
@@ -152,7 +154,7 @@ class PushMessages:
         base = mirror.data_ptr()
         head = _HEADER.pack(int(runs.sum()), slots - base, begin.data_ptr() - base, 0,
                             weights and weights - base)
-        # All entries are for this rank.
+        # This rank is the only owner in the mirror.
         before = np.cumsum(runs)[:, None] - runs[:, None]
         segments = before + runs[:, None] * (np.arange(self.requests.size) > rank)
         bounds = np.append(segments, runs.sum()).astype(np.uint32).tobytes()
@@ -163,8 +165,8 @@ class PushMessages:
         self.requests[r] = base
 
     def exchange_partials(self) -> None:
-        """Send remote readers the sums of their bags and mirror those of remote owners.
-        Collective."""
+        """Send the sums of bags to their remote readers, and store the sums of remote owners in
+        mirrors. Collective."""
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.far, :, 0] = self._runs[x.far]
@@ -174,7 +176,7 @@ class PushMessages:
         own = int(self.partials[rank]) + part * np.arange(self.requests.size)[:, None]
         (places,), memory = x.exchange((own + 4 * (np.cumsum(floats, 1) - floats), 0))
         self._keep.append(memory)
-        # An owner's sums have come to lie as this rank's request says: table by table, each at a
+        # Received sums have the layout that this rank's request defines: by table, each table at a
         # multiple of 16 bytes.
         self.partials[x.far] = places[x.far, 0] - part * rank
 

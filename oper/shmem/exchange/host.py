@@ -1,9 +1,9 @@
-"""The exchange between memory domains, from its Python side.
+"""The exchange between memory domains for tables in host memory.
 
-Within a domain ranks read each other's memory. Data of ranks of other domains is received into
-private mirrors of their outboxes, see csrc/host/exchange/exchange.h: the kernels read both in the
-same way and order, so every plan gives bitwise the results of a run in one domain. The operators
-call back here to move the bytes.
+Within a domain ranks read each other's memory. Data from ranks of other domains is received into
+local copies (mirrors) of their outboxes, see csrc/host/exchange/exchange.h. The kernels read
+outboxes and mirrors in the same way and order, so results are bitwise those of a single domain. The
+operators call back into this module to send and receive bytes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from oper.shmem.group.transport import transport_of
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
-# As in csrc/common/exchange.h: every phase begins with a head of one size, so that ranks
-# which are at different ones can tell. Phase, sequence, code, culprit, two of the kernels',
-# collection.
+# As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
+# that they are at different phases. Phase, sequence number, status code, failed rank, two fields of
+# the kernels, collection, unused.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
-# Part, piece, slots on one rank, and columns of the shard (bytes of quantised rows).
+# Request to one rank: part, piece, slots, and columns of the shard (bytes of quantised rows).
 Wanted = tuple[str, int, torch.Tensor, slice]
 
 
@@ -56,18 +56,18 @@ class Exchange:
     Args:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
-        collection: number of the tables in their group's register.
+        collection: number of the tables in their group's `Register`.
         bits: bits per number in messages; the same on all ranks.
 
     Attributes:
         members: ranks of this rank's domain, ascending.
-        bits: see above.
+        bits: the argument.
 
     Raises:
-        InvalidInputError: ranks state different bits.
+        InvalidInputError: ranks have different `bits`.
     """
 
-    _operators = "context"  # what the names of the kernels' operators begin with
+    _operators = "context"  # prefix of the names of the operators
 
     def __init__(self, group: Group, domain_of: Sequence[int], collection: int,
                  bits: MessageBits) -> None:
@@ -87,10 +87,10 @@ class Exchange:
         self._handle = 0
         self.callback = _TRANSPORT(self._move)
 
-    # ---- what a plan needs -----------------------------------------------------------------------
+    # ---- setup -----------------------------------------------------------------------------------
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
-        """Give a context of the kernels its exchange."""
+        """Register this exchange with the kernel context `handle` of a plan."""
         self._handle = handle
         needs = needs_across(directories, self._domain_of)
         rank = self._group.rank
@@ -107,13 +107,13 @@ class Exchange:
             self.collection, address)
 
     def close(self) -> None:
-        """End this collection's use of the connections to other ranks; the last one closes them."""
+        """Release the transport, whose connections close when no collection uses them."""
         self._release()
 
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _move(self, what: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> int:
-        """The kernels' transport; an error is kept for `check`."""
+        """Callback of the operators: exchange bytes; an error is stored and raised by `check`."""
         try:
             self._transport.at = CollectivePhase(self.collection, what)
             there, back = (np.ctypeslib.as_array((ctypes.c_int64 * self._group.world_size)
@@ -127,8 +127,8 @@ class Exchange:
         return 0
 
     def check(self, code: int, detail: int) -> tuple[int, int]:
-        """The status that explains what the kernels found; raises errors of peers and the
-        transport's own."""
+        """Raise the error for a status code of an operator if peers or the transport failed;
+        returns other codes and their detail."""
         at = self._transport.at
         if self._error is not None:
             error, self._error = self._error, None
@@ -140,14 +140,14 @@ class Exchange:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError(
                 "a rank of another memory domain has sent invalid data",
-                "rank", detail, "counts and slots of tables placed by the same plan",
+                "rank", detail, "counts and slots that fit this rank's plan",
                 "start all ranks with the same version, model and plan")
         if code == Status.NO_MEMORY_FOR_MESSAGE:
             self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError("there is not enough memory for the data of a rank of another memory "
                             "domain", "rank", detail,
-                            "room for the rows and gradients of its batch",
-                            "use smaller batches; look at that rank if they are small")
+                            "enough memory for the rows and gradients of its batch",
+                            "use smaller batches; if they are small, check that rank's log")
         if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
             self._transport.give_up(verdict)
@@ -155,8 +155,7 @@ class Exchange:
         return code, detail
 
     def _raise_elsewhere(self, rank: int) -> NoReturn:
-        """Raise the error for headers of different phases or collections, one of which `rank`
-        sent."""
+        """Raise the error for a header from `rank` that has another phase or collection."""
         phases, sequence = self._last_phases()
         if len(set(phases)) > 1:
             raise_verdict(out_of_step(Status.OTHER_PHASE, phases, rank), self._group)
@@ -165,16 +164,17 @@ class Exchange:
             raise_verdict(Verdict(Status.OTHER_PHASE, behind, phases[0]), self._group)
         raise OperError("ranks are not at the same exchange", "rank", rank,
                         "the same lookups, updates and message_bits on all ranks",
-                        "a lookup without gradients is collective across memory domains as well")
+                        "make the same calls on all ranks; with several memory domains lookups "
+                        "without gradients are collective, too")
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
-        """The phase of each rank's last header, and the header's number."""
+        """Return the phase and the sequence number of each rank's last header."""
         flat = self._ask("last_phases")
         return [CollectivePhase(flat[k + 2], flat[k + 1])
                 for k in range(0, len(flat), 3)], flat[::3]
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
-        """As `ShardedTables.sent_bytes`."""
+        """See `ShardedTables.sent_bytes`."""
         sent, size = self._ask("sent_bytes", reset), self._group.world_size
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
@@ -186,12 +186,12 @@ class Exchange:
         self._exchange_heads(phase, [b""] * self._group.world_size)
 
     def _exchange_heads(self, phase: int, bodies: list[bytes]) -> list[bytes]:
-        """Send a few bytes to every rank; returns the bytes of every rank, padded with zeros. All
-        ranks must be in this phase.
+        """Send ``bodies[r]`` to every rank r after a header; returns the bodies received from each
+        rank, padded with zeros. Collective.
 
         Raises:
             DesyncError: a rank is in another phase.
-            PeerLostError: a rank has found an error.
+            PeerLostError: a rank has reported an error.
         """
         mine = CollectivePhase(self.collection, phase)
         head = _HEAD.pack(phase, 0, 0, 0, 0, 0, self.collection, 0)
@@ -212,8 +212,8 @@ class Exchange:
 
     def _guarded(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int], phase: int | None = None) -> None:
-        """Exchange bytes between memory domains; errors name `phase`, by default that of the
-        exchange before."""
+        """Perform `Transport.exchange` and notify the peers of errors, which name `phase`, by
+        default the phase of the previous exchange."""
         if phase is not None:
             self._transport.at = CollectivePhase(self.collection, phase)
         try:
@@ -223,21 +223,26 @@ class Exchange:
             raise
 
     def _abort_after(self, error: BaseException) -> None:
-        """Notify the peers of an error in the block, unless the transport has done so."""
+        """Notify the peers of an error of this rank, unless the transport has done so."""
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
             self._transport.give_up(
                 Verdict(Status.PEER_GAVE_UP, self._group.rank, self._transport.at))
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
-        """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; a rank may request
-        nothing.
+        """Fetch rows from other ranks' shards. Collective; a rank may request no rows.
 
         Args:
             wanted: by rank: part, piece, slots (int64 [n]) and columns.
-            serve: function that returns this rank's shard of a part and piece, ``[slots,
-                columns]``.
+            serve: ``serve(part, piece)`` returns this rank's shard, ``[slots, columns]``.
             phase: phase of the exchange, for errors.
+
+        Returns:
+            By rank, the requested rows, ``[n, columns]`` in the stored dtype.
+
+        Raises:
+            OperError: a rank requests rows that this rank does not have.
+            DesyncError, PeerLostError, DeadlineError: a rank is in another phase, lost or late.
         """
         size = self._group.world_size
         asked = [_REQUEST.unpack_from(body) for body in self._exchange_heads(phase, [
@@ -275,7 +280,7 @@ class Exchange:
 
 def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], index: torch.Tensor,
             columns: slice) -> torch.Tensor:
-    """The rows of a part and piece that another rank requests, as bytes."""
+    """Return the rows that another rank requests, as bytes; `of`: part and piece."""
     try:
         part, piece = of
         rows = serve(part.rstrip(b"\0").decode(), piece)
@@ -291,7 +296,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 def _no_request(found: object) -> OperError:
     return OperError("a rank of another memory domain requests rows that do not exist", "request",
-                     found, "parts, pieces and slots of tables placed by the same plan",
+                     found, "parts, pieces and slots that fit this rank's plan",
                      "start all ranks with the same version, model and plan")
 
 

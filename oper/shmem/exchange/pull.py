@@ -1,12 +1,12 @@
-"""De-duplicated pull: rows of neighbours are read once per batch if that is faster.
+"""De-duplicated pull: rows of other ranks of the domain are read once per batch if that is faster.
 
 Between memory domains every pulled row is sent once per batch. Within a domain of host memory,
-ranks usually read each other's rows as fast as their own, and caches keep repeated rows, so that a
-copy gains nothing. If neighbours' memory is slower (another socket), a copy pays off above some
-number of ids per distinct row. That number is measured while the tables are used and compared using
-`PullCosts`, which `measured_costs` measures on the machine. `oper.shard` does this automatically if
-ranks of a domain run on different NUMA nodes, see `choose_automatically`. The results are bitwise
-the same.
+ranks usually read each other's rows as fast as their own, and caches hold repeated rows, so copying
+distinct rows first gains nothing. If the memory of other ranks is slower (another socket), copying
+is faster above some number of ids per distinct row. The kernels count that number and decide by
+`PullCosts`, which `measured_costs` measures on the machine. `oper.shard` enables this automatically
+if ranks of a domain run on different NUMA nodes (`choose_automatically`). Results are bitwise the
+same. A *neighbour* is another rank of the same memory domain.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from oper.shmem.protocol import Tables
 
 @dataclass(frozen=True, slots=True)
 class PullCosts:
-    """Costs that decide between the two ways of reading, in nanoseconds.
+    """Costs of reading neighbours' rows in place and de-duplicated, in nanoseconds.
 
     Attributes:
-        extra_per_byte: reading a byte of a neighbour's row, beyond the cost of an own row. With 0
-            (equally fast memory) de-duplication never pays, and duplication is not counted.
-        per_id: numbering an id of a neighbour's row.
-        per_copied_byte: copying a distinct row.
+        extra_per_byte: additional cost per byte of reading a neighbour's row instead of an own row.
+            With 0 rows are always read in place, and duplication is not counted.
+        per_id: cost of de-duplication per id of a neighbour's row.
+        per_copied_byte: cost per byte of copying a distinct row.
     """
 
     extra_per_byte: float = 0.0
@@ -50,10 +50,10 @@ class Duplication(NamedTuple):
     """Duplication of ids in one column piece of a table, as last counted.
 
     Attributes:
-        table: its name.
-        num_ids: ids of a batch whose rows are held by neighbours.
-        num_rows: distinct rows among them.
-        is_deduplicated: whether they are copied once per batch.
+        table: name of the table.
+        num_ids: number of ids of a batch whose rows neighbours own.
+        num_rows: number of distinct rows among them.
+        is_deduplicated: whether these rows are currently copied once per batch.
     """
 
     table: str
@@ -79,11 +79,11 @@ def choose_pull(tables: Tables, choice: bool | PullCosts) -> None:
 
 
 def choose_automatically(tables: Tables) -> None:
-    """Choose for `oper.shard`, in training and inference. Collective over the group.
+    """Choose how neighbours' rows are read, for `oper.shard`. Collective over the group.
 
-    Ranks that run on one NUMA node read each other's rows as fast as their own: rows are read in
-    place, and nothing is measured or counted. Otherwise every rank measures the cost of neighbours'
-    rows, and all use the mean, each with the duplication of its own batches.
+    If all ranks of each domain run on one NUMA node, rows are read in place and nothing is
+    measured. Otherwise the ranks of each domain that spans nodes measure `PullCosts` and use their
+    mean; each rank then decides by the duplication in its own batches.
     """
     node = near_domain([n.processors for n in find_nodes()])
     nodes = tables.group.all_gather(node)
@@ -100,7 +100,7 @@ def choose_automatically(tables: Tables) -> None:
 
 
 def duplication(tables: Tables) -> list[Duplication]:
-    """The last counted duplication, by directory; empty if nothing is counted."""
+    """Return the last counted duplication by directory; empty if duplication is not counted."""
     flat = torch.ops.oper.context_duplication(tables.handle)
     n = len(flat) // 3
     names = [d.table.name for d in tables.directories]
@@ -108,16 +108,15 @@ def duplication(tables: Tables) -> list[Duplication]:
 
 
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
-    """Measure the cost of reading neighbours' rows for this rank on this machine, for
-    `choose_pull`.
+    """Measure `PullCosts` for this rank on this machine.
 
-    Reads rows of the largest table of which this rank and a neighbour both hold rows, and looks
-    some of them up with and without copies (if lookups wait for other memory domains, the defaults
-    of `PullCosts` are used for that part). Not collective; no rank may be updating.
+    Reads rows of the largest table of which both this rank and a neighbour own rows; then, with a
+    single memory domain, times lookups with and without de-duplication (with several domains
+    `per_id` keeps its default). Not collective; no rank may be in an update.
 
     Args:
         tables: the tables of one rank.
-        num_rows: rows read at a time: more than fit the caches, if tables have that many.
+        num_rows: number of rows read per repetition; should exceed the caches.
         repeats: number of repetitions, of which the median is taken.
     """
     rank = tables.group.rank
@@ -162,7 +161,7 @@ def _ids_of(tables: Tables, piece: int, owner: int, slots: torch.Tensor) -> Look
 
 
 def _medians(repeats: int, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each call; the calls take turns."""
+    """Return the median seconds of each call; the calls are timed alternately."""
     seconds = np.zeros((len(calls), repeats))
     for n in range(-1, repeats):  # one round to warm up
         for k, call in enumerate(calls):

@@ -1,9 +1,9 @@
 """Clock differences between ranks on different hosts.
 
-Processes of one host read one clock (`time.monotonic_ns`); those of two cannot be read at once. But
-a collective ends on no rank before all ranks have begun it, so it bounds the difference of two
-clocks from both sides, whatever path its messages took. The bounds of several collectives are
-intersected.
+Processes on one host read the same clock (`time.monotonic_ns`), but clocks of two hosts cannot be
+read at the same moment. A collective ends on no rank before all ranks have begun it, so its begin
+and end times bound the difference between two clocks from both sides. The bounds from several
+collectives are intersected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Clock(NamedTuple):
     """A rank's clock compared with that of rank 0.
 
     Attributes:
-        ahead_ns: how far it is ahead of rank 0's.
-        uncertainty_ns: largest possible error of `ahead_ns`.
+        ahead_ns: this clock's time minus the time of rank 0's clock, in nanoseconds.
+        uncertainty_ns: largest possible error of `ahead_ns`, in nanoseconds.
     """
 
     ahead_ns: int
@@ -37,7 +37,7 @@ class Clock(NamedTuple):
 
 
 def compare_clocks(group: Group) -> list[Clock]:
-    """The ranks' clocks now, by rank. Collective."""
+    """Compare the ranks' clocks; returns them by rank. Collective."""
     names = group.all_gather(_name())
     marks = []
     if len(set(names)) > 1:
@@ -60,21 +60,21 @@ def clocks_of(names: Sequence[str], marks: Sequence[Marks]) -> list[Clock]:
         if name not in found:
             mine, first = ([m for n, m in zip(names, marks, strict=True) if n == x]
                            for x in (name, names[0]))
-            # The first host's ranks had begun before these ended, and the other way round.
+            # Ranks of either host began each collective before ranks of the other host ended it.
             most, least = _shortest(first, mine), -_shortest(mine, first)
             found[name] = Clock((most + least) // 2, max(0, most - least + 1) // 2)
     return [found[name] for name in names]
 
 
 def _shortest(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
-    """The shortest time, over all collectives, from the moment the last rank of `begins` began one
-    to the moment the first rank of `ends` ended it, each by its own clock."""
+    """Return the minimum over all collectives of (earliest end among the ranks in `ends`) - (latest
+    begin among the ranks in `begins`), each on its own clock, in nanoseconds."""
     return min(min(m[k][1] for m in ends) - max(m[k][0] for m in begins)
                for k in range(len(begins[0])))
 
 
 def _name() -> str:
-    """A name that is equal for processes that read the same clock."""
+    """Return a name of this process's clock, equal for processes that read the same clock."""
     name = read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
     with contextlib.suppress(OSError):  # a kernel without namespaces for clocks
         name += os.readlink("/proc/self/ns/time")

@@ -22,8 +22,8 @@ _SIOCGIFADDR = 0x8915
 def connect(group: Group) -> dict[int, socket.socket]:
     """Connect to every other rank; returns sockets by rank. Collective.
 
-    Other processes are excluded: a peer must send a token that only the group knows. A connection
-    without it is dropped and delays no rank.
+    A peer must send a token that only the group's ranks know. Connections of other processes are
+    closed and delay no rank.
 
     Raises:
         OperError: ranks cannot reach each other; the message lists the addresses tried.
@@ -70,7 +70,7 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
                     with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again
                         peer, _ = server.accept()
                         peer.setblocking(False)
-                        # Looked at when all of it is there, or the connection has ended.
+                        # Readable only when the complete greeting has arrived, or on disconnect.
                         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO.size)
                         ready.register(peer, selectors.EVENT_READ)
                     continue
@@ -81,14 +81,14 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
                 else:
                     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
                     peers[rank] = peer
-        for key in list(ready.get_map().values()):  # who has not said anything
+        for key in list(ready.get_map().values()):  # connections that sent no greeting
             if key.fileobj is not server:
                 key.fileobj.close()  # type: ignore[union-attr]
     return peers
 
 
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
-    """Rank of a connected peer, from the bytes that it has sent; None if it is not in the group."""
+    """Read a peer's greeting; returns its rank, or None if it does not know the token."""
     with contextlib.suppress(OSError, struct.error):
         said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
         if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:
@@ -108,7 +108,7 @@ def receive(peer: socket.socket, num_bytes: int) -> bytes:
 
 
 def _own_address() -> str:
-    """Address of this host on the interface that its collectives use."""
+    """Return this host's IPv4 address on the interface that gloo uses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if name:
@@ -117,7 +117,7 @@ def _own_address() -> str:
                                     struct.pack("256s", name.encode()[:15]))
                 return socket.inet_ntoa(found[20:24])
         master = os.environ.get("MASTER_ADDR", "")
-        # A host may know its own name as a loopback address; then the default route tells more.
+        # MASTER_ADDR may resolve to a loopback address; the default route then gives the address.
         for host in (master, "192.0.2.1"):
             with contextlib.suppress(OSError):
                 probe.connect((host, 9))  # nothing is sent: the kernel only chooses an interface

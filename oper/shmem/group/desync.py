@@ -1,9 +1,9 @@
 """Fault attribution when ranks are not at the same phase: one verdict, the same on all ranks.
 
 Every rank records in shared memory how often it has arrived at each collection's barrier, and for
-which phase (csrc/host/barrier.h). A rank that waits in vain reads these records of all ranks and
-collections of the group, so that ranks which look up collections in different orders reach the same
-conclusion. It records its verdict before it raises, and later ranks repeat it.
+which phase (csrc/host/barrier.h). A rank whose wait fails reads these records for all ranks and
+collections of the group, because ranks may wait at different collections, and determines which rank
+is behind. It records this verdict before it raises, and other ranks adopt a recorded verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 
 class CollectivePhase(NamedTuple):
-    """A collection, by its number, and one of its phases."""
+    """A phase of a collection: number of the collection in its `Register`, index in `PHASES`."""
 
     collection: int
     phase: int
@@ -45,12 +45,12 @@ class CollectivePhase(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Which rank a failure is attributed to.
+    """The attribution of a failure to a rank.
 
     Attributes:
         code: one of `PEER_FAILURES`.
-        rank: the rank that is behind.
-        at: where the others wait for it.
+        rank: the rank to which the failure is attributed.
+        at: the phase in which the other ranks wait for it.
     """
 
     code: int
@@ -68,14 +68,14 @@ class Verdict(NamedTuple):
 
 
 class BarrierState(NamedTuple):
-    """What a rank has recorded at a collection's barrier, see ``Barrier::positions``.
+    """The record of one rank at a collection's barrier, see ``Barrier::positions``.
 
     Attributes:
-        arrivals: how often it has arrived.
-        phase: the phase of its last arrival.
-        absent: 0 = present; otherwise `GIVEN_UP`, or the code for closed tables.
-        verdict: its packed verdict on who is behind, see `Verdict.pack`.
-        begun, ended: numbers of updates of its rows begun and ended.
+        arrivals: number of the rank's arrivals at the barrier.
+        phase: index in `PHASES` of its last arrival.
+        absent: 0 = present; otherwise `GIVEN_UP`, or `_CLOSED` if it has closed its tables.
+        verdict: the rank's verdict (`Verdict.pack`), or 0.
+        begun, ended: number of updates of its rows that the rank has begun and ended.
     """
 
     arrivals: int
@@ -87,7 +87,7 @@ class BarrierState(NamedTuple):
 
 
 def barrier_states(handle: int) -> list[BarrierState]:
-    """Barrier states of the ranks of this memory domain, by rank; empty with a single rank."""
+    """Return the barrier states of the ranks of this memory domain; empty with a single rank."""
     flat = torch.ops.oper.context_positions(handle)
     width = len(BarrierState._fields)
     return [BarrierState(*flat[k:k + width]) for k in range(0, len(flat), width)]
@@ -99,7 +99,7 @@ def barrier_states(handle: int) -> list[BarrierState]:
 class Register:
     """The collections of one group in this process, numbered in the order of their creation.
 
-    The numbers agree on all ranks, since creation is collective.
+    Creation is collective, so a collection has the same number on all ranks.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class Register:
         return number
 
     def describe(self, at: CollectivePhase) -> str:
-        """The name of a phase for error messages. `at` may be invalid, since it can come from a
-        peer."""
+        """Return the name of a phase for error messages; invalid phases, which a peer might send,
+        are named by their numbers."""
         tables = self._live.get(at.collection)
         title = _title(tables) if tables is not None else self._titles.get(
             at.collection, f"unknown collection {at.collection}")
@@ -123,8 +123,8 @@ class Register:
         return f"the {phase} of {title}"
 
     def barriers(self) -> dict[int, list[BarrierState]]:
-        """Barrier states of all ranks, by collection, for the collections whose barriers can be
-        read here."""
+        """Return the barrier states of all ranks by number of the collection, for all collections
+        whose barriers this process can read."""
         found = {}
         for number, tables in sorted(self._live.items()):
             if not tables.is_watched:
@@ -135,8 +135,8 @@ class Register:
         return found
 
     def waits(self, rank: int) -> CollectivePhase | None:
-        """Where a rank of this memory domain waits for others of the domain, or did when it gave
-        up."""
+        """Return the phase in which a rank of this memory domain waits for other ranks of the
+        domain, or waited when it gave up; None if it does not wait."""
         for number, states in self.barriers().items():
             mine = states[self._live[number].members.index(rank)]
             if _is_ahead(mine, states):
@@ -145,7 +145,7 @@ class Register:
 
 
 def _is_ahead(state: BarrierState, states: list[BarrierState]) -> bool:
-    """Whether a rank waits for another one at a collection, or did when it gave up."""
+    """Return whether a rank waits for another rank at a barrier, or waited when it gave up."""
     return state.absent != _CLOSED and any(x.arrivals < state.arrivals for x in states)
 
 
@@ -159,7 +159,7 @@ _REGISTERS: weakref.WeakKeyDictionary[Any, Register] = weakref.WeakKeyDictionary
 
 
 def register_of(group: Group) -> Register:
-    """The register of a group's collections; one for all that are made over a process group."""
+    """Return the register of a group; all `Group` objects of a process group share one."""
     key: Any = group
     if hasattr(group, "process_group"):
         import torch.distributed as dist
@@ -170,7 +170,7 @@ def register_of(group: Group) -> Register:
 
 @contextlib.contextmanager
 def phase_of(tables: Collection, phase: int) -> Iterator[None]:
-    """Set the phase to which barriers and reads of tables belong inside the block."""
+    """Set `tables.phase`, by which errors name barriers and reads, inside the block."""
     before, tables.phase = tables.phase, phase
     try:
         yield
@@ -182,20 +182,21 @@ def phase_of(tables: Collection, phase: int) -> Iterator[None]:
 
 
 def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
-    """Attribute a failure seen at the barrier of `tables` to a rank.
+    """Attribute a failure at the barrier of `tables` to a rank, and record the verdict.
 
-    `code` and `rank` are what the barrier reported; the group is a single memory domain. The
-    verdict is recorded for the other ranks.
+    Args:
+        tables: the tables, whose group is a single memory domain.
+        code, rank: status code and rank that the barrier returned.
     """
     barriers = register_of(tables.group).barriers()
     own, me = tables.collection, tables.group.rank
-    if own not in barriers:  # closed meanwhile
+    if own not in barriers:  # the tables have been closed
         return Verdict(code, rank, CollectivePhase(own, STATE_ACCESS))
     here = CollectivePhase(own, barriers[own][me].phase)
     known = (None if code in (Status.OTHER_PHASE, Status.PEER_CLOSED)
              else _left_by_others(barriers, own, me, rank))
     if known is None and code == Status.PEER_LATE:
-        # The verdict of a rank that waited elsewhere, for another rank.
+        # A verdict of a rank that waited at another collection.
         known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known
@@ -212,8 +213,8 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
 
 def _left_by_others(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
                     ) -> Verdict | None:
-    """A verdict already recorded: by this rank, or by the peer that it waits for, at any
-    collection."""
+    """Return a verdict recorded by this rank or a rank that gave up at this collection, or by the
+    peer at any collection; None if there is none."""
     states = [barriers[own][me], barriers[own][peer], *(b[peer] for b in barriers.values())]
     states += [x for x in barriers[own] if x.absent == GIVEN_UP]
     return _first_verdict(states)
@@ -226,8 +227,8 @@ def _first_verdict(states: Iterable[BarrierState]) -> Verdict | None:
 def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, missed: int) -> Verdict:
     """Find the rank that is late.
 
-    Of the ranks that wait for no other, that is the one with the fewest arrivals; if all wait, at
-    different phases, one that is not at the most common phase.
+    Among ranks that wait for no other rank, this is the rank with the fewest arrivals. If all ranks
+    wait, it is one that is not at the most common phase (`out_of_step`).
     """
     size = len(barriers[here.collection])
     waits: list[CollectivePhase | None] = [None] * size
@@ -245,10 +246,10 @@ def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, miss
 
 def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
                 arrivals: Sequence[int] | None = None) -> Verdict:
-    """The verdict where all ranks wait, each at one of `phases` [W].
+    """Return the verdict if all ranks wait, rank r at `phases[r]`.
 
-    It names a rank that is not at the most common phase (see `common_phase`), or `missed` if all
-    are at one phase.
+    It names a rank that is not at the most common phase (`common_phase`), the one with the fewest
+    `arrivals` if given; or `missed` if all ranks are at the same phase.
     """
     common = common_phase(phases)
     others = [r for r, at in enumerate(phases) if at != common]
@@ -257,23 +258,23 @@ def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
 
 
 def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
-    """The phase of most ranks; among equally common ones, that of the lowest rank."""
-    return Counter(phases).most_common(1)[0][0]  # counted in order, and sorted stably
+    """Return the most common phase; among equally common ones, the lowest rank's."""
+    return Counter(phases).most_common(1)[0][0]  # a stable sort in the order of ranks
 
 
 def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:
-    """Raise the error for a status code about peers; other codes are returned with their detail."""
+    """Raise the error for a status code in `PEER_FAILURES`; returns other codes and `detail`."""
     if code in PEER_FAILURES:
         verdict = attribute_failure(tables, code, detail)
         raise_verdict(verdict, tables.group, last_seen(tables, verdict.rank))
     return code, detail
 
 
-# ---- telling -------------------------------------------------------------------------------------
+# ---- error messages ------------------------------------------------------------------------------
 
 
 def last_seen(tables: Collection, rank: int) -> str:
-    """What a rank was seen to do, for a message; "" if this rank cannot see it."""
+    """Describe the last known activity of a rank for a message; "" if it is not known."""
     register = register_of(tables.group)
     if not tables.is_one_domain:
         return ""
@@ -289,13 +290,13 @@ def last_seen(tables: Collection, rank: int) -> str:
 
 
 def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = "") -> NoReturn:
-    """Raise the error that a verdict stands for, naming the rank.
+    """Raise the error for a verdict; its message and `rank` attribute name the rank.
 
     Args:
-        verdict: who is behind.
+        verdict: the verdict.
         group: the ranks.
-        seen: what that rank was seen to do, ending in ``"; "``, or nothing.
-        detail: detail of the error that caused this one.
+        seen: the rank's last known activity (`last_seen`), ending in ``"; "``, or "".
+        detail: text of the error that caused this one, or "".
     """
     code, rank, at = verdict
     phase = register_of(group).describe(at)

@@ -18,15 +18,15 @@ _CONNECT_S = 5.0
 
 
 class DomainGroup:
-    """The ranks of one memory domain, numbered among themselves.
+    """A `Group` of the ranks of one memory domain, numbered from 0 within the domain.
 
-    Collectives still involve the whole group; all domains make the same calls.
+    Collectives involve all ranks of all domains, so all domains must make the same calls.
 
     Attributes:
-        whole: all ranks.
-        rank: this rank's number in its domain.
-        world_size: ranks of the domain.
-        members: their ranks in the whole group, in ascending order.
+        whole: the group of all ranks.
+        rank: number of this rank within its domain.
+        world_size: number of ranks in the domain.
+        members: ranks of the domain in `whole`, ascending.
     """
 
     def __init__(self, group: Group, members: list[int]) -> None:
@@ -37,20 +37,20 @@ class DomainGroup:
         self.is_local = group.is_local
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of the domain's ranks."""
+        """Return the values of the domain's ranks. Collective over `whole`."""
         values = self.whole.all_gather(value)
         return [values[rank] for rank in self.members]
 
 
 def find_domains(group: Group) -> list[int]:
-    """Index of each rank's memory domain, by rank; domains are numbered by their first rank.
+    """Return the index of each rank's memory domain, int [W]. Collective.
 
-    Ranks share a domain when they run as one user on one kernel, in the same PID, user and network
-    namespaces, and have in fact reached each other. ``OPER_DOMAIN``, any text, keeps ranks with
-    different values apart. Collective.
+    Domains are numbered in the order of their lowest ranks. Ranks share a domain if they run as one
+    user on one kernel, in the same PID, user and network namespaces, have the same value of the
+    environment variable ``OPER_DOMAIN``, and can connect to each other's local sockets.
 
     Raises:
-        InvalidInputError: a group of threads was given domains that do not fit it.
+        InvalidInputError: the `domains` of a `ThreadGroup` do not have one entry per rank.
     """
     if group.world_size == 1:
         return [0]
@@ -64,7 +64,7 @@ def find_domains(group: Group) -> list[int]:
         mine = everyone[group.rank][0]
         reached = {rank for rank, (identity, pid, peer) in enumerate(everyone)
                    if rank == group.rank or (identity == mine and _reaches(peer, pid))}
-        # Sockets stay open until all have tried.
+        # The server must stay open until all ranks have tried to connect.
         sees = group.all_gather(reached)
     domains: list[list[int]] = []
     for rank in range(group.world_size):
@@ -79,26 +79,25 @@ def find_domains(group: Group) -> list[int]:
 
 
 def _stated(labels: Any, world_size: int) -> list[int]:
-    """The domain of each virtual rank, numbered from 0, from the labels given to them."""
+    """Number the domains of virtual ranks from 0, given a label for each rank."""
     if labels is None:
         return [0] * world_size
     if len(labels) != world_size:
-        raise InvalidInputError("cannot tell memory domains", "domains", labels,
-                                f"one label per rank of {world_size}", "pass one for each")
+        raise InvalidInputError("cannot determine memory domains", "domains", labels,
+                                f"{world_size} labels, one per rank", "pass one label per rank")
     number = {label: k for k, label in enumerate(dict.fromkeys(labels))}
     return [number[label] for label in labels]
 
 
 def _identity() -> tuple[str, ...]:
-    """A text that is equal for processes that may share memory: same kernel, user and
-    namespaces."""
+    """Return a value that is equal for processes that may share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "net")]
     return (os.environ.get(DOMAIN_ENV, ""), socket.gethostname(), boot, str(os.getuid()), *spaces)
 
 
 def _reaches(name: str, pid: int) -> bool:
-    """Whether the process `pid` exists and listens at this private socket."""
+    """Return whether the process `pid` listens on the abstract socket `name`."""
     with contextlib.suppress(OSError):
         os.close(os.pidfd_open(pid))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -109,7 +108,7 @@ def _reaches(name: str, pid: int) -> bool:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """PID and user of the process at the other end of a Unix socket."""
+    """Return the PID and user id of the process at the other end of a Unix socket."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from oper.errors import DeadlineError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-_SLICE = timedelta(milliseconds=200)  # waits are cut, since gloo's own limit may be half an hour
+_SLICE = timedelta(milliseconds=200)  # wait in slices, since gloo's own timeout may be 30 minutes
 
 
 class Group(Protocol):
@@ -30,7 +30,7 @@ class Group(Protocol):
     is_local: bool
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Collective."""
+        """Return every rank's `value`, by rank. Collective."""
 
 
 class SingleGroup:
@@ -59,17 +59,18 @@ class ProcessGroup:
 
     @property
     def name(self) -> str:
-        """The process group's name, by which torch's symmetric memory knows it."""
+        """Name of the process group, as torch's symmetric memory expects it."""
         group: Any = self.process_group or self._dist.group.WORLD
         return str(group.group_name)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank. Collective.
+        """Return every rank's `value`, by rank. Collective.
+
+        With gloo, errors do not name the rank; `LogicalRows.all_gather` names it.
 
         Raises:
-            PeerLostError: a peer has ended. gloo does not tell which one; `LogicalRows.all_gather`
-                does.
-            DeadlineError: a peer did not arrive in time; as above.
+            PeerLostError: a peer has ended.
+            DeadlineError: a peer did not arrive in time.
         """
         values: list[Any] = [None] * self.world_size
         if "gloo" not in self._dist.get_backend(self.process_group):
@@ -99,10 +100,10 @@ class ProcessGroup:
 
 
 def _wait(work: Any, seconds: float) -> None:
-    """Wait for a collective of gloo, for at most `seconds`."""
+    """Wait for a gloo collective, for at most `seconds`; raises DeadlineError afterwards."""
     start = time.monotonic()
     while True:
-        with contextlib.suppress(RuntimeError):  # the slice is over, or what is raised below
+        with contextlib.suppress(RuntimeError):  # timeout of the slice; errors are raised below
             work.wait(_SLICE)
         if work.is_completed():
             work.wait()
@@ -117,7 +118,7 @@ class ThreadGroup:
     """Virtual ranks: W threads of one process, for tests and for the `local` back end.
 
     Attributes:
-        domains: the simulated memory domain of each rank; None = one for all.
+        domains: label of the simulated memory domain of each rank; None = one domain.
     """
 
     is_local = True
@@ -131,7 +132,7 @@ class ThreadGroup:
     @staticmethod
     def create(world_size: int, deadline_s: float = 60.0,
                domains: Sequence[int] | None = None) -> list[ThreadGroup]:
-        """One group per virtual rank."""
+        """Return the groups of ranks 0..W-1, one for each thread."""
         shared = _Shared(world_size, deadline_s, domains)
         return [ThreadGroup(rank, shared) for rank in range(world_size)]
 
@@ -143,13 +144,13 @@ class ThreadGroup:
             values = list(shared.values)
             shared.barrier.wait(shared.deadline_s)
         except threading.BrokenBarrierError:
-            raise DeadlineError("a virtual rank is missing", "rank", self.rank,
-                                "all ranks to take part",
+            raise DeadlineError("another virtual rank did not take part in a collective",
+                                "waiting rank", self.rank, "the same calls on all ranks",
                                 "look for an error on another thread") from None
         return values
 
     def abort(self) -> None:
-        """Make the other threads' waits fail; called by a thread that failed."""
+        """Make the waits of all other threads raise; called by a thread that has failed."""
         self._shared.barrier.abort()
 
 
@@ -163,7 +164,8 @@ class _Shared:
 
 
 def default_group(process_group: Any = None) -> Group:
-    """The group to use: that of `process_group`, of the default process group, or a single rank."""
+    """Return the group of `process_group`; if None, of torch's default process group if it is
+    initialized, else a group of one rank."""
     if process_group is None:
         import torch.distributed as dist
 

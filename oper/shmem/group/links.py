@@ -1,4 +1,4 @@
-"""Measured bandwidth of every host's link; all ranks take part."""
+"""Measurement of the bandwidth of links between hosts and racks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import torch
 from oper.shmem.group.groups import Group
 from oper.shmem.group.transport import transport_of
 
-_FIRST_BYTES = 4 << 20  # of a host in the first probe; later ones are larger where links are fast
-_PROBE_S, _REPEATS = 0.3, 3  # seconds that a probe should last, and how often it is repeated
-_MOST_BYTES = 1 << 30  # cap on what a host sends per probe, for fast links
+_FIRST_BYTES = 4 << 20  # bytes per host in the first probe; increased until probes last long enough
+_PROBE_S, _REPEATS = 0.3, 3  # target duration of a probe in seconds, and number of repetitions
+_MOST_BYTES = 1 << 30  # limit on the bytes per host and probe
 _SAME_LINK = 1.08  # measurements of the same link differ by up to this factor
 
 
 def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | None = None
               ) -> list[float]:
-    """GB/s of payload of every host's link in each direction, with all links busy both ways.
+    """Measure the payload bandwidth of every host's link, in GB/s per direction. Collective.
 
-    Each host in turn exchanges with all others, while these do not exchange with each other; then
-    again with sizes proportional to the measured links, because with equal sizes the slowest link
-    decides when the exchange ends. Finally all hosts exchange at once. The loss that the slowest
-    link then shows (congestion, a slower path between switches) is deducted from every link in
-    proportion. Hosts of different racks do not exchange, unless a host is alone in its rack.
-    Collective.
+    First, each host alone exchanges data with all other hosts. This is repeated with message sizes
+    proportional to the measured bandwidths, since with equal sizes the slowest link determines the
+    duration. Then all hosts exchange at once; the factor by which the slowest link is slower than
+    before (congestion, slow paths between switches) is applied to all links. Only hosts in the same
+    rack exchange data, unless some rack has only one host. Returns 0 for a single host.
 
     Args:
         group: the ranks.
@@ -46,11 +45,10 @@ def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | Non
 
 
 def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
-    """GB/s of payload of racks' uplinks in each direction, while all ranks exchange with other
-    racks.
+    """Measure the payload bandwidth of the racks' uplinks, in GB/s per direction. Collective.
 
-    All racks get the figure of the slowest uplink; it is lower still if the links of hosts carry
-    less. Collective.
+    All ranks exchange with ranks of other racks at once. The result is the bandwidth of the slowest
+    uplink for every rack, or less if the hosts' own links limit it.
 
     Args:
         group: the ranks.
@@ -61,8 +59,8 @@ def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
 
 
 def _alike(values: Sequence[float]) -> list[float]:
-    """Replace values that are equal within the measurement error by their mean, because plans for
-    equal hosts are easier to find and to certify."""
+    """Replace values that differ by less than the measurement error by their mean, since plans for
+    equal hosts are easier to find and certify."""
     order, found = sorted(range(len(values)), key=lambda k: values[k]), list(values)
     while order:
         same = [k for k in order if values[k] <= values[order[0]] * _SAME_LINK]
@@ -74,8 +72,8 @@ def _alike(values: Sequence[float]) -> list[float]:
 
 def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], only: int | None,
              rack_of: Sequence[int]) -> float:
-    """GB/s in each direction of host `only`, which exchanges with all others of its rack in
-    proportion to their `weights`. With None, of every host while all of a rack exchange."""
+    """Return GB/s per direction of host `only` while it exchanges with all other hosts of its rack
+    in proportion to `weights`; if None, of each host while all hosts of a rack exchange."""
     num_ranks = np.bincount(host_of)
     in_rack = np.bincount(rack_of, weights)
 
@@ -96,8 +94,7 @@ def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], onl
 
 
 def _median_s(group: Group, size: Callable[[int, int], int]) -> float:
-    """Median seconds of exchanges, run one at a time, in which rank s sends ``size(s, r)`` bytes to
-    rank r."""
+    """Return the median seconds of an exchange of ``size(s, r)`` bytes from rank s to rank r."""
     ranks = range(group.world_size)
     exchange = repeated_exchange(group, [size(group.rank, r) for r in ranks],
                                  [size(s, group.rank) for s in ranks])
@@ -111,8 +108,8 @@ def _median_s(group: Group, size: Callable[[int, int], int]) -> float:
 
 
 def repeated_exchange(group: Group, there: list[int], back: list[int]) -> Callable[[], None]:
-    """A function that repeats one exchange, with `there[r]` bytes to and `back[r]` bytes from rank
-    r."""
+    """Return a function that performs an exchange with `there[r]` bytes to rank r and `back[r]`
+    bytes from rank r."""
     transport = transport_of(group)
     send = torch.zeros(sum(there), dtype=torch.uint8)
     recv = torch.zeros(sum(back), dtype=torch.uint8)

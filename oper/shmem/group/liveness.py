@@ -1,8 +1,8 @@
-"""Liveness monitor: connections between all ranks of a group, used only when something is wrong.
+"""Liveness monitor: TCP connections between all ranks of a group, used to identify failed ranks.
 
-A collective that waits for a dead or stalled peer does not say which one. So every pair of ranks
-holds one TCP connection. The kernel closes it when a process ends, a rank that gives up reports it
-there, and a rank that waits too long asks the others for their progress.
+A collective that waits for a dead or stalled peer does not report which peer it is. Every pair of
+ranks therefore keeps one TCP connection: the kernel closes it when a process exits, a rank that
+gives up reports this over it, and a rank that has waited too long requests the peers' progress.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from oper.shmem.group.desync import (
 from oper.shmem.group.groups import Group
 from oper.shmem.group.status import Status
 
-_MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
+_MESSAGE = struct.Struct("<4sqq")  # kind and two numbers
 _ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
 _ANSWER_S = 1.0
-_WAITS = 1 << 40  # beside a packed phase
+_WAITS = 1 << 40  # flag in addition to a packed phase
 
 
 class LivenessMonitor:
     """Connections to all other ranks of a group. Creation is collective.
 
     Attributes:
-        count: number of exchanges that this rank has begun, maintained by the owner of the monitor.
-        at: the phase of the last one.
-        is_inside: whether that exchange is under way.
+        count: number of exchanges that this rank has begun; set by the transport.
+        at: phase of the last exchange; set by the transport.
+        is_inside: whether that exchange is under way; set by the transport.
         failure: the first verdict on a rank that no longer takes part, or None.
-        left: ranks that have closed their connections properly. That is no failure: others may
-            still complete exchanges in which these have done their part.
+        left: ranks that have closed their connections properly. This is not a failure, since other
+            ranks may still complete exchanges for which these ranks have sent all data.
     """
 
     def __init__(self, group: Group) -> None:
@@ -69,7 +69,7 @@ class LivenessMonitor:
                         selector.unregister(key.fileobj)
 
     def close(self) -> None:
-        """Leave: tell the others, end the thread, close the connections. Not collective."""
+        """Notify the peers, end the thread, and close the connections. Not collective."""
         self._is_closed = True
         for rank, peer in self._peers.items():
             self._send(rank, _LEAVE, 0, 0)
@@ -81,7 +81,7 @@ class LivenessMonitor:
             peer.close()
 
     def _receive(self, rank: int, peer: socket.socket) -> bool:
-        """Handle a message of a peer; returns False when its connection has ended."""
+        """Handle a message of a peer; returns False if its connection has ended."""
         try:
             what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
@@ -105,8 +105,8 @@ class LivenessMonitor:
         return True
 
     def _status(self) -> tuple[CollectivePhase, bool]:
-        """Where this rank is, and whether it waits there: in an exchange, or within its memory
-        domain for a neighbour."""
+        """Return this rank's phase, and whether it waits there: in an exchange, or at a barrier of
+        its memory domain."""
         if self.is_inside:
             return self.at, True
         near = register_of(self._group).waits(self._group.rank)
@@ -121,21 +121,21 @@ class LivenessMonitor:
         with contextlib.suppress(OSError):
             self._peers[rank].sendall(_MESSAGE.pack(what, a, b))
 
-    # ---- asking ----------------------------------------------------------------------------------
+    # ---- finding the failed rank -----------------------------------------------------------------
 
     def wait_for_failure(self, seconds: float, of: int = -1) -> Verdict | None:
-        """Wait up to `seconds` for the verdict on a lost peer; ends early once the rank `of` has
-        left."""
+        """Wait up to `seconds` for a verdict, or until the rank `of` has left; returns `failure`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or of in self.left, seconds)
             return self.failure
 
     def find_late(self, missed: int) -> Verdict:
-        """Which rank is behind, from the answers of all peers.
+        """Determine which rank is late by requesting the progress of all peers.
 
-        The first that exists of: a rank that does not answer; a rank that has begun fewer exchanges
-        than this one and waits for no rank of its memory domain; a rank in another phase than most;
-        `missed`.
+        Candidates, the first existing one is chosen: the lowest rank that does not answer within a
+        second; a rank that has begun fewer exchanges than this one, preferably one that is not
+        waiting; a rank in another phase than most ranks; `missed`.
         """
         with self._changed:
             self._told.clear()
@@ -155,10 +155,10 @@ class LivenessMonitor:
             found = Verdict(Status.PEER_LATE, behind, common_phase(waited or [self.at]))
         else:
             found = out_of_step(Status.PEER_LATE, [told[r][1] for r in ranks], missed)
-        # One that has given up meanwhile waits no longer, and has said before for whom it did.
+        # A peer that gave up in the meantime has reported its own verdict, which takes precedence.
         return self.failure or found
 
     def give_up(self, verdict: Verdict) -> None:
-        """Tell all peers that this rank no longer takes part, and which rank it blames."""
+        """Notify all peers that this rank no longer takes part, and of its verdict."""
         for rank in self._peers:
             self._send(rank, _GAVE_UP, verdict.pack(), 0)

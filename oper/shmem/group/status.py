@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Status(IntEnum):
-    """What stopped a batch or an exchange; 0 is none of them. The C++ code has the same numbers."""
+    """Why a batch or an exchange failed; 0 means success. The C++ code uses the same numbers."""
 
     PEER_ENDED = 1
     PEER_LATE = 2
@@ -24,7 +24,7 @@ class Status(IntEnum):
 
 
 class Fault(IntEnum):
-    """What `BAD_BATCH` refuses of a batch. The C++ code (`fault_of`) has the same numbers."""
+    """The property of a batch for which `BAD_BATCH` refuses it; numbers as `fault_of` in C++."""
 
     ELSEWHERE = 1
     IDS = 2
@@ -34,7 +34,7 @@ class Fault(IntEnum):
     WEIGHTS = 6
 
 
-#: What the kernels refuse of a batch before a rank has told the others anything of it.
+#: Failures detected before the rank has sent anything to the others for this batch.
 NOT_BEGUN = (Status.BAD_BATCH, Status.BAD_LENGTHS, Status.BAG_OUT_OF_RANGE)
 
 #: Failures that `oper.shmem.group.desync` attributes to a rank.

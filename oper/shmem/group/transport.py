@@ -1,5 +1,4 @@
-"""Exchange of bytes between ranks that share no memory: by sockets, device collectives or threads.
-"""
+"""Exchange of bytes between ranks without shared memory: sockets, device collectives or threads."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ from oper.shmem.group.status import Status
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
 
-_POLL_S = 20e-6  # between polls of a collective on a device, which cannot be waited for
-_SLICE_S = 0.2  # how often a waiting rank looks whether its peers still live
-_NAMING_S = 3.0  # how long after an error of the back end the dead peer is looked for
+_POLL_S = 20e-6  # between polls of a device collective, for which an interruptible wait is missing
+_SLICE_S = 0.2  # interval at which a waiting rank checks that its peers are alive
+_NAMING_S = 3.0  # how long to search for the dead peer after an error of the back end
 
 
 class Transport(Protocol):
@@ -48,22 +47,23 @@ class Transport(Protocol):
 
         Args:
             send, recv: uint8, contiguous, on the CPU or on one device; segments in rank order.
-            send_bytes, recv_bytes: int [W], sizes of the segments; the bytes that a rank receives
-                from another must equal those that the other sends to it.
+            send_bytes, recv_bytes: int [W], sizes of the segments in bytes; a rank's
+                ``recv_bytes[r]`` must equal its entry in rank r's `send_bytes`.
 
         Raises:
-            PeerLostError: a peer has ended or given up; names it and tells all peers.
-            DeadlineError: a peer did not arrive in time; as above.
+            PeerLostError: a peer has ended or given up; all peers are notified.
+            DeadlineError: a peer did not arrive in time; all peers are notified.
         """
 
     def hold(self, owner: object) -> Callable[[], object]:
-        """Keep the transport open until the result is called, or `owner` is collected."""
+        """Keep the transport open; returns a function that ends this, called automatically when
+        `owner` is garbage-collected."""
 
     def attribute(self, verdict: Verdict) -> Verdict:
-        """The verdict on a failure that appeared as `verdict`, after asking the other ranks."""
+        """Replace a preliminary verdict by the final one, using the other ranks' reports."""
 
     def give_up(self, verdict: Verdict) -> None:
-        """Tell the other ranks that this one no longer takes part, and which rank it blames."""
+        """Notify the other ranks that this rank no longer takes part, and of its verdict."""
 
 
 class ThreadTransport:
@@ -77,7 +77,7 @@ class ThreadTransport:
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         group = self._group
-        if send.is_cuda:  # threads may use streams of their own
+        if send.is_cuda:  # each thread may use a different stream
             torch.cuda.synchronize(send.device)
         everyone = group.all_gather((send, send_bytes))
         parts = []
@@ -117,15 +117,14 @@ class _MonitoredTransport(ABC):
     @abstractmethod
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
               recv_bytes: list[int]) -> None:
-        """Exchange bytes that lie on the transport's device."""
+        """Perform `exchange` for tensors on the transport's device."""
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         monitor = self._monitor
         if not self.is_open:
-            raise OperError("cannot exchange bytes with other hosts", "state",
-                            "the connections are closed",
-                            "a process group that exists, and tables that are open on all ranks",
+            raise OperError("cannot exchange bytes with other hosts", "connections", "closed",
+                            "an existing process group, and tables that are open on all ranks",
                             "shard the model again, on all ranks")
         if monitor.failure is not None:  # an unfinished exchange would be read as this one
             self._fail(monitor.failure, "earlier")
@@ -142,8 +141,7 @@ class _MonitoredTransport(ABC):
             monitor.is_inside = False
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
-        """A buffer on the transport's device for `data`: `data` itself, or staging memory that
-        grows as needed."""
+        """Return `data` if it is on the transport's device, else a staging buffer of its size."""
         if self._device.type == data.device.type:
             return data
         if self._staging[place].numel() < data.numel() or self._staging[place].device.type == "cpu":
@@ -161,7 +159,7 @@ class _MonitoredTransport(ABC):
 
     def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
               ) -> NoReturn:
-        """Tell all peers of a verdict, and raise it."""
+        """Notify all peers of a verdict, and raise its error."""
         self.give_up(verdict)
         try:
             raise_verdict(verdict, self._whole, detail=detail)
@@ -190,17 +188,16 @@ class _MonitoredTransport(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed."""
+        """Whether the transport has not been closed."""
         return self._close.alive
 
     def close(self) -> None:
-        """Leave the group, and release the connections and the thread. Not collective: other ranks
-        continue until they need this rank."""
+        """Release the connections and the monitor's thread. Not collective: other ranks continue
+        until they need this rank."""
         self._close()
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
-        """The function that releases all resources; also called when the transport is
-        garbage-collected."""
+        """Set the function that `close` calls, also when the transport is garbage-collected."""
         self._close = weakref.finalize(self, close, os.getpid(), *arguments)
         self._close.atexit = False  # peers of a process that ends see it as lost
 
@@ -208,7 +205,7 @@ class _MonitoredTransport(ABC):
 class SocketTransport(_MonitoredTransport):
     """A transport for host memory, over its own TCP connections (csrc/host/exchange/sockets.h).
 
-    They are closed with the last tables that use them, or with their process group.
+    The connections are closed with the last tables that use them, or with their process group.
     """
 
     closes_with_tables = True
@@ -232,9 +229,8 @@ class SocketTransport(_MonitoredTransport):
               recv_bytes: list[int]) -> None:
         ops = torch.ops.oper
         if not ops.sockets_begin(self._handle, send, send_bytes, recv, recv_bytes):
-            raise OperError("cannot exchange bytes with other hosts", "state",
-                            "an earlier exchange was interrupted",
-                            "every earlier exchange complete",
+            raise OperError("cannot exchange bytes with other hosts", "earlier exchange",
+                            "interrupted", "only complete earlier exchanges",
                             "restart the job from its last checkpoint")
         begun = time.monotonic()
         while True:
@@ -281,7 +277,7 @@ class CollectiveTransport(_MonitoredTransport):
             while not work.is_completed():  # a blocking wait on a device cannot be interrupted
                 self._check_peers(begun)
                 time.sleep(_POLL_S)
-            work.wait()  # raises what the collective has met
+            work.wait()  # raises the collective's error, if any
         except OperError:
             raise
         except RuntimeError as error:
@@ -302,8 +298,7 @@ def _leave(process: int, monitor: LivenessMonitor) -> None:
 
 def _disconnect(process: int, monitor: LivenessMonitor, handle: int,
                 connections: Sequence[socket.socket]) -> None:
-    """Close the connections of a `SocketTransport`, after peers have been told that this rank
-    leaves."""
+    """Notify the peers that this rank leaves, then close the connections of a `SocketTransport`."""
     _leave(process, monitor)
     torch.ops.oper.sockets_close(handle)
     for connection in connections:
@@ -314,7 +309,7 @@ _TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakK
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a group, shared by all collections of a process group. Collective."""
+    """Return the transport of a group; all collections of a process group share one. Collective."""
     if isinstance(group, ThreadGroup):
         return ThreadTransport(group)
     assert isinstance(group, ProcessGroup)

@@ -1,13 +1,12 @@
-"""Threads of one rank that use the same tables: which operations run concurrently, and which one at
-a time.
+"""Serialization of the threads of one rank that use the same tables.
 
-Lookups without gradients share nothing and run concurrently. A lookup whose backward pass updates
-the tables, that backward pass, and all collective calls use the same workspaces, outbox and
-counters, so they run one at a time. Waiting for the lock releases Python's GIL, and nothing that it
-guards waits for another thread of this rank, so autograd's threads may take it too.
+Lookups without gradients share no state and run concurrently. Lookups whose backward pass updates
+the tables, these backward passes, and all collective calls share workspaces, outbox and counters,
+so a lock serializes them. Code that holds the lock never waits for another thread of this rank, so
+autograd's threads may acquire it without deadlock.
 
-With several ranks, every rank must make the same collective calls in the same order. Two threads
-that train at the same time would break this order, so the second one is refused.
+With several ranks, all ranks must make the same collective calls in the same order. Two threads
+that train at the same time would break this order, so the second thread gets an error.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from oper.errors import InvalidInputError
 from oper.shmem.passes import Backward
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_MANY = 32  # lookups that await their backward passes, from which on dropped ones are looked for
+_MANY = 32  # number of recorded lookups at which those that were garbage-collected are removed
 
 
 class Turns:
-    """The lock that threads hold to change the tables of one rank.
+    """The lock of one rank's tables, and the lookups that await their backward passes.
 
     Args:
-        world_size: ranks that share them.
+        world_size: number of ranks that share the tables.
 
     Attributes:
-        lock: held by a thread that changes them or waits for other ranks; re-entrant.
-        is_alone: whether there is a single rank, whose threads may train concurrently.
-        parts: the micro-batches of the current batch, whose thread holds the lock; or None.
+        lock: re-entrant; held by a thread that changes the tables or waits for other ranks.
+        is_alone: whether there is a single rank, whose threads may train in any order.
+        parts: the active `oper.shmem.micro_batches.Parts`, whose thread holds the lock; or None.
     """
 
     def __init__(self, world_size: int) -> None:
         self.lock = threading.RLock()
         self.is_alone = world_size == 1
-        self.parts: Any = None  # `oper.shmem.micro_batches.Parts`, which take turns themselves
-        # Lookups that await their backward passes: thread and what tells whether anybody still
-        # holds them, by the identity of their offsets.
+        self.parts: Any = None
+        # Lookups that await their backward passes, by id() of their offsets: the thread, and a weak
+        # reference to the offsets, which is dead once the graph has been dropped.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._thread_of_parts: ThreadPoolExecutor | None = None
 
     def thread_of_parts(self) -> ThreadPoolExecutor:
-        """The thread that makes the collective calls of micro-batches, kept as long as the tables.
+        """Return the thread that makes the collective calls of micro-batches; reused by all steps.
 
-        Memory that a thread allocates is returned by the C library when it ends, so a new thread
-        per step would make the kernel clear that memory every time.
+        When a thread exits, the C library returns its memory to the system, so with a new thread in
+        every step the kernel would have to clear that memory each time.
         """
         if self._thread_of_parts is None:
             self._thread_of_parts = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
         return self._thread_of_parts
 
     def check(self) -> None:
-        """Refuse a lookup with gradients while another thread has lookups whose backward passes are
-        due.
+        """Check that this thread may start a lookup with gradients.
 
         Raises:
-            InvalidInputError: there is such a lookup, and there are several ranks.
+            InvalidInputError: there are several ranks, and a lookup of another thread awaits its
+                backward pass.
         """
-        # What a backward pass looks up again (checkpointing) runs in a thread of autograd's choice.
+        # Lookups repeated within a backward pass (checkpointing) run on a thread of autograd.
         if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         me = threading.get_ident()
@@ -77,12 +76,12 @@ class Turns:
         names = {t.ident: t.name for t in threading.enumerate()}
         raise InvalidInputError(
             "cannot train from two threads at once", "thread", names.get(me, me),
-            f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
-            "with several ranks let one thread train, which keeps their calls in one order, "
-            "and look up under torch.no_grad() in others")
+            f"only {names.get(other, other)!r}, a lookup of which awaits its backward pass",
+            "with several ranks train from one thread, since all ranks must make the same calls in "
+            "the same order, and look up under torch.no_grad() in other threads")
 
     def begin(self, offsets: torch.Tensor) -> None:
-        """Note a lookup with gradients whose backward pass is expected; `offsets` identifies it."""
+        """Record a lookup with gradients, identified by its `offsets`."""
         if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         if len(self._awaited) >= _MANY:
@@ -90,13 +89,14 @@ class Turns:
         self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
 
     def end(self, parts: list[Backward]) -> None:
-        """Note that the backward passes of lookups have begun."""
+        """Remove the records of lookups whose backward passes have begun."""
         for part in parts:
             self._awaited.pop(id(part.offsets), None)
 
 
 def in_turn(method: _Method) -> _Method:
-    """Decorate a method of tables so that it takes its turn under the lock."""
+    """Decorate a method of tables so that it holds `turns.lock`, after pending micro-batch calls.
+    """
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         turns: Turns = self.turns

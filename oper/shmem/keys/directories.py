@@ -1,21 +1,20 @@
-"""Raw keys as ids of sharded tables: which row each key has, on all ranks.
+"""Directories of dynamic tables: which row each raw key has, on all ranks.
 
-A dynamic table is a static one whose row numbers come from a directory of keys (csrc/host/keys/):
-fixed buckets of slots, divided among ranks, in memory that all ranks read; only the owner of a
-bucket writes to it. Row = slot + 1; row 0 is that of keys without a row.
+A dynamic table is a static table whose row numbers come from a directory of keys (csrc/host/keys/):
+fixed buckets of slots, divided among ranks, in memory that all ranks can read; only the owner of a
+bucket writes to it. The key in slot s has row s + 1; row 0 is the default row of all other keys.
 
-* A lookup first replaces the keys of all tables by rows, in one call that only reads the
-  directories. Then it is a lookup in static tables, under any plan.
+* A lookup first replaces the keys of all tables by rows, which only reads the directories. Then it
+  continues as a lookup in static tables, under any plan.
 * Each update of the rows also updates the directories. Before the gradient exchange, every rank
-  writes to its arena the count of each key in its batch, and the keys without a row. Before its
-  rows are updated, the owner of each bucket adds up the counts of all ranks and publishes which
-  rows went to new keys. After the update every rank initialises the new rows that it holds, from
-  key and seed, and clears their optimizer states. Ranks arrive at a barrier before the update and
-  wait there after it.
+  writes the count of each key in its batch, and the keys without a row, to its arena. Before rows
+  are updated, the owner of each bucket adds up the counts of all ranks and publishes which rows it
+  has given to new keys. After the update every rank initialises the new rows that it owns, from key
+  and seed, and clears their optimizer states.
 
-The buckets depend only on the number of rows, and the changes in a bucket only on the keys and
-counts of all ranks' batches. Keys, rows, counts and clocks therefore do not depend on the number of
-ranks, the plan or the threads.
+Buckets depend only on the number of rows, and changes of a bucket only on the keys and counts of
+all ranks' batches. Keys, rows, counts and clocks (numbers of updates, by which keys' ages are
+measured) therefore do not depend on the number of ranks, the plan or the threads.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
 
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
-_CHUNK = 1 << 20  # records that are counted at a time
+_CHUNK = 1 << 20  # records per read in `Keys.counts`
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
-RECORDS = {"keys": False, "candidates": True}  # part of a checkpoint: of candidates or not
+RECORDS = {"keys": False, "candidates": True}  # parts of a checkpoint: whether of candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +52,17 @@ class KeyCounts:
     """Statistics of the keys of a dynamic table.
 
     Attributes:
-        rows: rows available to keys.
-        occupied: rows that a key holds, expired keys included.
-        buckets, full_buckets: number of buckets of rows, and of those without a free row, in which
-            a new key takes the row of another key even if other buckets have free rows.
-        admitted, evicted, expired: keys that got a row, that lost it to a new key, and that had
-            outlived their time to live when their row was reused; over all ranks, since the tables
-            were made.
-        refused: how often a new key got no row because its bucket was full of keys seen in that
-            update.
-        lookups, missed: ids looked up, over all ranks, since the tables were made, and those among
-            them that read the default row.
+        rows: number of rows available to keys.
+        occupied: number of rows assigned to a key, including expired keys.
+        buckets, full_buckets: number of buckets of rows, and of buckets without a free row. A new
+            key of a full bucket takes the row of another key, even if other buckets have free rows.
+        admitted, evicted, expired: number of keys that got a row, that lost their row to a new key,
+            and whose time to live was over when their row was reused; over all ranks, since the
+            tables were made.
+        refused: number of times that a new key got no row because all keys in its full bucket had
+            been seen in the same update.
+        lookups, missed: number of ids looked up over all ranks since the tables were made, and of
+            lookups that read the default row.
     """
 
     rows: int
@@ -79,12 +78,12 @@ class KeyCounts:
 
     @property
     def occupancy(self) -> float:
-        """Share of the rows that a key holds."""
+        """Share of the rows that are assigned to a key."""
         return self.occupied / self.rows
 
     @property
     def default_share(self) -> float:
-        """Share of the lookups that read the default row; 0 before the first."""
+        """Share of the lookups that read the default row; 0 without lookups."""
         return self.missed / max(self.lookups, 1)
 
 
@@ -93,15 +92,15 @@ class Keys:
 
     Args:
         tables: the tables, with optimizers, in host memory that all ranks share.
-        rules: rules of the dynamic tables, by name.
+        rules: settings of the dynamic tables, by table name.
 
     Attributes:
         tables: number of each dynamic table, by name.
         num_bytes: bytes of all ranks' directories.
 
     Raises:
-        InvalidInputError: tables that cannot be dynamic.
-        OperError: there is no memory for the directories.
+        InvalidInputError: a table cannot be dynamic.
+        OperError: memory does not suffice for the directories.
     """
 
     def __init__(self, tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
@@ -118,12 +117,12 @@ class Keys:
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *arguments,
             [self.tables.get(table, -1) for _, table in tables.features]))
-        # Buckets are read in random order.
+        # Huge pages, since buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
         self._history = RowHistory()
         self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
                                                      [0] * (len(rules) + 1))
-        # The packet of all overloads would look for it in every call.
+        # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
         self._release = weakref.finalize(self, _release, self._handle, self._heap)
@@ -136,26 +135,24 @@ class Keys:
     # ---- lookups ---------------------------------------------------------------------------------
 
     def lookup(self, look_up: Callable[..., torch.Tensor], batch: Lookup) -> torch.Tensor:
-        """The collection's `look_up`, with keys replaced by their rows.
+        """Call the collection's `look_up` with keys replaced by their rows.
 
-        Compiled programs call it outside of their graphs, because graphs cannot look up keys.
+        In compiled programs this causes a graph break, because graphs cannot look up keys.
         """
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
         if torch.compiler.is_compiling():
             return torch.compiler.disable(look_up)(batch)
-        # An update may give the row of a key to another one in the meantime.
+        # Without the lock, an update could give a key's row to another key before `look_up`.
         with self._tables.turns.lock:
             return look_up(self.translate(batch), has_rows=True)
 
     def translate(self, batch: Lookup) -> Lookup:
-        """The batch with the dynamic tables' keys replaced by rows. Not collective.
+        """Return the batch with the dynamic tables' keys replaced by rows. Not collective.
 
-        With gradients enabled, the keys found and missed are recorded for the update that follows.
-        The caller holds the tables' lock.
-
-        Raises:
-            InvalidInputError: as `ShardedTables.lookup`.
+        With gradients enabled, `Lookup.seen` records the keys found and missed for the update. The
+        caller must hold the tables' lock. An invalid batch is returned unchanged, for the lookup to
+        refuse.
         """
         ids, lengths = batch.ids, batch.lengths
         if not ids.numel():
@@ -164,7 +161,7 @@ class Keys:
         rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
                                                        batch.batch_size, trains)
         if code:
-            return batch  # refused by the lookup, which tells the other ranks
+            return batch  # the lookup refuses it and notifies the other ranks
         seen: tuple[SeenKeys, ...] = ()
         if trains:
             version = version_of(ids)
@@ -177,17 +174,17 @@ class Keys:
     # ---- updates ---------------------------------------------------------------------------------
 
     def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
-        """Write the keys that a batch's lookups found and missed to where other ranks read them.
-
-        The backward pass that follows updates the directories.
+        """Write the keys that a batch's lookups found and missed to this rank's outbox, from which
+        the following backward pass updates the directories.
 
         Args:
             batch: the batch.
-            frozen: tables that are not updated.
+            frozen: names of tables that are not updated.
 
         Raises:
-            InvalidInputError: an update after a lookup has given one of its rows to another key.
-            OperError: the memory for it is too small. In both cases all ranks skip this batch.
+            InvalidInputError: an update after the lookup has given one of its rows to another key;
+                all ranks skip this batch.
+            OperError: the keys do not fit the outbox; all ranks skip this batch.
         """
         try:
             for seen in batch.seen:
@@ -206,20 +203,21 @@ class Keys:
     def _refuse_batch(self, left: int, number: int) -> NoReturn:
         if left == _CLOCK_AT_END:
             raise OperError(f"cannot update dynamic table {list(self.tables)[number]!r}", "updates",
-                            MOST_UPDATES, f"< {MOST_UPDATES}, as its clock has 32 bits",
-                            "export it and begin a new one")
+                            MOST_UPDATES, f"< {MOST_UPDATES}, since its clock has 32 bits",
+                            "export its rows to a new table")
         assert left == _NO_ROOM
         raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
                         "8 bytes for each of its distinct keys, 16 for those without a row",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
 
     def take(self) -> None:
-        """Note which rows the backward pass has given to new keys."""
+        """Record which rows the last update has given to new keys."""
         self._new = torch.ops.oper.keys_new(self._handle)
         self._history.note(*self._new)
 
     def new_rows(self) -> dict[str, np.ndarray]:
-        """Rows that the last update has given to new keys, int64 [n], by table; on all ranks."""
+        """Return the rows, int64 [n], that the last update has given to new keys on any rank, by
+        table."""
         rows, bounds = self._new[0][:, 0].numpy(), self._new[1]
         found = {name: rows[bounds[k]:bounds[k + 1]]
                  for name, k in self.tables.items()}
@@ -228,11 +226,11 @@ class Keys:
     # ---- state -----------------------------------------------------------------------------------
 
     def parts(self, name: str) -> list[str]:
-        """The parts of a table's directory in a checkpoint, without its clock."""
+        """Return the names of the parts of a table's directory in a checkpoint (`RECORDS`)."""
         return [part for part, c in RECORDS.items() if self.num_records(name, c)]
 
     def clock(self, name: str) -> int:
-        """Updates of a table so far."""
+        """Return the number of updates of a table so far."""
         return int(torch.ops.oper.keys_clock(self._handle, self.tables[name]))
 
     def set_clock(self, name: str, clock: int) -> None:
@@ -240,24 +238,24 @@ class Keys:
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def num_records(self, name: str, candidates: bool) -> int:
-        """Number of records of a part: slots of a table, or candidates (keys that are counted
-        without a row)."""
+        """Return the number of records of a part: slots of the table, or entries for candidates,
+        which are keys that are counted but have no row."""
         return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name],
                                                    candidates))
 
     def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
-        """Records `[begin, end)`, int64 [n, 3]: key, count, clock; the clock is -1 where there is
-        none. One-sided: no rank may be in an update."""
+        """Return the records `[begin, end)` of a part, int64 [n, 3]: key, count, clock of the last
+        occurrence (-1 = empty record). One-sided: no rank may be in an update."""
         return torch.ops.oper.keys_read(
             self._handle, self.tables[name], RECORDS[part], begin, end)
 
     def write(self, name: str, part: str, begin: int, records: torch.Tensor,
               checks: bool = False) -> None:
-        """Restore records from `read`, the same on all ranks; a barrier must follow. With `checks`
-        nothing is written.
+        """Restore records from `read`, equal on all ranks; a barrier must follow. With `checks`,
+        only check them.
 
         Raises:
-            InvalidInputError: a record is impossible at its place.
+            InvalidInputError: the records have a wrong dtype or shape, or one is invalid there.
         """
         if records.dtype != torch.int64 or records.dim() != 2 or (
                 records.shape[1] != _RECORD_COLUMNS):
@@ -271,11 +269,11 @@ class Keys:
         if bad >= 0:
             raise InvalidInputError(
                 f"cannot load the {part} of dynamic table {name!r}", f"record {begin + bad}",
-                records[bad].tolist(), "a key that belongs there, a count and a clock",
+                records[bad].tolist(), "a key of this slot's bucket, a valid count and clock",
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def counts(self, name: str) -> KeyCounts:
-        """Statistics of the keys of a table. Collective, between two batches."""
+        """Return statistics of the keys of a table. Collective; call it between two batches."""
         slots = self.num_records(name, False)
         self._tables.barrier()
         clocks = [self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2].numpy()
@@ -298,14 +296,15 @@ def _release(handle: int, heap: HostHeap) -> None:
 
 
 def row_seed(name: str, seed: int) -> int:
-    """Seed of the random numbers for a table's keys (admission and new rows), int64; different for
-    tables with the same rule."""
+    """Return the int64 seed of a table's random numbers (admission, new rows), derived from the
+    rule's seed and the table's name."""
     mixed = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(mixed, "little", signed=True)
 
 
 def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
-    """A table's rule as the first columns of ``TableColumn`` in csrc/bindings/keys.cpp, int64."""
+    """Return a table's settings as the first entries of ``TableColumn`` in csrc/bindings/keys.cpp.
+    """
     below = 0 if rule.admit_probability == 1 else min(
         max(1, int(rule.admit_probability * 2.0**64)), (1 << 64) - 1)
     signed = below - (1 << 64) if below >> 63 else below
@@ -314,7 +313,7 @@ def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
 
 
 def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
-    """Bytes of the directory of a dynamic table of `num_rows` rows, the default row among them."""
+    """Return the bytes of the directory of a dynamic table of `num_rows` rows, including row 0."""
     load()
     numbers = torch.tensor([[*rule_numbers("", num_rows, rule), -1, 0, 0]])
     of_slots, _ = torch.ops.oper.keys_num_bytes(0, 1, 0, numbers, torch.zeros(1, 2).double())
@@ -323,7 +322,7 @@ def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
 
 def _arguments(tables: Tables, rules: Mapping[str, DynamicTable]
                ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables as csrc/bindings/keys.cpp takes them: int64 [T, 11] and float64 [T, 2]."""
+    """Return the tables' settings for csrc/bindings/keys.cpp: int64 [T, 11] and float64 [T, 2]."""
     assert tables.optimizers is not None
     rows, numbers = [], []
     for name, rule in rules.items():
@@ -338,7 +337,7 @@ def _arguments(tables: Tables, rules: Mapping[str, DynamicTable]
 
 
 def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
-    """Raise InvalidInputError for tables that cannot be dynamic."""
+    """Raise InvalidInputError if the tables cannot be dynamic."""
     what = "cannot make tables dynamic"
     if tables.optimizers is None:
         raise InvalidInputError(what, "objective", "inference", "training",
@@ -353,8 +352,8 @@ def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
     for feature, found in users.items():
         if len(found) > 1 and any(t in rules for t in found):
             raise InvalidInputError(what, f"tables of feature {feature!r}", found,
-                                    "one, where it is dynamic",
-                                    "give each of them a feature of its own")
+                                    "one table, since one of these is dynamic",
+                                    "use a separate feature for each table")
     for name in rules:
         if tables.specs[name].num_rows < 2:
             raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Backward passes of dynamic tables that come after other updates."""
+"""Backward passes of dynamic tables that follow other updates since their lookup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TODO = ("call backward() for all lookups before the next update, at once or wit
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Rows that changed their key in an update, int64 [n]; those of table t are in ``[bounds[t],
-    bounds[t + 1])``."""
+    """Rows that an update has given to other keys: ``rows[bounds[t]:bounds[t + 1]]`` of dynamic
+    table t; rows: int64 [n]."""
 
     number: int
     rows: torch.Tensor
@@ -25,25 +25,25 @@ class _Update:
 
 
 class RowHistory:
-    """Which rows have gone to other keys, kept while lookups wait for their backward passes.
+    """Records which rows updates have given to other keys, while lookups await their backward pass.
 
     Attributes:
-        num_updates: number of updates of the directories so far, plus the number of times they were
-            loaded.
+        num_updates: number of updates and loads of the directories so far.
     """
 
     def __init__(self) -> None:
         self.num_updates = 0
-        self._loaded = 0  # number of the last load
+        self._loaded = 0  # `num_updates` at the last load
         self._waiting: weakref.WeakSet[SeenKeys] = weakref.WeakSet()
         self._updates: list[_Update] = []
 
     def wait(self, seen: SeenKeys) -> None:
-        """Note a lookup that may have a backward pass."""
+        """Record a lookup that may have a backward pass."""
         self._waiting.add(seen)
 
     def note(self, new: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Count an update; `new`, int64 [n, 2], and `bounds` are the result of ``keys_new``."""
+        """Record an update; `new` (int64 [n, 2]) and `bounds`: result of the operator ``keys_new``.
+        """
         self.num_updates += 1
         oldest = min((s.updates for s in self._waiting), default=self.num_updates)
         self._updates = [u for u in self._updates if u.number > oldest]
@@ -51,7 +51,7 @@ class RowHistory:
             self._updates.append(_Update(self.num_updates, new[:, 0].abs(), bounds))
 
     def load(self) -> None:
-        """Note that all keys may have changed."""
+        """Record that the directories were loaded, so all keys may have other rows."""
         self.num_updates += 1
         self._loaded = self.num_updates
         self._updates = []
@@ -65,7 +65,7 @@ class RowHistory:
         """
         if seen.updates < self._loaded:
             raise InvalidInputError("cannot update dynamic tables", "loaded since the lookup",
-                                    list(names), "keys as they were looked up",
+                                    list(names), "no load between lookup and backward pass",
                                     "look up again after loading a state")
         for number, begin, end, *_ in seen.parts.tolist():
             moved = [u.rows[u.bounds[number]:u.bounds[number + 1]] for u in self._updates
@@ -76,9 +76,9 @@ class RowHistory:
             if not at.numel():
                 continue
             what, lost = "keys that have lost their rows since the lookup", seen.ids
-            if seen.version < 0 or lost._version != seen.version:  # they may be other ones by now
+            if seen.version < 0 or lost._version != seen.version:  # `ids` may have changed
                 what, lost = "rows that keys have lost since the lookup", seen.rows
             raise InvalidInputError(f"cannot update dynamic table {names[number]!r}", what,
                                     lost[at].unique()[:4].tolist(),
-                                    "none, so that gradients reach the rows that were looked up",
+                                    "none, since gradients must go to the rows that were looked up",
                                     _TODO)

@@ -1,4 +1,4 @@
-"""Slots of keys in a directory, as csrc/host/keys/directory.h assigns them."""
+"""The assignment of keys to slots of a directory; equals csrc/host/keys/directory.h."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import numpy as np
 from oper.tables import KEY_BUCKET_ROWS
 
 _BUCKET_CANDIDATES = 32
-_LINES = 8  # of a bucket; slots belong to them in turn
+_LINES = 8  # lines per bucket; slot k of a bucket belongs to line k % 8
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 def buckets_of_keys(keys: np.ndarray, num_slots: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Buckets, int64 [n], and hashes, uint64 [n], of keys, int64 [n]."""
+    """Return the buckets, int64 [n], and hashes, uint64 [n], of keys, int64 [n]."""
     x = np.ascontiguousarray(keys).view(np.uint64) ^ np.uint64(seed & (1 << 64) - 1)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     hashes = x ^ (x >> np.uint64(31))
-    # The upper half of the product of 128 bits; there are fewer than 2^32 buckets.
+    # bucket = (hash * n) >> 64 in 128-bit arithmetic; n < 2^32.
     n, half = np.uint64(num_buckets(num_slots)), np.uint64(32)
     buckets = ((hashes >> half) * n + ((hashes & _LOW) * n >> half)) >> half
     return buckets.astype(np.int64), hashes
 
 
 def slots_of_buckets(buckets: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Slots [begin, end) of buckets, int64 [n] each."""
+    """Return the first slot and the last slot + 1 of buckets, int64 [n] each."""
     size, larger = divmod(num_slots, num_buckets(num_slots))
     begin = buckets * size + np.minimum(buckets, larger)
     return begin, begin + size + (buckets < larger)
 
 
 def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: int) -> np.ndarray:
-    """Slots of distinct keys, int64 [n], in an otherwise empty directory; -1 = no slot.
+    """Assign slots in an empty directory to distinct keys; returns int64 [n], -1 = no slot.
 
-    The keys of a bucket with the highest `counts`, int64 [n], get slots; the first of these get the
-    slots of their home line.
+    Within a bucket, keys with the highest `counts` (int64 [n]) get slots, in their home line as
+    long as it has free slots, and then anywhere in the bucket.
     """
     buckets, hashes = buckets_of_keys(keys, num_slots, seed)
     found = np.full(keys.size, -1)
@@ -55,15 +55,15 @@ def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: in
 
 
 def _rank(groups: np.ndarray) -> np.ndarray:
-    """For each entry of ascending `groups`, int64 [n], the number of equal entries before it."""
+    """Return, for each entry of ascending `groups`, the number of equal entries before it."""
     return np.arange(groups.size) - np.searchsorted(groups, groups)
 
 
 def num_candidates(num_slots: int) -> int:
-    """Number of candidates (keys counted without a row) that a directory holds."""
+    """Return the capacity of a directory for candidates (keys counted without a row)."""
     return num_buckets(num_slots) * _BUCKET_CANDIDATES
 
 
 def num_buckets(num_slots: int) -> int:
-    """Number of buckets of a directory."""
+    """Return the number of buckets of a directory with `num_slots` slots."""
     return -(-num_slots // KEY_BUCKET_ROWS)

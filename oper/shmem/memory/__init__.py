@@ -1,1 +1,1 @@
-"""Memory that ranks share: heaps, arenas, segments, NUMA nodes, formats of rows."""
+"""Memory that ranks share: heaps, arenas, segments, NUMA nodes, row formats."""

@@ -1,4 +1,4 @@
-"""Arenas in device memory, of this rank and its peers, and their layout."""
+"""Arenas of this rank and its peers in device memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-_SMALL_BYTES = 64 << 10  # of an outbox that is not used
+_SMALL_BYTES = 64 << 10  # size of an unused outbox
 
 
 def _up(num_bytes: int) -> int:
@@ -30,21 +30,21 @@ class DeviceArenas:
     """The arenas that a rank can address.
 
     Args:
-        directories: the tables' pieces.
+        directories: one per column piece of each table.
         group: all ranks. Creation is collective.
         near: ranks of this memory domain; None = all ranks.
         device: this rank's device.
-        exchange_bytes: bytes of an outbox, and in push mode of the requests and of the partial
-            sums; 0 = unused.
-        pushes: whether a tier is in push mode.
-        clipped: tables whose rows' gradients are clipped to a norm.
+        exchange_bytes: size of an outbox and, in push mode, of each rank's requests and of its
+            partial sums; 0 = not needed.
+        pushes: whether any tier is in push mode.
+        clipped: names of the tables whose optimizer has `max_row_norm`.
 
     Attributes:
-        layout: offsets of everything before the end of the outbox.
-        heap: the memory.
+        layout: offsets in the arenas, up to the end of the outbox.
+        heap: the memory of the arenas.
         addresses: int [W], addresses of the arenas, 0 = in another memory domain.
         pads, requests, partials: int64 [W], addresses of barrier words, requests and partial sums;
-            0 likewise.
+            0 = in another memory domain.
         partial_bytes: size of a rank's requests, and of its partial sums.
     """
 
@@ -75,7 +75,7 @@ class DeviceArenas:
 
     @property
     def outboxes(self) -> np.ndarray:
-        """Addresses of the outboxes, int64 [W]; meaningless for ranks of other memory domains."""
+        """Addresses of the outboxes, int64 [W]; undefined for ranks of other memory domains."""
         return np.array(self.addresses, np.int64) + np.array(self.layout.outbox)
 
     @property
@@ -84,30 +84,30 @@ class DeviceArenas:
         return self.layout.outbox_bytes
 
     def is_near(self, rank: int) -> bool:
-        """Whether this rank can address the memory of `rank`."""
+        """Return whether this rank can address the memory of `rank`."""
         return self.addresses[rank] > 0
 
     def segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
-        """A view [rows, columns] of memory that this rank can address."""
+        """Return a view [rows, columns] of memory that this rank can address."""
         index = self._device.index if self._device.type == "cuda" else -1
-        # Peers' memory, too, is this device's to read: DLPack says so, and torch believes it.
+        # DLPack makes torch treat peers' memory, which this device can access, as its own.
         managed = torch.ops.oper.device_view(address, rows, columns, ROW_TYPES.index(dtype), index)
         return torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
 
     def memory(self, address: int, count: int) -> torch.Tensor:
-        """A view float32 [count] of memory that this rank can address."""
+        """Return a view float32 [count] of memory that this rank can address."""
         return self.segment(address, count, 1, "float32").view(-1)
 
     def squares(self, piece: int, rounds: int) -> torch.Tensor:
-        """Sums of squares of this rank's rows of a column piece, float32, one round after the
-        other."""
+        """Return a view of the sums of squares of this rank's rows of a piece, float32
+        [rounds * slots]."""
         count = int(self._directories[piece].num_slots[self._rank]) * rounds
         return self.memory(self.addresses[self._rank] + int(
             self.layout.squares[piece, self._rank]), count)
 
     def touched(self, piece: int, rank: int) -> torch.Tensor:
-        """Slots, int64, of replicated rows that the last step updated on a rank of this domain;
-        waits."""
+        """Return the slots, int64 [n], of replicated rows that the last step updated on a rank of
+        this domain; waits for the device."""
         at = self.addresses[rank] + int(self.layout.touched[piece, rank])
         count = int(self.memory(at, 1).view(torch.int32))
         return unsigned(self.memory(at + 4, count))

@@ -1,4 +1,4 @@
-"""A batch on a device: intermediate arrays of the present step, and ranges of its row keys."""
+"""Intermediate arrays of the current step on a device, and the ranges of row keys in them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UINT32 = 0xFFFFFFFF
 
 
 class StepArrays:
-    """Intermediate arrays of the present step, in device memory. Reading them waits for the device.
+    """Intermediate arrays of the current step, in device memory. Methods wait for the device.
 
     Args:
-        handle: the tables' native handle.
+        handle: the kernel context of the tables.
     """
 
     def __init__(self, handle: int) -> None:
@@ -25,23 +25,23 @@ class StepArrays:
         self._keys, self._begin, self._num_runs, self._inbox = keys, begin, num_runs, inbox
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of the distinct rows of the batch, ascending, int64 [R], and where the (row,
-        gradient) pairs of each begin, int64 [R + 1]."""
+        """Return the keys of the batch's distinct rows, int64 [R], ascending, and the index of each
+        row's first id in the sorted batch, int64 [R + 1]."""
         begin = unsigned(self._begin[:int(self._num_runs) + 1])
         keys = self._keys[begin[:-1]]
         return (keys if keys.dtype == torch.int64 else unsigned(keys)), begin
 
     def lists(self, world_size: int) -> np.ndarray:
-        """Where each table's entries begin in the send buffers of all ranks for this one.
+        """Return the index of each table's first entry in what each rank sends to this one.
 
-        int64 [W, T + 1], tables in the order of keys. Valid within an update.
+        int64 [W, T + 1] by sender and table in the order of keys. Valid within an update.
         """
         return self._inbox[0].cpu().numpy().reshape(world_size, -1)
 
     def merged_slots(self, directories: Sequence[TableDirectory], table: int, rank: int
                      ) -> np.ndarray:
-        """Slots, ascending, of a table on this rank for which any rank has a gradient. Valid within
-        an update.
+        """Return the slots of a table on this rank for which any rank has a gradient, int64 [n],
+        ascending. Valid within an update.
 
         Args:
             directories: in the order of keys.
@@ -57,13 +57,13 @@ class StepArrays:
 
 
 class KeyRange(NamedTuple):
-    """The keys of the rows of one tier at one owner, which are consecutive.
+    """The consecutive keys of the rows of one tier at one owner.
 
     Attributes:
-        table: index of the table, in the order of keys.
+        table: index of the table in the order of keys.
         tier: the tier.
-        owner: its rank.
-        begin, end: first key, and the one after the last.
+        owner: rank of the owner.
+        begin, end: first key, and last key + 1.
         base: key of the owner's first row of the table.
     """
 
@@ -76,7 +76,7 @@ class KeyRange(NamedTuple):
 
 
 def key_ranges(directories: Sequence[TableDirectory]) -> Iterator[KeyRange]:
-    """The key ranges of all rows of the directories, which are in the order of keys."""
+    """Yield the key ranges of all rows; `directories` must be in the order of keys."""
     first = 0
     for k, d in enumerate(directories):
         for x in d.tiers:

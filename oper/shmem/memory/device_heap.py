@@ -1,9 +1,9 @@
 """Arenas in device memory that every rank of a group can address.
 
-There are three ways, tried in this order: plain tensors, if all ranks are threads of this process;
-torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which is also used to put
-parts of an arena into host memory. Kernels see only base addresses. torch's symmetric memory is an
-alpha interface: only this file uses it, and only integers of its handle.
+Three implementations are tried in this order: plain tensors, if all ranks are threads of this
+process; torch's symmetric memory; CUDA virtual memory with POSIX descriptors, which also serves
+plans with rows in host memory. Kernels get only base addresses. torch's symmetric memory is an
+alpha interface; only this file uses it, and only the integers in its handle.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class DeviceHeap:
     """Arenas of all ranks of a group in device memory.
 
     Args:
-        group: the ranks, or those of one memory domain. Creation is collective, in all domains
-            together.
-        num_bytes: int [W], size of each rank's arena; equal on all ranks.
+        group: all ranks, or the ranks of one memory domain. Creation is collective over the ranks
+            of all domains.
+        num_bytes: int [W], size of each rank's arena; the same list on all ranks.
         device: this rank's device.
         host_ranges: [W] lists of ascending [begin, end) of the rows in host memory, multiples of
-            `PART_BYTES`; same on all ranks.
+            `PART_BYTES`; the same on all ranks.
 
     Attributes:
         addresses: int [W], addresses at which the arenas are mapped for this rank's device.
         kind: ``"local"``, ``"symmetric memory"`` or ``"virtual memory"``.
-        page_kind: kind of memory of the rows, for records.
+        page_kind: always ``"device"``.
 
     Raises:
         PlanError: two ranks cannot address each other's memory.
@@ -50,10 +50,10 @@ class DeviceHeap:
                  host_ranges: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         library.load_device()
         self._group = group
-        # Decisions are those of all domains, so that their collectives stay the same.
+        # All domains decide together, so that they make the same collective calls.
         self._whole: Group = group.whole if isinstance(group, DomainGroup) else group
         self.device = device
-        # Symmetric memory wants equal sizes.
+        # Symmetric memory requires equal sizes.
         self._size = -(-max(1, *num_bytes) // PART_BYTES) * PART_BYTES
         self._host_ranges = [[x for pair in ranges for x in pair] for ranges in host_ranges]
         self._host_ranges += [[]] * (group.world_size - len(self._host_ranges))
@@ -62,7 +62,7 @@ class DeviceHeap:
         self._keep: list[Any] = []
         self._mapped: list[tuple[int, list[int]]] = []
         self.page_kind = "device"
-        # Where no rank has a neighbour, no other rank needs to see this memory.
+        # If every domain has one rank, no other rank needs to access this memory.
         if group.is_local or (isinstance(group, DomainGroup)
                               and max(group.whole.all_gather(group.world_size)) == 1):
             self.kind = "local"
@@ -70,12 +70,13 @@ class DeviceHeap:
             return
         assert isinstance(self._whole, ProcessGroup)
         wanted = setting(HEAP_ENV, "cannot open the device heap")
-        reason = "not asked for"
+        reason = "not requested"
         if has_host:
             reason = "it has no rows in host memory"
             if wanted == "symmetric":
                 raise OperError("cannot open the device heap", HEAP_ENV, wanted,
-                                "virtual, for a plan with rows in host memory", "unset it")
+                                "'virtual', since the plan has rows in host memory",
+                                f"unset {HEAP_ENV}")
         elif wanted != "virtual":
             reason = self._open_symmetric()
             if not reason:
@@ -105,7 +106,7 @@ class DeviceHeap:
         self.addresses = [address for address, _ in everyone]
 
     def _name(self) -> str:
-        """Name of the process group of these ranks."""
+        """Return the name of a process group of these ranks, which is created for a domain."""
         whole = self._whole
         assert isinstance(whole, ProcessGroup)
         if not isinstance(self._group, DomainGroup):
@@ -118,30 +119,29 @@ class DeviceHeap:
         return str(self._domain.group_name)
 
     def _open_symmetric(self) -> str:
-        """Map all arenas by torch's symmetric memory; returns the reason if that fails, else an
-        empty string."""
+        """Map all arenas by torch's symmetric memory; returns "", or the reason of a failure."""
         reason = ""
         handle: Any = None
         arena: Any = None
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            # torch refuses to set the one that is its default already.
+            # torch refuses to set the back end that is the default already.
             if symmetric.get_backend(self.device) != "CUDA":
                 symmetric.set_backend("CUDA")
             arena = symmetric.empty(self._size, dtype=torch.uint8, device=self.device)
         except (ImportError, AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-        # All or none: a rank that went ahead alone would wait for ever.
+        # Continue on all ranks or none, since the rendezvous waits for all of them.
         reasons = [r for r in self._whole.all_gather(reason) if r]
         if reasons:
             return reasons[0]
         try:
             handle = symmetric.rendezvous(arena, group=self._name())  # type: ignore[arg-type]
             addresses = [int(a) for a in handle.buffer_ptrs]
-            # A part of a larger block would begin elsewhere in it, which only the others know.
+            # If the arena is part of a larger block, peers' addresses are those of the block.
             if addresses[self._group.rank] != arena.data_ptr():
-                reason = "torch has put the arena inside of another block"
+                reason = "torch has allocated the arena inside another block"
         except (AttributeError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
         reasons = [r for r in self._whole.all_gather(reason) if r]
@@ -156,7 +156,8 @@ class DeviceHeap:
         return ""
 
     def _create(self) -> tuple[int, list[int]]:
-        """This rank's arena, mapped, and the descriptors of its parts."""
+        """Create and map this rank's arena; returns its address and the descriptors of its parts.
+        """
         mine = self._host_ranges[self._group.rank]
         address, *fds = torch.ops.oper.device_memory_create(
             self._size, mine, self.device.index or 0)
@@ -187,7 +188,7 @@ class DeviceHeap:
                         address if rank == group.rank else self._attach(rank, received[rank]))
                 except PlanError as found:
                     own = own or found
-            # All ranks or none: one that went ahead would wait for the others.
+            # Continue on all ranks or none, since later calls are collective.
             problems = [p for p in self._whole.all_gather(own) if p is not None]
             if problems:
                 raise own or problems[0]
@@ -209,7 +210,7 @@ class DeviceHeap:
         return address
 
     def close(self) -> None:
-        """Release this rank's arena and its views of the others'; not collective."""
+        """Release this rank's arena and its mappings of peers' arenas; not collective."""
         for address, parts in self._mapped:
             torch.ops.oper.device_memory_release(address, self._size, parts)
         self._mapped = []

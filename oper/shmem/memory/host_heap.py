@@ -1,9 +1,9 @@
 """The symmetric heap of one memory domain: an arena per rank that every rank can address.
 
-Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
-killed process. Descriptors are sent over private abstract Unix sockets to the group's processes,
-which must belong to the same user. Peers map an arena read-only, so the MMU ensures that a rank
-writes only to its own memory. A small control segment with the barrier words is writable by all.
+Arenas are anonymous memory files (``memfd``), which the kernel frees even if a process is killed.
+Descriptors are sent over private abstract Unix sockets to the group's processes, which must belong
+to the same user. Peers map an arena read-only, so the MMU ensures that a rank writes only to its
+own memory. A small control segment with the barrier words is writable by all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oper.shmem.memory.segments import (
 
 _LINE_BYTES = 128  # one barrier line per rank, see csrc/host/barrier.h
 _CONNECT_S = 60.0
-_MAX_SEGMENTS = 253  # of a rank: what the kernel passes in one message
+_MAX_SEGMENTS = 253  # per rank; the kernel's limit on descriptors in one message
 _HUGE = 2 << 20
 
 
@@ -42,11 +42,10 @@ class HostHeap:
 
     Args:
         group: the ranks. Creation is collective.
-        num_bytes: int [W], size of each rank's arena; equal on all ranks.
-        host_ranges: [W] lists of ascending [begin, end) of pages for rows in host memory: they come
-            from a second segment of the rank, which never gets huge pages. Same on all ranks.
-        num_outbox_bytes: bytes of an arena that are its outbox, for the error message if it is too
-            large.
+        num_bytes: int [W], size of each rank's arena; the same list on all ranks.
+        host_ranges: [W] lists of ascending [begin, end) of pages for rows with memory ``"host"``,
+            which are put into a second segment without huge pages; the same on all ranks.
+        num_outbox_bytes: bytes of each arena's outbox, used in error messages.
 
     Attributes:
         addresses: int [W], addresses at which the arenas are mapped in this process.
@@ -82,8 +81,8 @@ class HostHeap:
                 problem = self._problem("cannot create the shared arena", error)
             self._agree(problem)
             if group.is_local:
-                # Descriptors are already ours; every virtual rank still maps for itself, so that
-                # one may close while another reads.
+                # Virtual ranks share descriptors, but each maps the arenas, so that one rank may
+                # close its tables while another reads.
                 self._map_all(group.all_gather(list(fds)))
             else:
                 self._attach_peers(fds)
@@ -98,8 +97,7 @@ class HostHeap:
                 os.close(fd)
 
     def _problem(self, what: str, error: OSError) -> OperError:
-        """The error for an arena that this rank cannot create, or for arenas of all ranks that it
-        cannot map."""
+        """Return the error for failing to create this rank's arena or to map all ranks' arenas."""
         one = what.startswith("cannot create")
         num_bytes = self._sizes[self._group.rank] if one else sum(self._sizes)
         return no_segment(what, num_bytes, error,
@@ -114,16 +112,17 @@ class HostHeap:
         for rank, text in enumerate(found):
             if text is not None:
                 raise OperError("a peer cannot share its arena", "rank", rank,
-                                "memory and address space on all ranks", f"there: {text}")
+                                "enough memory and address space on all ranks",
+                                f"see that rank's error: {text}")
 
     def _segment_sizes(self, rank: int) -> list[int]:
-        """A rank's segments: its arena, the control segment if it is rank 0, its host memory."""
+        """Return the sizes of a rank's segments: arena, control segment (rank 0), host memory."""
         sizes = [self._sizes[rank]]
         sizes += [self._control_bytes] if rank == 0 else []
         return sizes + ([self.host_bytes(rank)] if self._host_ranges[rank] else [])
 
     def host_bytes(self, rank: int) -> int:
-        """Size of a rank's segment of host memory."""
+        """Return the size of a rank's segment for rows with memory ``"host"``."""
         return sum(end - begin for begin, end in self._host_ranges[rank])
 
     def _map(self, fd: int, num_bytes: int, writable: bool) -> int:
@@ -132,7 +131,8 @@ class HostHeap:
         return address
 
     def _map_all(self, segments: list[list[int]]) -> None:
-        """Map what `_segment_sizes` lists, of every rank."""
+        """Map the segments of all ranks; `segments`: by rank, descriptors as in `_segment_sizes`.
+        """
         problem: OperError | None = None
         try:
             for rank, fds in enumerate(segments):
@@ -146,11 +146,12 @@ class HostHeap:
             self.control = self._map(segments[0][1], self._control_bytes, True)
         except OSError as error:
             problem = self._problem("cannot map the ranks' arenas", error)
-        # No rank may continue (and perhaps end) before all have what they need.
+        # No rank may continue, and possibly exit, before all ranks have mapped its segments.
         self._agree(problem)
 
     def _attach_peers(self, fds: list[int]) -> None:
-        """Exchange descriptors; those received are added to `fds`, which the caller closes."""
+        """Exchange descriptors with peers and map the arenas; adds received descriptors to `fds`,
+        which the caller closes."""
         group = self._group
         mine = list(fds)
         pids, received = exchange_over_sockets(group, mine)
@@ -162,16 +163,17 @@ class HostHeap:
         segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
         for rank, got in enumerate(segments):
             if len(got) != len(self._segment_sizes(rank)):
-                raise OperError("cannot attach to a peer's arena", "rank, descriptors",
-                                (rank, len(got)), f"{len(self._segment_sizes(rank))}",
-                                "start all ranks with one plan")
+                raise OperError("cannot attach to a peer's arena", "rank, number of segments",
+                                (rank, len(got)), f"{len(self._segment_sizes(rank))} segments",
+                                "start all ranks with the same plan")
         self._map_all(segments)
 
     def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
-        """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r. Collective.
+        """Request huge pages for the first `num_bytes[r]` bytes of every arena r. Collective.
 
-        Each rank first collapses its own arena, then maps those of its peers with huge pages.
-        `sync` is a barrier, since two processes that collapse the same page at once both fail.
+        Each rank first collapses its own arena into huge pages, then its mappings of peers' arenas.
+        `sync`, a barrier of all ranks, separates these steps, since two processes that collapse the
+        same page at once both fail.
         """
         rank = self._group.rank
         done, want = self._collapse_one(rank, num_bytes[rank])
@@ -183,7 +185,8 @@ class HostHeap:
         self.page_kind = page_kind(done, want)
 
     def _collapse_one(self, rank: int, num_bytes: int) -> tuple[int, int]:
-        """Bytes of the arena's device memory that got huge pages, and bytes that could have."""
+        """Request huge pages for one arena; returns the bytes that got them, and the bytes that are
+        eligible."""
         done = want = at = 0
         for begin, end in [*self._host_ranges[rank], (num_bytes, num_bytes)]:
             size = min(begin, num_bytes) - at
@@ -195,7 +198,7 @@ class HostHeap:
         return done, want
 
     def close(self) -> None:
-        """Unmap everything; views of the arenas must not be used afterwards."""
+        """Unmap all arenas; views of them must not be used afterwards."""
         for address, size in self._mapped:
             torch.ops.oper.unmap_segment(address, size)
         self._mapped = []
@@ -206,10 +209,10 @@ class HostHeap:
 
 
 def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dict[int, list[int]]]:
-    """Give the descriptors `mine` to every peer of a group on this host. Collective.
+    """Send the descriptors `mine` to every peer of a group on this host. Collective.
 
     Returns:
-        Process ids by rank, and what each peer sent; the caller closes those descriptors.
+        Process ids by rank, and the descriptors received from each peer, which the caller closes.
     """
     name = f"\0oper-{os.getpid()}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -225,9 +228,9 @@ def exchange_over_sockets(group: Group, mine: list[int]) -> tuple[list[int], dic
 def _exchange_descriptors(
     server: socket.socket, rank: int, pids: list[int], names: list[str], mine: list[int]
 ) -> dict[int, list[int]]:
-    """Send `mine` to every peer and return what each peer sent.
+    """Send `mine` to every peer; returns the descriptors received, by rank.
 
-    A connection from another user or from a process outside the group is dropped.
+    Connections of other users, and of processes outside the group, are closed.
     """
     incoming: dict[int, socket.socket] = {}
     received: dict[int, list[int]] = {}
@@ -252,8 +255,8 @@ def _exchange_descriptors(
             data, fds, _, _ = socket.recv_fds(connection, 4, _MAX_SEGMENTS)
             received[peer] = list(fds)
             if data != b"oper" or not fds:
-                raise OperError("cannot attach to a peer's arena", "rank", peer, "its descriptors",
-                                "look at that rank's log")
+                raise OperError("cannot attach to a peer's arena", "rank", peer,
+                                "a message with descriptors", "look at that rank's log")
     except BaseException:
         for fds in received.values():
             for fd in fds:

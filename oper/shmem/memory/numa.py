@@ -24,7 +24,7 @@ class Node:
 
     Attributes:
         number: the kernel's number of the node.
-        processors: processors to which it is nearest.
+        processors: numbers of the processors assigned to the node.
     """
 
     number: int
@@ -32,11 +32,11 @@ class Node:
 
 
 def find_nodes() -> list[Node]:
-    """Nodes that have processors and memory which this process may use, by number.
+    """Return the nodes with processors and with memory that this process may use, by number.
 
-    Processors of a node without memory are assigned to the nearest node that has some. Nodes
+    Processors of a node without such memory are assigned to the nearest node that has some. Nodes
     without processors (memory behind a slower link) are left out. If the system does not report
-    nodes, one node has all processors.
+    nodes, the result is a single node with all processors.
     """
     try:
         numbers = sorted(int(p.name[4:]) for p in SYSTEM.glob("node[0-9]*"))
@@ -59,27 +59,22 @@ def find_nodes() -> list[Node]:
 
 
 def near_domain(nodes: Sequence[Sequence[int]]) -> int:
-    """The memory domain that most of this process's processors belong to.
-
-    Args:
-        nodes: processors of each domain.
-    """
+    """Return the index in `nodes`, lists of processors, that has most of this process's allowed
+    processors."""
     mine = os.sched_getaffinity(0)
     shares = [len(mine.intersection(cpus)) for cpus in nodes]
     return shares.index(max(shares))
 
 
 def bind(address: int, num_bytes: int, node: int) -> str:
-    """Bind the pages of a range to one node from now on; returns "", or the reason if the system
-    refuses.
-    """
+    """Bind the pages of a range to one node from now on; returns "", or why this failed."""
     number = _MBIND.get(os.uname().machine)
     if number is None:
-        return f"not known how on {os.uname().machine}"
+        return f"no known system call number for {os.uname().machine}"
     words = node // _LONG_BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _LONG_BITS] = 1 << node % _LONG_BITS
-    # The kernel takes one bit less than it is told.
+    # The kernel uses one bit less than `maxnode`.
     failed = ctypes.CDLL(None, use_errno=True).syscall(
         ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes),
         ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(words * _LONG_BITS + 1), ctypes.c_uint(0))
@@ -91,7 +86,7 @@ def _members(path: Path) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    """The numbers of a list such as ``0-3,8``."""
+    """Parse a list of numbers such as ``0-3,8``."""
     found: list[int] = []
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")
@@ -100,7 +95,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _allowed() -> set[int]:
-    """Nodes whose memory this process may use; empty = the system does not say."""
+    """Return the nodes whose memory this process may use; empty if the system does not report it.
+    """
     for line in STATUS.read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name == "Mems_allowed_list":

@@ -1,10 +1,9 @@
-"""Rows of 8-bit and 4-bit codes, as FBGEMM's IntNBit tables lay them out on the CPU.
+"""Rows of 8-bit and 4-bit codes in the layout of FBGEMM's IntNBit tables on the CPU.
 
-A row is a float16 scale, a float16 bias and one code per column; a column's number is
-``scale * code + bias``. Scale and bias are those of FBGEMM's
-``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``, with which TorchRec's
-``quantize_inference_model`` makes its tables: the same codes, bit for bit. Only the sign of a bias
-of zero may differ, in rows that contain both zeros.
+A row is a float16 scale, a float16 bias and one code per column; the value of a column is
+``scale * code + bias``. Codes, scale and bias are bitwise those of FBGEMM's
+``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``, which TorchRec's ``quantize_inference_model``
+uses, except that the sign of a zero bias may differ in rows that contain both +0 and -0.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec, bytes_of_row
 
 
 def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Quantise rows of numbers, of a float dtype [n, dim]; returns codes, uint8 [n, bytes of a
-    row].
+    """Quantise rows; returns them in stored form, uint8 [n, bytes of a row].
 
     Args:
-        values: the numbers; finite.
-        dtype: ``"int8"`` or ``"int4"`` (even dims).
+        values: floats [n, dim], finite.
+        dtype: ``"int8"``, or ``"int4"`` for even dim.
 
     Raises:
         InvalidInputError: a number is not finite, or the range of a row exceeds float16.
@@ -35,36 +33,36 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     bad = torch.ops.oper.quantise_rows(rows, CODE_BITS[dtype], codes)
     if bad >= 0:
         raise InvalidInputError(
-            "cannot quantise", "row", rows[bad, :4].tolist(),
-            "finite numbers, whose minimum and range fit float16 (65504)",
+            "cannot quantise", f"first numbers of row {bad}", rows[bad, :4].tolist(),
+            "finite numbers, with minimum and range (max - min) within float16's 65504",
             "keep this table in a float type")
     return codes
 
 
 def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
-    """The numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row])
-    represent.
-    """
+    """Return the values, float32 [n, dim], of quantised rows, uint8 [n, bytes of a row or more]."""
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
-    # The product is exact in float32 (11 + 8 bits): rounded once, as by a fused operation.
+    # scale * code is exact in float32 (11 + 8 bits), so the result equals a fused multiply-add.
     return codes[:, :dim].float() * heads[:, :1] + heads[:, 1:]
 
 
 def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
-    """Rows in the form in which a table stores them, from numbers or from rows of codes.
+    """Convert rows to the form in which a table stores them.
 
     Args:
-        values: float [n, dim], or uint8 [n, bytes of a row or more] (FBGEMM pads rows).
+        values: floats [n, dim], or quantised rows, uint8 [n, bytes of a row or more] (FBGEMM pads
+            rows).
         spec: the table.
 
     Returns:
         uint8 [n, bytes of a row] for quantised tables, else [n, dim] of the table's dtype.
 
     Raises:
-        InvalidInputError: the values have another width, or are codes for a table of numbers.
+        InvalidInputError: the values have another width, or are codes but the table is not
+            quantised; or as `quantise`.
     """
     is_codes = values.dtype == torch.uint8
     wanted = spec.row_bytes if is_codes else spec.dim
@@ -74,7 +72,8 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
         raise InvalidInputError(
             f"cannot store rows of table {spec.name!r}", "values",
             (values.dtype, tuple(values.shape)),
-            f"floats [n, {spec.dim}], or uint8 [n, {spec.row_bytes}] if it is quantised",
+            f"floats [n, {spec.dim}]" + (
+                f", or uint8 [n, {spec.row_bytes}]" if spec.dtype in CODE_BITS else ""),
             "pass this table's rows")
     if is_codes:
         return values[:, :wanted]
@@ -83,7 +82,7 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
 
 
 def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Error of storing each row as a type: the sum of its squared differences, float64 [n].
+    """Return the sum of squared errors of each row if stored as `dtype`, float64 [n].
 
     Args:
         values: floats [n, dim].
@@ -95,5 +94,5 @@ def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
     numbers = values.float()
     stored = (dequantise(quantise(numbers, dtype), dtype, values.shape[1]) if dtype in CODE_BITS
               else numbers.to(getattr(torch, dtype)))
-    # Squares of float32 may be too small for it.
+    # In float64, since squares may underflow in float32.
     return (stored.double() - numbers.double()).square_().sum(dim=1)

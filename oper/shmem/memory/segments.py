@@ -1,4 +1,4 @@
-"""Anonymous shared memory: creation, mapping, and the error when there is not enough."""
+"""Anonymous shared memory: creation, mapping, and the error if memory does not suffice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_segment(num_bytes: int, name: str = "oper") -> int:
-    """Descriptor of an anonymous memory file of fixed size; raises OSError on failure."""
+    """Create an anonymous memory file of fixed size; returns its descriptor. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -30,12 +30,12 @@ def create_segment(num_bytes: int, name: str = "oper") -> int:
 
 
 def map_segment(fd: int, num_bytes: int, writable: bool) -> int:
-    """Address of a mapped segment; raises OSError on failure."""
+    """Map a segment; returns its address. Raises OSError."""
     return _address(int(torch.ops.oper.map_segment(fd, num_bytes, writable)))
 
 
 def map_over_segment(address: int, fd: int, offset: int, num_bytes: int, writable: bool) -> None:
-    """Map part of a segment over pages that are already mapped; raises OSError on failure."""
+    """Map part of a segment at `address`, in place of pages mapped there. Raises OSError."""
     _address(int(torch.ops.oper.map_over_segment(address, fd, offset, num_bytes, writable)))
 
 
@@ -46,30 +46,29 @@ def _address(found: int) -> int:
 
 
 def page_kind(huge_bytes: int, num_bytes: int) -> str:
-    """Describe the pages of a range, `huge_bytes` of whose `num_bytes` are in huge pages."""
+    """Describe the page sizes of `num_bytes` bytes, of which `huge_bytes` are in huge pages."""
     share = huge_bytes / num_bytes if num_bytes else 0.0
     return "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else f"{share:.0%} 2MiB, rest 4KiB"
 
 
 def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
-    """The error for memory that could not be allocated: its size, the limit that prevents it, and
-    the remedy.
+    """Return the error for memory that could not be allocated, with the limit and a remedy.
 
     Args:
-        what: what failed, e.g. ``"cannot create the shared arena"``.
+        what: start of the message, e.g. ``"cannot create the shared arena"``.
         num_bytes: requested bytes.
         error: the system's error.
-        num_outbox_bytes: how many of them are for outboxes, which a setting limits.
+        num_outbox_bytes: requested bytes that are for outboxes, which a setting limits.
     """
     limit, todo = _limit(error)
     if num_outbox_bytes:
-        todo += (f", or set {OUTBOX_ENV} below {num_outbox_bytes // 2}: "
-                 f"{format_bytes(num_outbox_bytes)} of it are for the gradients of a batch")
+        todo += (f", or set {OUTBOX_ENV} below {num_outbox_bytes // 2}, since "
+                 f"{format_bytes(num_outbox_bytes)} of these bytes are for outboxes")
     return OperError(what, "bytes", num_bytes, limit, f"{todo} ({error.strerror or error})")
 
 
 def _limit(error: OSError) -> tuple[str, str]:
-    """The limit that an allocation has hit, and how to raise it."""
+    """Return the limit that an allocation has exceeded, and how to raise it."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"a free file descriptor (RLIMIT_NOFILE={most})", "raise `ulimit -n`"
@@ -80,8 +79,8 @@ def _limit(error: OSError) -> tuple[str, str]:
     if error.errno == errno.ENOMEM and most != resource.RLIM_INFINITY:
         return (f"address space within RLIMIT_AS={most} bytes, {_used_address_space()} of them in "
                 "use", "raise `ulimit -v`")
-    return ("free memory that the system lets this process have",
-            "end other programs, raise the memory limit of its control group, or use more ranks")
+    return ("enough free memory within the limit of this process's control group",
+            "end other programs, raise the limit of the control group, or use more ranks")
 
 
 def _used_address_space() -> int:

@@ -1,4 +1,4 @@
-"""FBGEMM's gradient clipping: elements of the output's gradient are clamped first."""
+"""FBGEMM's gradient clipping, which clamps elements of the gradient of a lookup's output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from oper.tables import TableSpec
 
 
 class GradientClamp:
-    """Clamps the gradient of a lookup's output by table.
+    """Clamps the gradient of a lookup's output with the limit of each table.
 
     Args:
         features: (feature name, table name) in output order.
         specs: the tables by name.
-        optimizers: by table; those with ``max_gradient`` clip.
-        gradient_scale: factor applied to gradients later; the limits hold after it.
+        optimizers: optimizers by table name; ``max_gradient`` is the limit, None = no limit.
+        gradient_scale: factor by which gradients are multiplied after clamping; limits apply to the
+            scaled gradient.
     """
 
     def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],
@@ -33,14 +34,14 @@ class GradientClamp:
         self._of_columns = torch.cat([  # [columns]
             x.expand(specs[table].dim) for x, (_, table) in zip(self._limits, features, strict=True)
         ]) if self.is_active else self._limits
-        # One number clamps faster than a number per column, and is the usual case.
+        # Clamping with one limit for all columns, the usual case, is faster.
         self._common = limits[0] if self.is_active and len(set(limits)) == 1 else None
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor) -> torch.Tensor:
-        """The clamped gradient; `grad` itself if no table clips.
+        """Return the clamped gradient; `grad` itself if no table has a limit.
 
         Args:
-            grad: float32 [B, columns] (pooled), or [N, D].
+            grad: float32 [B, columns] (pooled) or [N, D] (unpooled).
             batch: the batch of the forward pass.
             offsets: int64 [num_keys * B + 1], bounds of its bags.
         """

@@ -1,6 +1,4 @@
-"""The guard against gradients that are not finite: it raises an error that names the table, or sets
-them to zero.
-"""
+"""The guard against gradients that are not finite: raises an error or sets them to zero."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ class GradientGuard:
         specs: the tables by name.
 
     Attributes:
-        mode: one of `GUARDS`: ``"stop"`` raises, ``"skip"`` takes the gradient of a sample (of an
-            id, where bags are not pooled) as zero and warns.
+        mode: one of `GUARDS`: ``"off"`` does nothing, ``"stop"`` raises an error, ``"skip"`` warns
+            and sets the gradient row that is not finite to zero (a row is a sample's gradient, or
+            an id's in unpooled lookups).
     """
 
     def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec]
@@ -39,15 +38,15 @@ class GradientGuard:
         """Set the mode; raises InvalidInputError unless it is one of `GUARDS`."""
         if mode not in GUARDS:
             raise InvalidInputError("cannot guard gradients", "gradient_guard", mode,
-                                    f"one of {GUARDS}", "choose one of these")
+                                    f"one of {GUARDS}", "pass one of these")
         self.mode = mode
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor, step: int
               ) -> torch.Tensor:
-        """Check a gradient; returns it with finite numbers only.
+        """Check a gradient; returns it, with rows that are not finite set to zero.
 
         Args:
-            grad: float32 [B, columns] (pooled), or [N, D].
+            grad: float32 [B, columns] (pooled) or [N, D] (unpooled).
             batch: the batch of the forward pass.
             offsets: int64 [num_keys * B + 1], bounds of its bags.
             step: number of the update, for the message.
@@ -55,7 +54,7 @@ class GradientGuard:
         Raises:
             InvalidInputError: a number is not finite, and the mode is ``"stop"``.
         """
-        # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
+        # The sum is the cheapest test; a sum of finite numbers may overflow, so check again.
         if bool(torch.isfinite(grad.sum())):
             return grad
         finite = torch.isfinite(grad)
@@ -68,12 +67,12 @@ class GradientGuard:
         if self.mode == "stop":
             raise InvalidInputError(text)
         bad = ~finite.all(dim=1, keepdim=True)
-        warnings.warn(f"{text}; {int(bad.sum())} of {grad.shape[0]} rows are left out",
+        warnings.warn(f"{text}; {int(bad.sum())} of {grad.shape[0]} gradient rows count as zero",
                       stacklevel=2)
         return grad.masked_fill(bad, 0.0)
 
     def _table(self, batch: Lookup, offsets: torch.Tensor, row: int, column: int) -> str:
-        """Name of the table to which a number of the gradient belongs."""
+        """Return the name of the table to which an element of the gradient belongs."""
         if batch.pooled:
             return self._tables[int(torch.searchsorted(self._ends, column, right=True))]
         bounds = key_bounds(batch, offsets)

@@ -1,13 +1,14 @@
-"""Optimizers that are applied in the backward pass, exact on duplicates, as FBGEMM defines them.
+"""Optimizers of tables, applied in the backward pass, with FBGEMM's exact update rules.
 
-Duplicates of a row within a global batch are summed before one update, and only rows that the batch
-touches change ("lazy" moments: a row's moments do not decay while it is not touched). The
-arithmetic is in csrc/common/optimizer.h; the state that each keeps is listed in
-`oper.tables.OPTIMIZERS`. Where torch differs: torch's dense SGD with momentum, Adagrad and Adam
-change rows with a zero gradient too (moments decay, weight decay applies), and its Adam adds L2
-decay to the gradient where FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
+Gradients of all lookups of a row in a global batch are summed before a single update of the row.
+Rows that the batch does not look up do not change, and their moments do not decay ("lazy" moments).
+The arithmetic is in csrc/common/optimizer.h; `oper.tables.OPTIMIZERS` lists the states. Differences
+from torch: its dense SGD with momentum, Adagrad and Adam also change rows with a zero gradient
+(moments decay, weight decay applies), and its Adam adds L2 decay to the gradient, whereas FBGEMM
+adds it to the step. Betas are rounded to fp32, as in FBGEMM.
 
-Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's gradient (torch).
+In the formulas, w is a row, g its summed gradient, wd the weight decay. Every optimizer can clip
+gradients, by element (FBGEMM) or by the norm of a row's gradient (torch); see `Clipping`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
 _LARGEST = float(np.finfo(np.float32).max)
-# Parts of the state of each optimizer: name, and whether it is one number per row.
+# (name, whether it has one number per row) of the state arrays of each optimizer.
 STATE_PARTS = {name: kind.state for name, kind in OPTIMIZERS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
-    """How an optimizer's gradients are clipped; None = no clipping.
+    """Gradient clipping; a field of None = no clipping.
 
     Attributes:
-        max_gradient: elements of the gradient of a bag's or an id's output, after the division by
-            the number of ranks and before that of mean pooling, are clamped to +- this (FBGEMM's
-            ``gradient_clipping=True, max_gradient=...``).
+        max_gradient: limit to which the absolute value of each element of an output row's gradient
+            is clamped, after division by the number of ranks and before division by the bag length
+            in mean pooling (FBGEMM's ``gradient_clipping=True, max_gradient=...``).
         max_row_norm: a row's gradient, summed over all its lookups in all ranks' batches, is scaled
             by ``min(1, max_row_norm / (|g| + 1e-6))`` (``torch.nn.utils.clip_grad_norm_`` of one
             row), before weight decay.
@@ -60,12 +61,12 @@ class Clipping:
 class SGD(Clipping):
     """``g += wd * w; m = momentum * m + g; w -= lr * m``; without momentum ``w -= lr * g``.
 
-    ``torch.optim.SGD`` on touched rows, without dampening and Nesterov's step; FBGEMM's EXACT_SGD
-    has neither momentum nor decay.
+    ``torch.optim.SGD`` on looked-up rows, without dampening and Nesterov momentum; FBGEMM's
+    EXACT_SGD has neither momentum nor decay.
 
     Attributes:
-        momentum: 0 = none, and no state.
-        weight_decay: L2.
+        momentum: factor of the previous `m`; 0 = no momentum and no state.
+        weight_decay: L2 factor wd.
     """
 
     lr: float = 0.01
@@ -74,8 +75,7 @@ class SGD(Clipping):
 
     @property
     def name(self) -> str:
-        """Its name in plans, where SGD with momentum, which keeps a state, is a separate optimizer.
-        """
+        """Name of the optimizer in plans; SGD with momentum, which has a state, is separate."""
         return "momentum_sgd" if self.momentum else "sgd"
 
 
@@ -83,8 +83,8 @@ class SGD(Clipping):
 class LarsSGD(Clipping):
     """``m = momentum * m + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w); w -= m``.
 
-    FBGEMM's LARS_SGD, TorchRec's ``LarsSGD``: norms are per row (per layer in You et al., 2017).
-    Where FBGEMM divides 0 by 0, the rate is 0.
+    FBGEMM's LARS_SGD, TorchRec's ``LarsSGD``: norms are per row (per layer in You et al., 2017). If
+    ``|g| + wd * |w|`` is 0, where FBGEMM divides 0 by 0, the fraction counts as 0.
     """
 
     lr: float = 0.01
@@ -102,9 +102,11 @@ class RowWiseAdagrad(Clipping):
     FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad``.
 
     Attributes:
-        eps: FBGEMM's default, also that of TorchRec's fused tables (its unsharded class has 1e-10).
-        weight_decay: 0 = none.
-        decoupled: FBGEMM's decoupled decay (``w *= 1 - lr * wd``) instead of L2 (``g += wd * w``).
+        eps: the default is that of FBGEMM and of TorchRec's fused tables (TorchRec's unsharded
+            class has 1e-10).
+        weight_decay: factor wd; 0 = no decay.
+        decoupled: whether to use FBGEMM's decoupled decay, ``w *= 1 - lr * wd``, instead of L2
+            decay, ``g += wd * w``.
         initial_accumulator_value: initial value of every `s`.
     """
 
@@ -122,7 +124,7 @@ class Adagrad(Clipping):
     """``s += g^2; w -= lr * g / (sqrt(s) + eps)`` (FBGEMM's EXACT_ADAGRAD).
 
     Attributes:
-        eps: FBGEMM's default (``torch.optim.Adagrad`` has 1e-10).
+        eps: the default is FBGEMM's (``torch.optim.Adagrad`` has 1e-10).
         initial_accumulator_value: initial value of every `s`.
     """
 
@@ -135,9 +137,9 @@ class Adagrad(Clipping):
 
 @dataclass(frozen=True, slots=True)
 class Adam(Clipping):
-    """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM).
+    """Adam on looked-up rows; bias correction by the number of optimizer steps (FBGEMM's ADAM).
 
-    Weight decay is added to the step, so this is `AdamW` with another default decay.
+    Weight decay is added to the step, so this equals `AdamW` except for the default decay.
     """
 
     lr: float = 0.001
@@ -154,7 +156,7 @@ class Adam(Clipping):
             raise InvalidInputError(what, "betas", self.betas, "two numbers",
                                     "pass a pair such as (0.9, 0.999)")
         for k, beta in enumerate(self.betas):
-            # As fp32, which the kernel's are: 1 there would divide by 1 - 1^t.
+            # A beta that fp32 rounds to 1 would make the bias correction 1 - beta^t zero.
             if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
                 raise InvalidInputError(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
                                         "choose a smaller value")
@@ -163,10 +165,11 @@ class Adam(Clipping):
 
 @dataclass(frozen=True, slots=True)
 class AdamW(Adam):
-    """`Adam` with the weight decay of ``torch.optim.AdamW``; plans and checkpoints say ``adam``.
+    """`Adam` with the default decay of ``torch.optim.AdamW``; named ``adam`` in plans and
+    checkpoints.
 
-    ``w *= 1 - lr * wd`` before the step, as torch has it, and ``lr * wd * w`` within the step are
-    the same, since the step does not depend on `w`.
+    torch's ``w *= 1 - lr * wd`` before the step is equivalent to adding ``lr * wd * w`` to the
+    step, since Adam's step does not depend on w.
     """
 
     weight_decay: float = 0.01
@@ -174,7 +177,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, slots=True)
 class PartialRowWiseAdam(Adam):
-    """Adam with one second moment per row, of the mean square (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
+    """Adam with one second moment per row, of mean(g^2) (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
 
     name = "partial_rowwise_adam"
 
@@ -183,8 +186,8 @@ class PartialRowWiseAdam(Adam):
 class LAMB(Adam):
     """``r = Adam's step + wd * w; w -= lr * |w| / |r| * r`` (FBGEMM's LAMB; You et al., ICLR 2020).
 
-    Norms are per row, as in FBGEMM, so a row of zeros never changes. Where `r` is 0 and FBGEMM
-    divides by it, nothing changes.
+    Norms are per row, as in FBGEMM, so a row of zeros never changes. If ``|r|`` is 0, by which
+    FBGEMM divides, the row does not change.
     """
 
     lr: float = 0.01
@@ -194,7 +197,7 @@ class LAMB(Adam):
 
 @dataclass(frozen=True, slots=True)
 class PartialRowWiseLAMB(LAMB):
-    """LAMB with one second moment per row, of the mean square (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
+    """LAMB with one second moment per row, of mean(g^2) (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
 
     name = "partial_rowwise_lamb"
 
@@ -204,12 +207,12 @@ Optimizer = (SGD | LarsSGD | RowWiseAdagrad | Adagrad | Adam | AdamW | PartialRo
 
 
 def initial_state(optimizer: Optimizer) -> float:
-    """Initial value of the optimizer's ``momentum1`` state."""
+    """Return the initial value of the optimizer's ``momentum1`` state."""
     return float(getattr(optimizer, "initial_accumulator_value", 0.0))
 
 
 def _is_fp32(value: Any) -> bool:
-    """Whether it is a number that fits float32, in which the kernels compute."""
+    """Return whether `value` is a number within the range of float32."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
 
 
@@ -221,5 +224,6 @@ def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimi
         if t.dim > MAX_DIM:
             raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns")
         if optimizers is not None and t.optimizer != optimizers[t.name].name:
-            raise PlanError(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
+            raise PlanError(what, "plan's optimizer", t.optimizer,
+                            f"{optimizers[t.name].name!r}, the optimizer of the table",
                             "plan again for this optimizer")

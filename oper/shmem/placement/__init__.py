@@ -1,1 +1,1 @@
-"""Where rows lie: layout of the arenas and the arrays that the kernels are given."""
+"""The memory layout of the arenas, and its description for the kernels."""

@@ -1,4 +1,4 @@
-"""Layout of the arenas: where each rank's rows, optimizer states, replicas and outbox lie."""
+"""Layout of the arenas: offsets of each rank's rows, optimizer states, replicas and outbox."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class ArenaLayout:
     """Byte offsets in every rank's arena.
 
     Attributes:
-        rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset of a part of
-            each directory's piece, by rank.
+        rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset by directory
+            and rank of: the rows, the optimizer states, the replica rows, the list of changed
+            master rows, the sums of squared gradients.
         outbox: int [W], offset of the outbox.
-        num_bytes: int [W], size of the whole arena.
-        used_bytes: int [W], size of the part before the outbox, which huge-page requests cover.
-        outbox_bytes: bytes of the outbox.
-        host_ranges: per rank, [begin, end) of the whole pages that belong to rows in host memory,
-            their replicas and their optimizer states; ascending.
+        num_bytes: int [W], size of the arena.
+        used_bytes: int [W], size of the part before the outbox, for which huge pages are requested.
+        outbox_bytes: size of the outbox.
+        host_ranges: by rank, ascending [begin, end) of the pages that contain only rows in host
+            memory, their replicas and their optimizer states.
     """
 
     rows: np.ndarray
@@ -50,14 +51,14 @@ class ArenaLayout:
     @staticmethod
     def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
               clipped: Collection[str] = (), page_bytes: int = _PAGE) -> ArenaLayout:
-        """The layout that a plan implies, the same on all ranks.
+        """Compute the layout for a plan; the result is the same on all ranks.
 
         Args:
             directories: one per column piece of each table.
             world_size: ranks W.
             num_outbox_bytes: bytes of every rank's outbox.
-            clipped: tables whose rows' gradients are clipped to a norm.
-            page_bytes: page size, of which `host_ranges` are multiples.
+            clipped: names of the tables whose optimizer has `max_row_norm`.
+            page_bytes: page size; `host_ranges` consist of complete pages.
         """
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
@@ -80,7 +81,7 @@ class ArenaLayout:
                 at = -(-at // _ALIGN) * _ALIGN
                 return begin
 
-            # All rows first: they are what lookups read, and what huge pages are wanted for.
+            # All rows first, since lookups read them and huge pages benefit them most.
             for t, d in enumerate(directories):
                 parts["rows"][t, rank] = take(
                     d.bytes[0, rank], d.host_bytes[0, rank])
@@ -109,7 +110,7 @@ class ArenaLayout:
 
 
     def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
-        """Bytes of rows, replicas and optimizer states by kind of memory, per rank."""
+        """Return bytes of rows, replicas and optimizer states: ``{"device": [W], "host": [W]}``."""
         everything = np.zeros(len(self.num_bytes), np.int64)
         in_host = everything.copy()
         for d in directories:
@@ -120,18 +121,19 @@ class ArenaLayout:
 
 
 def replicated_slots(directory: TableDirectory, rank: int) -> int:
-    """Slots of `rank` that hold masters of replicated rows."""
+    """Return the number of master copies of replicated rows that `rank` owns."""
     return sum(int(x.num_rows[rank]) for x in directory.tiers if x.tier.placement == "replicated")
 
 
 def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout,
                       addresses: list[int], rank: int, features: torch.Tensor,
                       device: torch.device = _CPU) -> tuple[Any, ...]:
-    """The leading arguments of the operators that create a kernel context, see
+    """Return the first arguments of the operators that create a kernel context, see
     csrc/bindings/lookup.cpp.
 
-    The read map of a row that `rank` cannot address gives ``-1 - k`` for home key `k` (see
-    `oper.rows.directory`).
+    A map of P entries gives ``base[k] + n * step[k]`` for row n * P + k of a tier. In the home map
+    this is the row's home key (`oper.rows.directory`); in the read map the address from which
+    `rank` reads the row, or ``-1 - home key`` if `rank` cannot address it.
 
     Args:
         directories: one per column piece of each table.
@@ -142,11 +144,10 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
         device: device on which head maps are read.
 
     Returns:
-        The rank; W; int64 tensors: tables [T, 14], first home keys [T, W + 1], tiers [N, 7], maps
-            [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of touched and squares
-            [T, W] and of outboxes [W] (meaningless for other memory domains); bytes of an outbox;
-            head maps, two tensors per table that needs them, and head orders, two per table
-            likewise.
+        The rank; W; a list of int64 tensors: tables [T, 14], `owner_begin` [T, W + 1], tiers
+            [N, 7], maps [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of `touched`
+            and `squares` [T, W] and of outboxes [W] (undefined for other memory domains); bytes of
+            an outbox; a list of the tensors of `TableDirectory.head_map` and `head_order`.
     """
     bases: list[np.ndarray] = []
     steps: list[np.ndarray] = []
@@ -209,13 +210,13 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
 
 
 def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
-    """The rank whose replica of a tier `rank` reads; -1 if it reads the master copies, directly or
-    through the exchange.
+    """Return the rank whose replica of a tier `rank` reads; -1 if it reads the master copies,
+    directly or through the exchange.
 
     Args:
         x: the tier.
         rank: the reader.
-        near: bool [W], ranks whose memory it can address.
+        near: bool [W], ranks whose memory `rank` can address.
     """
     if x.replica_base[rank] >= 0:
         return rank

@@ -1,4 +1,4 @@
-"""Size of a rank's outbox: the largest amount of data that a pass writes to it."""
+"""Size of a rank's outbox, the memory in which it leaves gradients and sums for other ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from oper.rows.directory import TableDirectory
 from oper.shmem.settings import outbox_bytes
 
 _PAGE, _HUGE = 4096, 2 << 20
-_SMALL = 4096  # where nothing is left
+_SMALL = 4096  # size of an unused outbox
 
 
 def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
-    """Bytes, in whole huge pages, that suffice for every batch; None if no limit follows from the
-    tables.
+    """Return the bytes that suffice for any batch, a multiple of the huge-page size; None if the
+    tables imply no limit.
 
-    For every row that a batch looks up, a rank writes one gradient with its slot, whatever the
-    number of ids and of passes that were added up (`no_sync`). For tiers in push mode it writes
-    every id and every bag instead, whose number the tables do not limit.
+    A rank writes one gradient and slot for each distinct row of a batch, also after `no_sync`. For
+    tiers in push mode it writes every id and bag instead, whose number the tables do not limit.
 
     Args:
         directories: one per column piece of each table.
@@ -25,7 +24,7 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
     halves = 1
     for d in directories:
         modes = {x.tier.mode for x in d.tiers}
-        # A rank that owns the whole of a pushed table treats it as one that is pulled.
+        # A rank that owns an entire pushed table treats it like a pulled one.
         if "push" in modes and (d.world_size > 1 or len(modes) > 1):
             return None
         if "push" in modes:  # the other half is for sums, which are sent without a request
@@ -41,15 +40,15 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
 
 def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
                    default: int | None = None) -> int:
-    """Address space to reserve for an outbox, in bytes.
+    """Return the address space to reserve for an outbox, in bytes.
 
-    At most the bytes that the tables need, and at most `OPER_OUTBOX_BYTES` (if not set: `default`,
-    or a quarter of the machine's memory).
+    This is the minimum of `needed_bytes` and the limit `oper.shmem.settings.outbox_bytes`, or one
+    page if the outbox is not used.
 
     Args:
         directories: one per column piece of each table.
-        is_used: whether ranks write to it: in training, and if owners pool rows.
-        default: limit if the variable is not set; None = a quarter of the machine's memory.
+        is_used: whether ranks write to outboxes: in training, and if owners pool rows.
+        default: limit if ``OPER_OUTBOX_BYTES`` is not set; None = a quarter of the memory.
     """
     if not is_used:
         return _SMALL

@@ -1,1 +1,1 @@
-"""Read-only tables that processes of a host share: publisher and readers."""
+"""Read-only tables that the processes of a host share: publisher and readers."""

@@ -1,7 +1,7 @@
-"""The memory layout of published tables, and access to their rows in logical order.
+"""The memory layout of published tables, and access to their rows by id.
 
-A buffer is one segment per memory domain, with the rows, and one with a header and the dense
-weights.
+A buffer consists of one segment per memory domain with the domain's rows, and one segment with a
+header and the dense weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class DenseEntry:
-    """A dense weight: its place after the header of the last segment."""
+    """A dense weight: key, dtype, shape, and its offset after the header, in bytes."""
 
     key: str
     dtype: str
@@ -49,9 +49,10 @@ class Write:
 
     Attributes:
         piece: index in `Layout.directories`.
-        tier, domain: their tier and memory domain.
-        numbers: int64 [n], their row numbers among the domain's rows of the tier.
-        rows: [n, columns] as they are stored, or uint8 [n, bytes of a row] of codes; contiguous.
+        tier, domain: tier and memory domain of the rows.
+        numbers: int64 [n], row numbers among the domain's rows of the tier.
+        rows: the rows in stored form, contiguous: [n, columns], or uint8 [n, bytes of a row] if
+            quantised.
     """
 
     piece: int
@@ -61,7 +62,7 @@ class Write:
     rows: torch.Tensor
 
 
-# Of each write: a tier's rows [n, width], places int64 [m] among them, what goes there [m, width].
+# For each write: destination [n, width], its row numbers int64 [m], and the new rows [m, width].
 Places = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
@@ -69,11 +70,13 @@ class Layout:
     """The layout of a buffer: one segment per memory domain, one for dense weights.
 
     Args:
-        plan: the tables, placed on memory domains (its ranks).
+        plan: the tables; the plan's ranks are memory domains.
         dense: the dense weights.
 
     Attributes:
-        num_bytes: used bytes of one buffer.
+        segment_bytes: int [D], size of each domain's segment.
+        dense_bytes: size of the segment of dense weights.
+        num_bytes: bytes of tables and dense weights in one buffer.
     """
 
     def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
@@ -86,7 +89,7 @@ class Layout:
             self.pieces[d.table.name].append(k)
         self.arena = ArenaLayout.build(self.directories, plan.world_size, 0)
         self.has_replicas = any(d.num_replica_rows.any() for d in self.directories)
-        # Rows may be read in whole vectors.
+        # Padding, since kernels may read full vectors beyond the last row.
         self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
         self.dense_bytes = HEADER_BYTES + max(
             [e.offset + e.num_bytes for e in self.dense], default=0)
@@ -94,15 +97,11 @@ class Layout:
             e.num_bytes for e in self.dense)
 
     def is_mixed(self, table: str) -> bool:
-        """Whether ranges of a table's rows have different types."""
+        """Return whether the tiers of a table have different element types."""
         return self.directories[self.pieces[table][0]].is_mixed
 
     def types_of(self, table: str, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Split ids by the type of their rows.
-
-        Args:
-            table: its name.
-            ids: int64 [n].
+        """Group ids (int64 [n]) of a table by the element type of their rows.
 
         Returns:
             By type, ascending indices into `ids`, int64 [m].
@@ -116,12 +115,12 @@ class Layout:
         return {dtype: np.sort(np.concatenate(parts)) for dtype, parts in found.items()}
 
     def writes(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> Iterator[Write]:
-        """The writes that store rows in all their places.
+        """Yield the writes that store rows in all their pieces, tiers and domains.
 
         Args:
-            table: its name.
-            ids: int64 [n], valid, each once, of rows of one type (`types_of`).
-            rows: [n, dim] of that type, or uint8 [n, bytes of a row] of codes.
+            table: name of the table.
+            ids: int64 [n], valid and distinct, of rows of one element type (`types_of`).
+            rows: the rows in stored form, [n, dim], or uint8 [n, bytes of a row] if quantised.
         """
         for piece in self.pieces[table]:
             d = self.directories[piece]
@@ -131,13 +130,13 @@ class Layout:
                 yield Write(piece, x, domain, numbers, some.contiguous())
 
     def to_text(self) -> str:
-        """The layout as text, for the handshake of a publisher."""
+        """Return the layout as text, for the publisher's handshake."""
         return json.dumps({"plan": self.plan.to_text(), "dense": [
             [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
 
     @staticmethod
     def from_text(text: str) -> Layout:
-        """The layout from the text of `to_text`."""
+        """Parse the output of `to_text`."""
         value = json.loads(text)
         return Layout(Plan.from_text(value["plan"]), [
             DenseEntry(key, dtype, tuple(shape), offset)
@@ -146,8 +145,8 @@ class Layout:
 
 def _by_owner(d: TableDirectory, positions: np.ndarray
               ) -> Iterator[tuple[TierLayout, int, torch.Tensor, torch.Tensor]]:
-    """For every tier and owner with any of the positions (int64 [n]): these; which positions they
-    are, and the places of their rows among the owner's rows of the tier (int64 [m] each)."""
+    """Group positions (int64 [n]) by tier and owner: yields the tier, the owner, indices into
+    `positions`, and row numbers among the owner's rows of the tier (int64 [m] each)."""
     for x, at, owner, number in d.by_tier(positions):
         if x.pattern.size == 1:
             yield x, int(x.pattern[0]), torch.from_numpy(at), torch.from_numpy(number)
@@ -159,7 +158,7 @@ def _by_owner(d: TableDirectory, positions: np.ndarray
 
 @dataclass(slots=True)
 class _Domain:
-    """One memory domain of a host, as the rows' base class wants its ranks."""
+    """A `Group` in which memory domains take the role of ranks, for `LogicalRows`."""
 
     rank: int
     world_size: int
@@ -170,11 +169,11 @@ class _Domain:
 
 
 class BufferRows(LogicalRows):
-    """The rows of one buffer in logical order, seen from one memory domain.
+    """Access to the rows of one buffer by id, from one memory domain.
 
     Args:
         layout: layout of the buffer.
-        addresses: int [D], where each domain's segment is mapped.
+        addresses: int [D], addresses at which the domains' segments are mapped.
         domain: the domain that reads or writes.
     """
 
@@ -190,10 +189,10 @@ class BufferRows(LogicalRows):
         self._exchange = None
 
     def barrier(self) -> None:
-        """Nothing to do: there are no other ranks to wait for."""
+        """Do nothing, since there are no other ranks to wait for."""
 
     def places(self, writes: Sequence[Write]) -> Places:
-        """Addresses for writes in all domains that hold the rows."""
+        """Return the destinations, row numbers and rows of `writes`, for ``place_rows``."""
         return ([self._tier(w.piece, w.tier, w.domain) for w in writes],
                 [w.numbers for w in writes], [w.rows for w in writes])
 
@@ -211,7 +210,7 @@ class BufferRows(LogicalRows):
             out[at] = rows[:, columns].to(out)
 
     def _tier(self, piece: int, x: TierLayout, rank: int) -> torch.Tensor:
-        """A domain's rows of a tier."""
+        """Return a view of a domain's rows of a tier."""
         begin = int(self._layout.rows[piece, rank] + x.begin[rank])
         return self._segment(self._addresses[rank] + begin, int(x.num_rows[rank]),
                              self.directories[piece].dim, x.dtype)
@@ -230,13 +229,14 @@ class BufferRows(LogicalRows):
 
 
 def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
-    """A dense weight as a view of the dense segment at `address`."""
+    """Return a dense weight as a view of the dense segment at `address`."""
     raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:
-    """CRC-32 of every segment of a buffer, by name."""
+    """Compute the CRC-32 of every segment of a buffer, by name (``"domain 0"``, ..., ``"dense"``).
+    """
     found = {}
     for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
         found[f"domain {d}"] = zlib.crc32(
@@ -248,7 +248,7 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
 
 
 def dense_entries(weights: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """Assign places to dense weights."""
+    """Assign offsets to dense weights, given by key."""
     entries, at = [], 0
     for key, value in weights.items():
         entry = DenseEntry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), at)

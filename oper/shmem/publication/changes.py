@@ -1,4 +1,4 @@
-"""Checks of changes to published tables, made before any reader has to wait."""
+"""Checks and conversion of changes to published tables, done before readers have to wait."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from oper.errors import InvalidInputError
 from oper.shmem.memory.quantise import as_rows
 from oper.shmem.publication.buffers import DenseEntry, Layout
 
-Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
-Stored = list[tuple[np.ndarray, torch.Tensor]]  # ids and rows as they are stored, by type
+Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table name
+Stored = list[tuple[np.ndarray, torch.Tensor]]  # for each element type: ids, rows in stored form
 
 
 def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                 ) -> Stored:
-    """Check changed rows and convert them to the form in which they are stored."""
+    """Check changed rows of a table and convert them to stored form; raises InvalidInputError."""
     what = f"cannot change rows of table {name!r}"
     spec = layout.specs.get(name)
     if spec is None:
@@ -33,8 +33,8 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                                 f"a NumPy array, int64 [{values.shape[0]}] in [0, {spec.num_rows})",
                                 "pass ids of the rows")
     if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
-        raise InvalidInputError(what, "ids", "some occur twice", "each once",
-                                "pass the last row of each id")
+        raise InvalidInputError(what, "ids", "some occur twice", "distinct ids",
+                                "pass only the last row of each id")
     return stored_rows(what, layout, name, ids, values)
 
 
@@ -43,13 +43,13 @@ def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: t
     """Convert rows of a table (floats [n, dim], or codes of its type) to their stored form.
 
     Raises:
-        InvalidInputError: a row is not finite, also after conversion, or codes are given for rows
-            of several types; the message begins with `what`.
+        InvalidInputError: a row is not finite, or not after conversion; or quantised rows are given
+            for a table with several element types. The message begins with `what`.
     """
     spec = layout.specs[name]
     if values.dtype == torch.uint8 and layout.is_mixed(name):
-        raise InvalidInputError(what, "rows", "codes",
-                                "numbers, which ranges of rows store in types of their own",
+        raise InvalidInputError(what, "dtype of rows", values.dtype,
+                                "a float dtype, since the table has several element types",
                                 "pass the rows before quantisation")
     _check_finite(what, values, ids)
     found = []
@@ -64,7 +64,7 @@ def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: t
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
+    # The sum is the cheapest test; a sum of finite numbers may overflow, so check again.
     if values.dtype.is_floating_point and math.isfinite(values.sum(dtype=torch.float32)):
         return True
     return bool(torch.isfinite(values).all())
@@ -79,13 +79,14 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """Places of the dense weights that change; raises InvalidInputError for one that does not fit.
-    """
+    """Return the entries of the dense weights that change; raises InvalidInputError if one does not
+    fit or is not finite."""
     what = "cannot change published weights"
     entries = [e for e in layout.dense if e.key in dense]
     unknown = sorted(set(dense) - {e.key for e in entries})
     if unknown:
-        raise InvalidInputError(what, "keys", unknown[:8], "weights of the published model",
+        raise InvalidInputError(what, "unknown keys", unknown[:8],
+                                "keys of the published dense weights",
                                 "publish weights of the same model")
     for entry in entries:
         check_dense(entry, dense)
@@ -104,9 +105,9 @@ def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
     found = None if value is None else (str(value.dtype).removeprefix("torch."),
                                         tuple(value.shape))
     if value is None or found != (entry.dtype, entry.shape):
-        raise InvalidInputError("cannot publish weights beside the tables", entry.key, found,
-                                f"{(entry.dtype, entry.shape)}",
+        raise InvalidInputError("cannot publish dense weights", f"dtype and shape of {entry.key}",
+                                found, f"{(entry.dtype, entry.shape)}",
                                 "publish weights of the same model")
     if bool(value.isnan().any()):
-        raise InvalidInputError("cannot publish weights beside the tables", entry.key, "nan",
-                                "numbers", "look at the training run")
+        raise InvalidInputError("cannot publish dense weights", entry.key, "nan", "no NaN",
+                                "look at the training run")

@@ -1,7 +1,7 @@
 """The handshake by which a reader of published tables finds its publisher.
 
-A publisher listens on an abstract socket of its user. It sends `HANDSHAKE`, the descriptors of its
-segments, and a text.
+A publisher listens on an abstract socket named after its user and name. It sends `HANDSHAKE`, the
+descriptors of its segments, and a JSON text.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from oper.shmem.group.domains import peer_credentials
 MAGIC = b"OPERPUB1"
 HANDSHAKE = struct.Struct("<8sI")  # magic, bytes of the text that follows
 _MAX_TEXT = 1 << 30
-_MAX_FDS = 253  # of one message
+_MAX_FDS = 253  # the kernel's limit per message
 _RETRY_S = 0.02
 
 
 def check_name(name: str) -> str:
-    """Check that a text can name a publication and return it; raises InvalidInputError if not."""
+    """Return `name` if it is valid for a publication; raises InvalidInputError otherwise."""
     allowed = isinstance(name, str) and 1 <= len(name) <= 64 and all(
         c.isascii() and (c.isalnum() or c in "._-") for c in name)
     if not allowed:
         raise InvalidInputError("invalid name of a publication", "name", name,
-                                "1 to 64 of A-Z a-z 0-9 . _ -", "choose another")
+                                "1 to 64 characters of A-Z a-z 0-9 . _ -", "choose another name")
     return name
 
 
 def socket_name(name: str) -> str:
-    """Name of the abstract socket of this user's publication `name`."""
+    """Return the name of the abstract socket of this user's publication `name`."""
     return f"\0oper-publication-{os.getuid()}-{name}"
 
 
@@ -67,13 +67,13 @@ def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
             if magic != MAGIC or size > _MAX_TEXT:
                 raise ValueError(f"handshake {magic!r}")
         else:
-            raise OperError("a publisher hung up", "handshake", head, "its tables",
-                            "attach again, or look at the publisher")
+            raise OperError("a publisher closed the connection", "handshake", head,
+                            f"{HANDSHAKE.size} bytes", "attach again, or check the publisher's log")
         while size > 0:
             part = connection.recv(min(size, 1 << 20))
             if not part:
-                raise OperError("a publisher hung up", "missing bytes", size, "0",
-                                "attach again, or look at the publisher")
+                raise OperError("a publisher closed the connection", "missing bytes", size, "0",
+                                "attach again, or check the publisher's log")
             parts.append(part)
             size -= len(part)
     except OSError as error:

@@ -1,9 +1,8 @@
 """The publishing side of read-only tables: two buffers, an epoch, a thread that accepts readers.
 
-Segments are anonymous memory files, so nothing remains when publisher and readers have ended,
-however they ended. Readers get read-only descriptors. The connection over which a reader got them
-stays open as long as it lives; when it closes, which the kernel ensures even after SIGKILL, the
-reader's place is freed.
+Segments are anonymous memory files, which the kernel frees when publisher and readers have exited,
+even after SIGKILL. Readers get read-only descriptors over a connection that stays open as long as
+the reader lives; when it closes, the publisher frees the reader's slot.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from oper.shmem.publication.state import State
 from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-_WAIT_S = 5e-5  # between looks for readers
-_QUIET_S = 0.005  # to wait for a moment without any before some of them have to wait
-_TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
-_ONLY = torch.zeros(1, dtype=torch.int64)  # place of the one row that a dense weight is
-_SEND_S = 10.0  # that a reader may take to accept its handshake
+_WAIT_S = 5e-5  # interval at which pins of readers are polled
+_QUIET_S = 0.005  # how long to wait for a moment without pins before new lookups are blocked
+_TICK_S = 0.05  # interval at which to try to free a buffer that readers may still use
+_ONLY = torch.zeros(1, dtype=torch.int64)  # row number of a dense weight, which counts as one row
+_SEND_S = 10.0  # timeout for sending the handshake to a reader
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,14 +71,14 @@ class Publisher:
     """Tables and dense weights of a model, in memory that readers of this host share.
 
     Args:
-        name: the name by which readers find it (`oper.shmem.publication.handshake.check_name`).
+        name: name by which readers attach (`oper.shmem.publication.handshake.check_name`).
         plan: the tables, placed on memory domains: one rank per NUMA node, in order.
-        dense: the dense weights; their shapes and dtypes are fixed from here on.
-        keep_spare: keep the memory of the buffer that is not read, for the next publication.
+        dense: dense weights by key, whose shapes and dtypes all later weights must have.
+        keep_spare: keep the memory of the unused buffer for the next publication.
         checksum: write checksums that `Reader.verify` compares.
 
     Attributes:
-        page_kind: pages of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
+        page_kind: page size of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
 
     Raises:
         OperError: memory does not suffice, or another publisher of this user has the name.
@@ -105,19 +104,20 @@ class Publisher:
 
     @property
     def epoch(self) -> int:
-        """Number of the present weights, 0 = none yet.
+        """Number of the current weights, 0 = none yet.
 
-        It grows by one when all weights are replaced, by two when some are changed in place.
+        Increases by 1 when all weights are replaced, and by 2 when rows are changed in place.
         """
         self._check_open()
         return self._state.epoch
 
     def readers(self) -> list[int]:
-        """Process ids of the attached readers."""
+        """Return the process ids of the attached readers, ascending."""
         return sorted(self._state.pids.values())
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes: ``tables`` and ``dense`` of one epoch, ``spare`` held by the other buffer now."""
+        """Return bytes of ``"tables"`` and ``"dense"`` weights per epoch, and of memory that the
+        ``"spare"`` buffer uses now."""
         self._check_open()
         dense = sum(e.num_bytes for e in self.layout.dense)
         spare = self._state.buffers[(self.epoch + 1) & 1].held_bytes()
@@ -125,21 +125,21 @@ class Publisher:
 
     def publish_rows(self, rows: Callable[[str], Rows], dense: Mapping[str, torch.Tensor],
                 timeout_s: float = 60.0) -> int:
-        """Write the other buffer and make it the one that readers see.
+        """Write all weights to the unused buffer, and make it the one that readers use.
 
         Args:
-            rows: by table name, (first id, rows) in any order and number, which must cover the
-                table: floats [n, dim], or uint8 [n, bytes of a row] for tables of codes that have
-                one type.
-            dense: the dense weights, of the shapes and dtypes given at creation.
-            timeout_s: how long to wait for readers of the epoch before the last.
+            rows: ``rows(name)`` yields (first id, rows) of a table in any order and must cover it;
+                rows are floats [n, dim], or uint8 [n, bytes of a row] for quantised tables with a
+                single element type.
+            dense: dense weights by key, with the shapes and dtypes given at creation.
+            timeout_s: seconds to wait for readers that still pin an epoch in the unused buffer.
 
         Returns:
             The new epoch.
 
         Raises:
             InvalidInputError: weights do not fit; readers continue with the old epoch.
-            DeadlineError: a reader does not leave that buffer; as above.
+            DeadlineError: a reader does not unpin the buffer; readers continue with the old epoch.
         """
         self._check_open()
         state = self._state
@@ -161,14 +161,14 @@ class Publisher:
         return epoch
 
     def prepare_rows(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
-        """Check and round changes, and fetch the rows that they replace; `commit` makes them.
+        """Check and convert changes for `commit`, and load the rows that they replace into caches.
 
-        What takes time is done here, where the caller may run at a low priority: readers wait for
-        `commit`, and want the core that it runs on.
+        Readers wait during `commit`, so all slow work is done here, where the caller may run at low
+        priority.
 
         Args:
-            rows: by table name, ids int64 [n], each once, and their rows as for `publish_rows`.
-            dense: dense weights that change; the others stay.
+            rows: by table name, distinct ids int64 [n] and their rows as for `publish_rows`.
+            dense: dense weights that change, by key.
 
         Raises:
             InvalidInputError: a change does not fit.
@@ -180,34 +180,33 @@ class Publisher:
                   for write in layout.writes(name, ids, stored)]
         prepared = Prepared(writes, [(e, _as_row(dense[e.key]))
                                      for e in changed_entries(layout, dense)])
-        with self._state.lock:  # nobody gives the rows' memory back
+        with self._state.lock:  # the buffer must not be freed meanwhile
             if self._state.epoch:
                 torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
         return prepared
 
     def _views(self) -> list[BufferRows]:
-        """The rows of the last epoch, as each memory domain sees them."""
+        """Return the rows of the last epoch as seen from each memory domain."""
         *segments, _ = self._state.buffers[self._state.epoch & 1].addresses
         return [BufferRows(self.layout, segments, d)
                 for d in range(self.layout.plan.world_size)]
 
     def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
-        """Change rows and weights of the last epoch in place, at once for every reader.
+        """Change rows and weights of the last epoch in place, atomically for every reader.
 
-        Readers inside a lookup finish with the old epoch first; those that begin meanwhile wait
-        while the rows are copied. There is no second copy of the tables. Only whole publications
-        have checksums.
+        Waits until no reader has pinned the epoch; readers that then want to pin it wait until the
+        rows are copied. The tables are not copied. The new epoch has no checksums.
 
         Args:
             prepared: the result of `prepare_rows`.
-            timeout_s: how long to wait for readers inside a lookup; other readers wait meanwhile.
+            timeout_s: seconds to wait for readers that have pinned the epoch.
 
         Returns:
-            The new epoch: two more than the last, since a buffer holds every other epoch.
+            The new epoch, the last one + 2, since it is in the same buffer.
 
         Raises:
-            InvalidInputError: nothing was published yet.
-            DeadlineError: a reader does not end its lookups; readers continue with the old epoch.
+            InvalidInputError: nothing has been published yet.
+            DeadlineError: a reader does not unpin the epoch; readers continue with the old weights.
         """
         self._check_open()
         state, layout = self._state, self.layout
@@ -224,7 +223,7 @@ class Publisher:
                 rows.append(value)
             header = self._header(epoch + 2, {})
             self._keep_out(epoch, timeout_s)
-            # Should this fail, readers stay out until a whole publication.
+            # If this fails, readers cannot pin an epoch until all weights are published again.
             torch.ops.oper.place_rows(to, places, rows)
             if layout.has_replicas:
                 for view in views:
@@ -234,9 +233,10 @@ class Publisher:
         return epoch + 2
 
     def _keep_out(self, epoch: int, timeout_s: float) -> None:
-        """Stop lookups from beginning, if possible at a moment when none is under way.
+        """Prevent readers from pinning `epoch`, and wait until no reader has pinned it.
 
-        Otherwise new lookups would have to wait for the end of those under way.
+        Tries to do so at a moment when it is not pinned, so that new lookups need not wait for
+        lookups under way.
         """
         state = self._state
         until = time.monotonic() + _QUIET_S
@@ -255,8 +255,8 @@ class Publisher:
             if time.monotonic() > deadline:
                 raise DeadlineError("a reader does not leave the buffer that is to be overwritten",
                                     "processes", busy,
-                                    f"an end of its lookups within {timeout_s:g} s",
-                                    "look at that process (stopped?), or end it")
+                                    f"the end of their lookups within {timeout_s:g} s",
+                                    "check whether these processes are stopped, or end them")
             time.sleep(_WAIT_S)
 
     def _write(self, buffer: int, epoch: int, rows: Callable[[str], Rows],
@@ -286,7 +286,7 @@ class Publisher:
                             torch.ops.oper.place_rows(*views[0].places([write]))
                 covered += values.shape[0]
             if covered != spec.num_rows:
-                raise InvalidInputError(f"cannot publish table {name!r}", "rows", covered,
+                raise InvalidInputError(f"cannot publish table {name!r}", "number of rows", covered,
                                         f"{spec.num_rows}", "pass all rows of this table once")
         for view in views:
             view.publish()  # replicas
@@ -302,7 +302,7 @@ class Publisher:
             layout, segments, dense_at) if self._checksum else {}))
 
     def _header(self, epoch: int, sums: dict[str, int]) -> torch.Tensor:
-        """The header that states an epoch and its checksums, uint8 [n]."""
+        """Return a buffer's header with its epoch and checksums, uint8 [n]."""
         text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
@@ -314,7 +314,7 @@ class Publisher:
                             "publish again")
 
     def close(self) -> None:
-        """Accept no more readers and forget the tables; attached ones keep what they have."""
+        """Stop accepting readers and release the tables; attached readers keep the last epoch."""
         self._release()
 
 
@@ -323,7 +323,8 @@ def _write_header(dense_at: int, header: torch.Tensor) -> None:
 
 
 class _Acceptor(threading.Thread):
-    """Gives attaching readers a place and the descriptors; frees the places of those that end."""
+    """Thread that gives attaching readers a slot and descriptors, and frees the slots of readers
+    that exit."""
 
     def __init__(self, listener: socket.socket, state: State) -> None:
         super().__init__(name="oper-publication", daemon=True)
@@ -344,17 +345,17 @@ class _Acceptor(threading.Thread):
             self._listener.listen(128)
             self.start()
         else:
-            self._wake.send(b"r")  # look after the spare buffer
+            self._wake.send(b"r")  # try to free the spare buffer
 
     def close(self) -> None:
-        """End the thread and close the connections to all readers."""
+        """Stop the thread and close the connections to all readers."""
         if self.ident is not None and self._owner == os.getpid():
             self._wake.send(b"q")
             self.join()
         self.forget()
 
     def forget(self) -> None:
-        """Close this process's descriptors."""
+        """Close the sockets in this process."""
         for connection in [self._listener, self._wake, self._woken, *self._slots]:
             connection.close()
         self._selector.close()
@@ -394,7 +395,7 @@ class _Acceptor(threading.Thread):
             self._state.pids[slot] = pid
             self._selector.register(connection, selectors.EVENT_READ)
             self._send_handshake(connection, slot)
-        except OSError:  # it has gone already
+        except OSError:  # the reader has exited already
             if connection in self._slots:
                 self._disconnect(connection)
             else:
@@ -404,7 +405,7 @@ class _Acceptor(threading.Thread):
         state = self._state
         fds = [state.control_fd]
         try:
-            # Opened again without the right to write; readers could not get it back.
+            # Reopened read-only, so that readers cannot map the segments writable.
             for buffer in state.buffers:
                 fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                         for fd in buffer.fds]
@@ -415,7 +416,7 @@ class _Acceptor(threading.Thread):
                 os.close(fd)
 
     def _disconnect(self, connection: socket.socket) -> None:
-        """Free the place of a reader that has closed its connection or died."""
+        """Free the slot of a reader that has closed its connection or died."""
         slot = self._slots.pop(connection)
         self._selector.unregister(connection)
         connection.close()
@@ -428,7 +429,7 @@ _ACCEPTORS: weakref.WeakSet[_Acceptor] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked child does not publish: the name and its readers' places stay the parent's."""
+    """Close the sockets in a forked child, so that name and readers stay with the parent alone."""
     for acceptor in _ACCEPTORS:
         acceptor.forget()
 
@@ -464,5 +465,5 @@ def _send(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) -
 
 
 def _as_row(value: torch.Tensor) -> torch.Tensor:
-    """A dense weight's numbers as one row [1, n], in the order of memory."""
+    """Return a dense weight as one contiguous row [1, n]."""
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(1, value.numel())

@@ -1,10 +1,10 @@
-"""Read-only tables that any number of processes of a host map: how they are read.
+"""Readers of published tables, which any number of processes of a host map.
 
 A publisher (`oper.shmem.publication.publisher`) writes all tables and dense weights of a model into
-one of two buffers and then increments the epoch; epoch e lies in buffer e % 2. A reader counts
-itself in before it reads and out afterwards (csrc/bindings/publication.cpp), so everything it reads
-in between is of one epoch, and the publisher overwrites a buffer only when no reader is counted
-there. A reader never waits, except while rows are copied for a change in place.
+one of two buffers and then increments the epoch; epoch e is in buffer e % 2. A reader pins the
+current epoch before it reads and unpins it afterwards (csrc/bindings/publication.cpp), so all its
+reads in between are of one epoch. The publisher overwrites a buffer only when no reader has pinned
+it. A reader waits only while the publisher changes rows in place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive
 
 VERSION = 1
 SEGMENT_NAME = "oper-tables"
-_CHANGE_S, _PAUSE_S = 30.0, 5e-5  # to wait for rows that are changed in place, and between looks
+_CHANGE_S, _PAUSE_S = 30.0, 5e-5  # longest wait for a change in place, and the polling interval
 
 
 class PublishedTables(BufferRows):
@@ -75,15 +75,19 @@ class PublishedTables(BufferRows):
 
     @property
     def epoch(self) -> int:
-        """The epoch that this thread reads; valid within a `Reader.pinned` block."""
+        """The epoch that this thread has pinned; raises OperError outside of `Reader.pinned`."""
         return self._reader.check_pinned(self._buffer)
 
     def lookup(self, batch: Lookup) -> torch.Tensor:
-        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
+        """Look up a batch.
+
+        Returns:
+            Pooled: float32 [B, sum of the features' dims]; unpooled: float32 [N, D].
 
         Raises:
-            InvalidInputError: an id is out of range, or lengths do not add up to the ids.
-            OperError: called outside of a `Reader.pinned` block of this buffer's epoch.
+            InvalidInputError: an id is out of range (see `BoundsCheck`), or lengths do not add up
+                to the number of ids.
+            OperError: the thread has not pinned an epoch of this buffer (`Reader.pinned`).
         """
         batch = self._checked(batch)
         out: torch.Tensor
@@ -95,20 +99,21 @@ class PublishedTables(BufferRows):
         return out
 
     def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
-        """DLRM's dot interaction of pooled embeddings and a dense row, without storing the
-        embeddings.
+        """Return DLRM's dot interaction of pooled embeddings and a dense row; embeddings are not
+        stored.
 
         Args:
-            batch: pooled; all tables have the same dim D.
-            dense: float32 [B, D], contiguous.
+            batch: a pooled batch; all tables must have the same dim D.
+            dense: float32 [B, D], one row per sample.
 
         Returns:
-            float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
-            (i, j), i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ...,
-            (1, 2), ... The products of a sample do not depend on the rest of the batch.
+            float32 [B, D + F * (F + 1) / 2] for F features: the dense row, then the dot products of
+            the pairs (i, j), i < j, in the order (0, 1), (0, 2), ..., (1, 2), ..., of the F + 1
+            rows dense, feature 0, feature 1, ... The result of a sample does not depend on other
+            samples.
 
         Raises:
-            InvalidInputError, OperError: as `lookup`.
+            InvalidInputError, OperError: as `lookup`, or `dense` has a wrong shape or dtype.
 
         Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
         Recommendation Systems" (2019), section 2.1.
@@ -123,27 +128,27 @@ class PublishedTables(BufferRows):
     def lookup_shared_interaction(
             self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
             shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`lookup_interaction` of samples with shared features, such as candidates that share a
-        user's.
+        """Perform `lookup_interaction` for samples of which several share the features of a user.
 
-        The products are equal bit for bit; those that all samples of a user share are returned
-        once.
+        The products are bitwise those of `lookup_interaction`; products between shared features are
+        computed and returned once per user.
 
         Args:
             batch, dense: as for `lookup_interaction`.
-            first: int64 [B]; the first sample of each sample's user; a user's samples are
-                consecutive, and the shared features of the first are looked up for all.
-            shared_keys: bool [num_keys], which keys of the batch are shared; their bags in a user's
-                other samples are not read and may be empty.
+            first: int64 [B], index of the first sample of each sample's user. Samples of a user
+                must be consecutive; the shared features of the first sample are used for all.
+            shared_keys: bool [num_keys], whether each key of the batch is shared; bags of shared
+                keys in a user's other samples are not read and may be empty.
 
         Returns:
-            The pairs of the S shared features, float32 [U, S * (S - 1) / 2] for U users; float32
-            [B, D + C * S + C * (C - 1) / 2]: the dense row, the products of each of the sample's C
-            own rows (dense, then its features) with the S shared ones, and the pairs of its own
-            rows; each sample's user, int64 [B]. See `shared_pairs`.
+            For U users, S shared features and C own rows of a sample (dense, then its other
+            features): the products of pairs of shared features, float32 [U, S * (S - 1) / 2];
+            float32 [B, D + C * S + C * (C - 1) / 2] with the dense row, the products of own and
+            shared rows, and the products of pairs of own rows; and each sample's user, int64 [B].
+            `shared_pairs` maps these columns to those of `lookup_interaction`.
 
         Raises:
-            InvalidInputError, OperError: as `lookup`.
+            InvalidInputError, OperError: as `lookup_interaction`.
         """
         batch, dense = self._checked_interaction(batch, dense)
         users: torch.Tensor
@@ -157,14 +162,15 @@ class PublishedTables(BufferRows):
                              ) -> tuple[Lookup, torch.Tensor]:
         batch = self._checked(batch)
         if batch.shared is not None:
-            raise InvalidInputError("cannot take the interaction", "samples that share bags",
-                                    tuple(batch.shared.samples.shape), "a bag for each sample",
-                                    "name shared bags by `lookup_shared_interaction`")
+            raise InvalidInputError("cannot compute the interaction", "shape of inverse_indices",
+                                    tuple(batch.shared.samples.shape), "None, a bag per sample",
+                                    "use `lookup_shared_interaction` for shared bags")
         want = (batch.batch_size, self._row_dim)
         if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
-            raise InvalidInputError("cannot take the interaction", "dense",
-                                    (dense.dtype, tuple(dense.shape)),
-                                    f"float32 {want}, beside a pooled batch", "correct the model")
+            raise InvalidInputError("cannot compute the interaction", "dense, pooled",
+                                    (dense.dtype, tuple(dense.shape), batch.pooled),
+                                    f"float32 {want}, True", "pass one dense row per sample of a "
+                                    "pooled batch, as wide as the tables")
         return batch, dense.contiguous()
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
@@ -173,34 +179,35 @@ class PublishedTables(BufferRows):
                                                      self.device))
 
     def _checked(self, batch: Lookup) -> Lookup:
-        """The batch with its invalid ids replaced, if `BoundsCheck` says so."""
+        """Check the pinned epoch; returns the batch after `BoundsCheck.repair`."""
         self._reader.check_pinned(self._buffer)
         refuse_weight_gradient(batch)
         return self.bounds.repair(batch, self.device)
 
     def resolve(self, batch: Lookup) -> Lookup:
-        """The batch, unchanged: its epoch is chosen at its lookup."""
+        """Return the batch unchanged, since its epoch is not known before its lookup."""
         return batch
 
     def publish(self) -> None:
-        """Nothing to do, since the publisher writes the rows."""
+        """Raise OperError, since only the publisher may write rows."""
         raise OperError("cannot write published tables", "tables", list(self.specs)[:8],
-                        "tables of a trainer", "publish new weights from the trainer")
+                        "tables that are not read-only", "publish new weights with the publisher")
 
     def traffic(self, reset: bool = False) -> Traffic:
-        """Rows read since the start or the last reset, by table and memory domain."""
+        """Return the counts of rows read since the start or the last reset; peers are domains."""
         return kernel_traffic(self, self.handle, reset)
 
 
 def shared_pairs(dim: int, is_shared: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Map columns of `lookup_interaction` to the results of `lookup_shared_interaction`.
+    """Map the results of `lookup_shared_interaction` to columns of `lookup_interaction`.
 
     Args:
-        dim: dimension of the rows.
+        dim: number of columns D of the rows.
         is_shared: whether each feature is shared.
 
     Returns:
-        Columns of the former that make up the result per user, and the result per sample, in order.
+        The column of `lookup_interaction` for each column of the result per user, and for each
+        column of the result per sample.
     """
     num_rows = len(is_shared) + 1
     rows = list(enumerate([False, *is_shared]))
@@ -219,22 +226,23 @@ _READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 class Reader:
-    """A process's view of a publication.
+    """A process's connection to a publication, with its buffers mapped.
 
     Args:
         name: name of the publication.
-        timeout_s: how long to wait for a publisher of that name.
-        domain: memory domain that rows are read from first; by default that of this process's
-            processors.
+        timeout_s: seconds to wait for a publisher of that name.
+        domain: memory domain (NUMA node of the plan) from whose replicas to read; by default the
+            domain of this process's processors.
 
     Attributes:
-        name, domain: as given.
+        name, domain: the arguments.
         layout: layout of the published tables.
-        addresses: int [2][D], the domains' segments of both buffers, mapped read-only.
+        addresses: int [2][D], addresses of the domains' segments of both buffers, read-only.
         publisher_pid: process id of the publisher.
 
     Raises:
-        OperError: there is no publisher of that name and user, or it cannot take another reader.
+        OperError: this user has no publisher of that name, or it cannot accept another reader.
+        FileFormatError: the publisher runs another version of this package.
     """
 
     def __init__(self, name: str, timeout_s: float = 10.0, domain: int | None = None) -> None:
@@ -251,17 +259,18 @@ class Reader:
             told = json.loads(text)
             if "error" in told:
                 raise OperError(f"cannot attach to publication {name!r}", "reason", told["error"],
-                                "a free place", "stop a reader")
+                                "fewer attached readers", "stop a reader")
             self.layout = Layout.from_text(told["layout"])
             self._slot = int(told["slot"])
             self.domain = near_domain(told["nodes"]) if domain is None else domain
             self._map(fds)
-            self._connection.setblocking(False)  # from here on it only tells who lives
+            self._connection.setblocking(False)  # from now on only its closing is significant
         except (ValueError, KeyError, TypeError) as error:
             self.close()
             raise FileFormatError(f"cannot attach to publication {name!r}", "handshake",
-                                  f"{type(error).__name__} {error}", f"one of version {VERSION}",
-                                  "run one version of this package on a host") from None
+                                  f"{type(error).__name__} {error}",
+                                  f"a publisher with protocol version {VERSION}",
+                                  "run the same version of this package in all processes") from None
         except BaseException:
             self.close()
             raise
@@ -302,13 +311,14 @@ class Reader:
 
     @property
     def epoch(self) -> int:
-        """The last epoch that was published."""
+        """The most recently published epoch."""
         self._check_open()
         return abs(int(torch.ops.oper.publication_epoch(self._control)))
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
-        """A block in which this thread reads one epoch, whose number it yields; may be nested."""
+        """Pin the current epoch for this thread inside the block; yields the epoch. Nested blocks
+        use the epoch of the outer one."""
         epoch = getattr(self._pins, "epoch", None)
         if epoch is not None:
             yield epoch
@@ -324,7 +334,7 @@ class Reader:
                 torch.ops.oper.publication_unpin(self._control, self._slot, epoch)
 
     def _pin(self) -> int:
-        """Count this process in; waits while the publisher changes rows in place."""
+        """Pin the current epoch; waits while the publisher changes rows in place."""
         until = time.monotonic() + _CHANGE_S
         is_alive = True
         while True:
@@ -335,28 +345,30 @@ class Reader:
                 raise OperError(
                     f"publication {self.name!r} cannot be read", "publisher",
                     f"process {self.publisher_pid}, {'stuck' if is_alive else 'ended'} while it "
-                    f"changed rows of epoch {-epoch}", "a whole epoch", "publish all weights again")
+                    f"changed rows of epoch {-epoch}", "a complete change of rows",
+                    "publish all weights again")
             is_alive = self.publisher_alive
             time.sleep(_PAUSE_S)
 
     def check_pinned(self, buffer: int) -> int:
-        """The epoch that this thread reads; raises OperError unless it lies in that buffer."""
+        """Return this thread's pinned epoch; raises OperError unless it is in that buffer."""
         epoch = getattr(self._pins, "epoch", None)
         if epoch is None or epoch & 1 != buffer:
-            raise OperError("lookup outside of its epoch", "epoch", epoch,
-                            "a call of the served model, or of its parts within served.pinned()",
-                            "call the model that oper.attach returned")
+            raise OperError("lookup outside of its epoch", "pinned epoch", epoch,
+                            f"an epoch in buffer {buffer}, pinned by a call of the served model or "
+                            "by served.pinned()", "call the model that oper.attach returned")
         return int(epoch)
 
     def _check_open(self) -> None:
         if not self._mapped or self._owner != os.getpid():
             raise OperError(f"publication {self.name!r} is not open here", "process", os.getpid(),
                             f"process {self._owner}, before close()",
-                            "attach again in a process that was forked")
+                            "attach again, also in a forked process")
 
     @property
     def publisher_alive(self) -> bool:
-        """Whether the publisher still runs; without it the last epoch stays readable."""
+        """Whether the publisher process is running; the last epoch stays readable after its exit.
+        """
         try:
             return self._connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -364,7 +376,7 @@ class Reader:
         except OSError:
             return False
 
-    # ---- what lies beside the tables -------------------------------------------------------------
+    # ---- dense weights and checksums -------------------------------------------------------------
 
     def _header(self, buffer: int) -> tuple[bytes, int, int, int]:
         raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size)
@@ -372,14 +384,15 @@ class Reader:
         return magic, version, epoch, num_bytes
 
     def dense(self, buffer: int) -> dict[str, torch.Tensor]:
-        """The dense weights, as views of a buffer; never write to them."""
+        """Return the dense weights by key, as views of a buffer that must not be written to."""
         return {e.key: dense_view(self._dense[buffer], e) for e in self.layout.dense}
 
     def verify(self) -> int:
         """Compare the current epoch with its checksums; returns the epoch.
 
         Raises:
-            FileFormatError: a segment differs, or the publisher wrote no checksums.
+            FileFormatError: a segment differs, or the epoch has no checksums, because the publisher
+                does not write them or has changed rows in place.
         """
         with self.pinned() as epoch:
             buffer = epoch & 1
@@ -388,7 +401,7 @@ class Reader:
             told = json.loads(raw.numpy()[HEADER.size:].tobytes())
             if not told["crc32"]:
                 raise FileFormatError(f"publication {self.name!r} cannot be verified", "checksums",
-                                      "none", "those of a whole publication that writes them",
+                                      "none", "a publication of all weights, with checksum=True",
                                       "publish all weights")
             found = self.sums()
             bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
@@ -398,7 +411,7 @@ class Reader:
         return epoch
 
     def sums(self) -> dict[str, int]:
-        """CRC-32 of every segment of the current epoch, by name."""
+        """Compute the CRC-32 of every segment of the current epoch, by name."""
         with self.pinned() as epoch:
             return checksums(self.layout, self.addresses[epoch & 1], self._dense[epoch & 1])
 
@@ -417,7 +430,7 @@ def _release(mapped: list[tuple[int, int]], connection: socket.socket) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child is no reader: its parent's place is given up when the parent ends."""
+    """Close the parent's connections in a forked child, so that they end with the parent."""
     for reader in _READERS:
         reader._connection.close()
 

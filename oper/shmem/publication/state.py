@@ -41,7 +41,7 @@ class Buffer:
             raise
 
     def give_back(self) -> None:
-        """Return the buffer's pages to the system; the mappings remain."""
+        """Free the buffer's memory pages; the mappings remain."""
         if self.is_filled:
             libc = ctypes.CDLL(None, use_errno=True)
             for fd, size in zip(self.fds, self.sizes, strict=True):
@@ -50,7 +50,7 @@ class Buffer:
             self.is_filled = False
 
     def held_bytes(self) -> int:
-        """Bytes of memory in use by the segments."""
+        """Return the bytes of memory that the segments use now."""
         return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
 
     def close(self) -> None:
@@ -64,8 +64,8 @@ class Buffer:
 def _bind(address: int, num_bytes: int, node: int) -> None:
     refused = numa.bind(address, num_bytes, node)
     if refused:
-        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): their "
-                      "pages lie where they are first written", stacklevel=2)
+        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): each page "
+                      "is allocated on the node that first writes to it", stacklevel=2)
 
 
 class State:
@@ -74,7 +74,7 @@ class State:
     def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
         self.layout = layout
         self.nodes = nodes
-        self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
+        self.lock = threading.RLock()  # held while a buffer is written or freed
         self.buffers: list[Buffer] = []
         self.control_bytes = int(torch.ops.oper.publication_control_bytes())
         try:
@@ -96,12 +96,12 @@ class State:
         return abs(int(torch.ops.oper.publication_epoch(self.control)))
 
     def busy(self, buffer: int) -> list[int]:
-        """Processes that read a buffer."""
+        """Return the process ids of readers that have pinned an epoch in a buffer."""
         slots = torch.ops.oper.publication_busy(self.control, buffer, list(self.pids))
         return [self.pids[s] for s in slots if s in self.pids]
 
     def try_to_give_back(self) -> None:
-        """Return the old buffer's memory if nobody reads it."""
+        """Free the unused buffer's memory if this is pending and no reader has pinned it."""
         if self.is_spare_pending and self.lock.acquire(blocking=False):
             try:
                 spare = (self.epoch + 1) & 1
