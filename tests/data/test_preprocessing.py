@@ -263,9 +263,9 @@ def test_results_of_no_use_are_warned_of(
             (few, Choice(["a"], "y"), {"valid": "1/10"}, ["valid part is empty"]),
             (few, Choice(["a"], "y", time="t"), {"valid": "1/3", "test": "1/3"},
              ["valid part is empty", "test part is empty"]),
-            (few, Choice(["a", "b"], "y"), {"valid": "1/3"}, ["'b' has no value of its own"]),
+            (few, Choice(["a", "b"], "y"), {"valid": "1/3"}, ["values of column 'b' share row 0"]),
             (few, Choice(["a"]), {"valid": "1/3"}, ["no label"]),
-            (good, Choice(["a", "y"], "y"), {}, ["'y' is made of the label's column"]),
+            (good, Choice(["a", "y"], "y"), {}, ["'y' is read from the label's column"]),
             (good, Choice(["a"], "y", time="t", time_format="unix_ms"), {"valid": "0"},
              ["seconds read as milliseconds"])):
         caplog.clear()
@@ -276,7 +276,7 @@ def test_results_of_no_use_are_warned_of(
         assert warned == [f"warning: {f}" for f in found]
     done = run_here("preprocess", "csv", str(tmp_path / "log.csv"), "--sparse", "a", "-o",
                     str(tmp_path / "new"))
-    assert done.returncode == 0 and "warning: there is no label" in done.stderr
+    assert done.returncode == 0 and "warning: the log has no label" in done.stderr
     assert "problems: 1" in done.stdout
 
 

@@ -255,7 +255,7 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", *words, str(tmp_path / "three")], capture_output=True, text=True,
             check=True, timeout=300, env={**os.environ, "SLURM_ARRAY_TASK_ID": task})
-        assert ("is there already" in done.stderr) == (task == "1")
+        assert ("already exists" in done.stderr) == (task == "1")
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
