@@ -102,7 +102,7 @@ def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> 
          InvalidInputError, r"'bucket' has the time buckets"),
         ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["time"],
           "time": "when"}, InvalidInputError, r"'time' has the times"),
-        ({"cross": ["user*nothing=10"]}, InvalidInputError, "of one id each"),
+        ({"cross": ["user*nothing=10"]}, InvalidInputError, "with one id per row"),
         ({"cross": ["user*item"]}, InvalidInputError, "A\\*B=N"),
         ({"sparse": ["user", "age:bins=30/18"]}, InvalidInputError, "ascending numbers"),
         ({"sparse": ["user", "age:bins=x"]}, InvalidInputError, "a finite number"),
