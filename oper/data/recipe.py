@@ -35,10 +35,10 @@ class Column:
         parse: how a field is converted. Labels: ``"binary"`` (0 or 1), ``"threshold"`` (1 for
             numbers >= `threshold`) or ``"among"`` (1 for strings in `positive`). Dense columns:
             ``"int"`` (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
-            ``"uint32"``, ``"uint64"`` or ``"int"`` (decimal, the last one signed, 64 bits),
-            ``"integral"`` (decimal, may be written 17850.0), ``"string"``, or ``"bins"`` (index of
-            the number's bin). Times: ``"unix"`` (seconds since 1970), ``"unix_ms"``, ``"iso"``
-            (ISO 8601 without a zone, taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
+            ``"uint32"``, ``"uint64"``, ``"int"`` (signed, 64 bits), ``"integral"`` (an integer that
+            may be written 17850.0), ``"string"``, or ``"bins"`` (index of the number's bin). Times:
+            ``"unix"`` (seconds since 1970), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone,
+            taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
         transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
         source: alternative names of the column in the header or schema of files; empty = `name`.
         missing: strings that denote a missing field, in addition to the empty string.

@@ -85,7 +85,7 @@ def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> 
     (folder / "twice.csv").write_text("id,genre\ni1,a\ni1,b\n")
     cases: list[tuple[dict[str, Any], type[OperError], str]] = [
         ({"join": str(folder / "twice.csv"), "join_on": "item=id", "join_sparse": ["genre"]},
-         FileFormatError, "different keys 'item'=1"),
+         FileFormatError, "distinct keys 'item'=1"),
         ({"join": str(folder / "items.csv"), "join_on": "nobody", "join_sparse": ["genre"]},
          InvalidInputError, "key of a join='nobody'"),
         ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["nothing"]},
