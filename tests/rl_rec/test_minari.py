@@ -87,7 +87,7 @@ def of_numbered_actions(buffer: Any) -> Any:
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (cut_off, "episodes that end"), (of_other_actions, "shapes of observations"),
+    (cut_off, "terminated episodes"), (of_other_actions, "shapes of observations"),
     (of_numbered_actions, "shapes of observations")])
 def test_what_is_no_log_of_the_shop_is_refused(change: Callable[[Any], Any], told: str) -> None:
     from gymnasium.spaces import Box, Discrete
