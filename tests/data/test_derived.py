@@ -1,4 +1,4 @@
-"""Columns made of others (side tables, crosses, bins), from recipes and from the command line."""
+"""Derived columns (side tables, crosses, bins) from recipes and from the command line."""
 
 from __future__ import annotations
 
