@@ -66,7 +66,6 @@ def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) 
 
 
 def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | KeyCounter]:
-    """Make one counter per sparse column."""
     if folder.raw_ids:
         return [KeyCounter(options.presence_samples, options.sparse_budget_bytes)
                 for _ in folder.sparse]

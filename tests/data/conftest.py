@@ -51,6 +51,5 @@ def real_log() -> Path:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A synthetic log of 1500 rows."""
     return write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
         1500, cardinalities=(50,) * 20 + (3000,) * 6))

@@ -54,7 +54,6 @@ class TableModel:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
         return self.popularity.num_rows
 
     @property

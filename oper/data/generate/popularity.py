@@ -48,7 +48,6 @@ class Popularity:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
         return int(self.rows.sum())
 
     def draw(self, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -102,7 +102,6 @@ class RowGroups:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split."""
         return int(self.rows.sum())
 
     def place(self, group: int) -> tuple[Path, int]:

@@ -97,7 +97,6 @@ class Assembly:
 
     def _features(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
                   pin: bool) -> list[dict[str, Any]]:
-        """Make the arguments of the KeyedJaggedTensor of each batch."""
         keys = self.folder.sparse
         columns = {n: [joined(pieces)] if n in self.bags else pieces
                    for n, pieces in window.columns.items()}
@@ -151,7 +150,6 @@ class Assembly:
 
 
 def _floats(pieces: Sequence[Column]) -> list[np.ndarray]:
-    """Convert a column's values to float32."""
     return [p.values.astype(np.float32, copy=False) for p in pieces]
 
 

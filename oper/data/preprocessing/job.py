@@ -68,12 +68,10 @@ class Job(JobSpec):
 
     @property
     def folder(self) -> WorkFolder:
-        """The folder of work in progress."""
         return WorkFolder(self.target, self.identity())
 
     @property
     def stage(self) -> Stage:
-        """The files of the first pass."""
         if self._stage is None:
             self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
         return self._stage

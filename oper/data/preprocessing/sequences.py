@@ -39,7 +39,6 @@ class _Sequences:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Names of the columns to read."""
         own = self.folder
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 

@@ -40,7 +40,6 @@ class JobSpec:
 
     @property
     def work(self) -> Path:
-        """The folder of work in progress."""
         return work_folder(self.target)
 
     @property

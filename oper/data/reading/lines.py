@@ -63,7 +63,6 @@ class Block:
 
     @functools.cached_property
     def num_lines(self) -> int:
-        """Number of lines in the block."""
         return self.data.count(b"\n")
 
 

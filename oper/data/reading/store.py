@@ -175,7 +175,6 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
 
 
 def _pieces(name: str) -> Iterator[bytes]:
-    """Yield the data of a pipe."""
     with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
         while piece := pipe.read(1 << 22):
             yield piece

@@ -107,7 +107,6 @@ class RunMerger:
                 yield merge_counts(parts)
 
     def close(self) -> None:
-        """Remove the spilled files."""
         for pair in self._spilled:
             for path in pair:
                 path.unlink(missing_ok=True)

@@ -74,7 +74,6 @@ class SequenceBatches:
         self._first = np.maximum(self._start - window, data.offsets[users])
 
     def __len__(self) -> int:
-        """Number of subsequences."""
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Sequences]:
@@ -95,7 +94,6 @@ class HistoryBatches:
         self._users = np.flatnonzero(data.train_stop > data.offsets[:-1])
 
     def __len__(self) -> int:
-        """Number of users."""
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Histories]:

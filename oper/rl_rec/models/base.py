@@ -25,7 +25,6 @@ class ModelConfig:
     """Base class of models' configurations, which ``[model]`` of a training configuration sets."""
 
     def __post_init__(self) -> None:
-        """Check the fields; raises InvalidInputError."""
         self.check()
 
     def check(self, *checks: tuple[str, bool, str]) -> None:
@@ -85,7 +84,6 @@ class Histories:
 
     @property
     def num_users(self) -> int:
-        """B, the number of users."""
         return self.users.numel()
 
 

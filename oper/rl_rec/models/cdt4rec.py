@@ -228,7 +228,6 @@ class Heads(nn.Module):
 
 
 def make_backbone(config: CDT4RecConfig) -> nn.Module:
-    """Create the backbone `config.backbone`."""
     return (MultiStream if config.backbone == "causal" else Interleaved)(config)
 
 

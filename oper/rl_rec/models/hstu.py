@@ -175,13 +175,11 @@ class HSTU(NextItem):
             self.rank_head = nn.Linear(config.dim, 1)
 
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
-        """See `NextItem.tokens`."""
         if not self.config.rank_weight:
             return rows
         return rows + self.reward_token(histories.rewards.unsqueeze(-1))
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """See `NextItem.outputs`."""
         out: torch.Tensor = self.norm(self._past(items, times).states)
         return out
 

@@ -94,5 +94,4 @@ class ItemToItem(Recommender):
         return torch.sparse.mm(interaction_matrix(histories, len(self.weights)), self.weights)
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Scores of `items` for each user, float32 [B, n]."""
         return encoded[:, items]

@@ -100,7 +100,6 @@ class NextItem(Recommender):
         return torch.cat([self.start.expand(items.shape[0], 1, -1), items], dim=1)
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
-        """KJT of the batch's items with newly drawn negatives."""
         return [self._kjt(batch, self.negatives.draw(batch.items.device))]
 
     def _kjt(self, batch: Histories, drawn: torch.Tensor) -> KeyedJaggedTensor:

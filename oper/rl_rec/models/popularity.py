@@ -28,7 +28,6 @@ class Popularity(Recommender):
         self.register_buffer("counts", counts.float())
 
     def encode(self, histories: Histories) -> int:
-        """Return the number of users."""
         return histories.num_users
 
     def scores(self, encoded: int, items: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,6 @@ class Critics(nn.Module):
         return step.rewards.new_zeros(())
 
     def policy(self) -> Policy:
-        """Return the learned policy."""
         raise NotImplementedError
 
 
@@ -137,11 +136,9 @@ class DQN(Critics):
         return self.choices[found.mean(dim=0).argmax(dim=1)]
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Critics.next_value`."""
         return values(self.slow_critics, states, self.best(states)).mean(dim=0)
 
     def policy(self) -> Policy:
-        """Return the policy of the best choice."""
         return lambda past: self.best(normalised(past.states[:, -1]))
 
 
@@ -154,7 +151,6 @@ class ActorCritic(Critics):
         self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
 
     def follow(self) -> None:
-        """See `Critics.follow`."""
         super().follow()
         _follow(self.slow_actor, self.actor)
 
@@ -172,7 +168,6 @@ class ActorCritic(Critics):
         return found
 
     def policy(self) -> Policy:
-        """Return the actor's policy."""
         return acting(self.actor)
 
 
@@ -192,7 +187,6 @@ class TD3BC(ActorCritic):
     alpha = 2.5
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         chosen = self.actor(step.states)
         scale = self.alpha / self.value_of(step.states, step.actions).abs().mean().clamp(min=1e-6)
         gain = scale.detach() * self.value_of(step.states, chosen).mean()
@@ -214,18 +208,15 @@ class IQL(ActorCritic):
         self.value = perceptron(steps.states.shape[-1], 1)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Critics.next_value`."""
         found: torch.Tensor = self.value(states).squeeze(-1)
         return found
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """Expectile loss of V."""
         gap = self._advantage(step)
         weight = torch.where(gap > 0, self.expectile, 1 - self.expectile)
         return (weight * gap.square()).mean()
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         weight = (self.beta * self._advantage(step)).exp().clamp(max=100).detach()
         error = (self.actor(step.states) - step.actions).square().mean(dim=-1)
         return (weight * error).mean()
@@ -247,7 +238,6 @@ class CQL(ActorCritic):
     alpha, actions, noise = 5.0, 8, 0.2
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         half = self.actions // 2
         states = step.states.expand(half, -1, -1)
         with torch.no_grad():
@@ -259,7 +249,6 @@ class CQL(ActorCritic):
         return self.alpha * (high - values(self.critics, step.states, step.actions)).mean()
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         return -self.value_of(step.states, self.actor(step.states)).mean()
 
 

@@ -105,7 +105,6 @@ class DrawPerCustomer:
         self._kept = torch.zeros(0)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
-        """Return the customers' numbers, float32 [n, 1]."""
         if past.states.shape[1] == 1:
             shape = past.states.shape[0], 1
             one_only = self.choices.numel() == 1

@@ -371,7 +371,6 @@ class CaDVAE(Recommender):
         return loss
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """KJTs of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)

@@ -110,7 +110,6 @@ class MultVAE(Recommender):
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """KJTs of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
@@ -122,7 +121,6 @@ class MultVAE(Recommender):
         return self.decode(self.infer(*positives(histories))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Scores of `items` for each user, float32 [B, n]."""
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:

@@ -119,7 +119,6 @@ class RecVAE(Recommender):
         return _with_one(self.encoder(*positives(histories), 0.0)[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Scores of `items` for each user, float32 [B, n]."""
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:
