@@ -273,8 +273,7 @@ def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
 
 
 def _deeprecsys(tables: int, rows: int, length: int) -> Callable[[], list[TableModel]]:
-    """Return a preset of DeepRecSys (Gupta et al. 2020); its popularity is assumed, exponent 1.05.
-    """
+    """Return a DeepRecSys preset (Gupta et al. 2020); its power law's exponent is assumed."""
     return lambda: [TableModel(f"t{k}", power_law(rows, 1.05), _always(length))
                     for k in range(tables)]
 

@@ -157,8 +157,7 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
 
 def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
                     ) -> Popularity | None:
-    """Fit a power law plus rare rows with 0.5 expected accesses each; None if it has no solution.
-    """
+    """Fit a power law plus rare rows with 0.5 expected accesses each; None if there is no fit."""
     rate = np.array([_RARE_RATE])
     rare = Popularity(np.array([1]), rate / num_accesses)
     seen, often = (rare.expected(num_accesses, k) for k in (1, at_least))

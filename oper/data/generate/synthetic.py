@@ -151,8 +151,7 @@ class _Model:
     def _values(
         self, rows: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw ids int64 [26, n] in 0..cardinality-1 and dense values int64 [13, n] of `rows` [n].
-        """
+        """Draw ids int64 [26, n], >= 0 and < cardinality, and dense values int64 [13, n]."""
         days = rows * NUM_DAYS // self._log.num_rows
         ids = np.empty((26, rows.size), np.int64)
         for c, num_rows in enumerate(self._log.cardinalities):

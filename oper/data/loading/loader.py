@@ -190,8 +190,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the epoch; the first iteration after `load_state_dict` starts at its batch.
-        """
+        """Iterate over the epoch; after `load_state_dict`, once from the loaded position."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         epoch, first, of = self._resume

@@ -45,8 +45,7 @@ _RAW_TABLES = "raw.json"  # in the stage: manifest entries of columns of raw ids
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
-    """Make the error for an output folder that holds an earlier output (`is_ours`) or other files.
-    """
+    """Make the error for a folder that has an earlier output (`is_ours`) or other files."""
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(what, "output", target, "a new or empty folder",
@@ -89,8 +88,7 @@ class Job(JobSpec):
         return not self.options.force and self.read_manifest().get("job") == self.identity()
 
     def check_target(self) -> None:
-        """Raise InvalidInputError if the output folder holds something that must not be replaced.
-        """
+        """Raise InvalidInputError if the output folder must not be replaced."""
         target = self.target
         if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
             raise InvalidInputError(
@@ -168,8 +166,7 @@ class Job(JobSpec):
 
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
                done: Callable[[str], None] | None = None) -> None:
-        """Run tasks together with other processes; `sizes` (bytes or rows) drive the progress bar.
-        """
+        """Share tasks with other processes; `sizes` (bytes or rows) drive the progress bar."""
         unit = "" if sizes else " columns"
         sizes = sizes or [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))

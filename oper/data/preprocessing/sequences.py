@@ -43,8 +43,7 @@ class _Sequences:
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
     def single(self, users: np.ndarray) -> np.ndarray:
-        """Whether each id belongs to one user, bool [n]; false for rare, unseen and missing users.
-        """
+        """Whether each id is of one user, bool [n]; false for rare, unseen and missing users."""
         found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
         return found
 

@@ -187,8 +187,7 @@ class Stage:
         return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
 
     def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
-        """Read a column's distinct values in a chunk; `about` is the chunk's entry in the record.
-        """
+        """Read a column's distinct values in a chunk; `about`: the chunk's entry in the record."""
         file = _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column])
         return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
 

@@ -91,8 +91,7 @@ def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
 
 
 def _table(path: str, layout: Layout) -> pa.Table:
-    """Read the first rows with pyarrow, which infers types; names are the file's or the layout's.
-    """
+    """Read the first rows; pyarrow infers types, names are the file's or the layout's."""
     if layout.format == "parquet":
         batches = list(open_parquet(path).iter_batches(ROWS))[:1]
         return pa.Table.from_batches(batches) if batches else pa.table({})

@@ -163,8 +163,7 @@ def ids(column: Column, array: pa.Array) -> Ids:
 
 
 def _typed(array: pa.Array) -> pa.Array:
-    """Cast null arrays and string or binary views to string or binary, fixed-size lists to lists.
-    """
+    """Cast null arrays to binary, views to strings or binary, fixed-size lists to lists."""
     kind = array.type
     if pa.types.is_null(kind):
         return array.cast(pa.binary())

@@ -101,8 +101,7 @@ def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
 
 
 def _fit(layout: Layout, line: str) -> int:
-    """Score how a file's first line fits a layout: 0 = no, 1 = number of columns, 2 = values too.
-    """
+    """Score how a first line fits a layout: 0 = not, 1 = number of columns, 2 = values too."""
     if not line:
         return 1
     wanted = [c.sources for c in layout.columns if c.kind != "skip"]

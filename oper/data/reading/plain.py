@@ -124,8 +124,7 @@ class _Piece:
         self._others: list[Rows] = []
 
     def take(self, data: memoryview, at: int) -> int:
-        """Parse lines of `data[at:]` until the piece is full; returns the number of bytes parsed.
-        """
+        """Parse lines of `data[at:]` until the piece is full; returns the bytes parsed."""
         rows, lines, num = (ctypes.c_int64(x) for x in (self.num_rows, self.num_lines, 0))
         text = np.frombuffer(data, np.uint8)[at:]
         taken: int = native.library().oper_data_parse(

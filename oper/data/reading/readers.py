@@ -410,8 +410,7 @@ class _Members:
 
 
 def is_companion(path: str, layouts: Sequence[Layout]) -> bool:
-    """Whether a file has the labels or dense columns of a ``.npy`` day, read with its sparse file.
-    """
+    """Whether a file has labels or dense columns of a ``.npy`` day."""
     return any(x.format == "npy" for x in layouts) and path.endswith(("_dense.npy", "_labels.npy"))
 
 

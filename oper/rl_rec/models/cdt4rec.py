@@ -164,8 +164,7 @@ class MultiStream(nn.Module):
 
     def forward(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor,
                 returns: torch.Tensor) -> torch.Tensor:
-        """Compute phi, float32 [B, T, D], from e^s, e^a [B, T, D], rewards [B, T]; ignores returns.
-        """
+        """Compute phi from e^s, e^a, float32 [B, T, D], and rewards [B, T]; ignores returns."""
         outcomes = actions + rewards.unsqueeze(-1) * self.reward(actions)
         start = self.start.expand(states.shape[0], 1, -1)
         streams = [states, torch.cat([start, outcomes[:, :-1]], dim=1)]
@@ -301,8 +300,7 @@ class CDT4Rec(Recommender):
         self.estimate_returns = self.config.returns == "estimated" and 3 * step >= num_steps
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
-        """KJTs of the batch's items with newly drawn negatives and, with a user table, its users.
-        """
+        """KJTs of the batch's items with new negatives and, with a user table, its users."""
         return self._kjts(batch, self.negatives.draw(batch.items.device))
 
     def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:

@@ -154,8 +154,7 @@ class NextItem(Recommender):
 
     def recent(self, histories: Histories
                ) -> tuple[Histories, torch.Tensor, torch.Tensor | None]:
-        """Return the last `context` interactions of each user, and `outputs`' arguments for them.
-        """
+        """Return users' last `context` interactions, and the arguments of `outputs` for them."""
         recent = last(histories, self.context)
         rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
         return recent, *self.inputs(rows, recent)

@@ -226,8 +226,7 @@ class CaDVAE(Recommender):
         return acyclic_support(self.adjacency.detach(), self.config.threshold)
 
     def labels(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """u, float32 [B, K], given items int64 [L] and lengths [B]; None without label statistics.
-        """
+        """u, float32 [B, K], given items int64 [L] and lengths [B]; None if labels are not used."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
         counts = log_counts(tags(self.shares), items, lengths)
@@ -425,8 +424,7 @@ def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 
 
 def tags(shares: torch.Tensor) -> torch.Tensor:
-    """One-hot concept of each item's largest share, float32 [num_items, K]; ties are split evenly.
-    """
+    """One-hot concept of each item's largest share, float32 [num_items, K]; ties are split."""
     top = (shares == shares.amax(1, keepdim=True)).float()
     return top / top.sum(1, keepdim=True)
 

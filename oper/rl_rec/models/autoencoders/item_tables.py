@@ -137,8 +137,7 @@ class Candidates:
         self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the ids to look up: all items, or the users' own items int64 [L] + sampled ones.
-        """
+        """Return the ids to look up: all items, or own items int64 [L] + sampled ones."""
         return self.items if self.all else torch.cat([own, self.items])
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
