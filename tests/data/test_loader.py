@@ -300,16 +300,18 @@ def test_ids_outside_their_table(tmp_path: Path, ids: list[int]) -> None:
         list(Loader(folder, "train", LoaderOptions(8)))
 
 
-@pytest.mark.parametrize(("name", "array"), [
-    ("item", lambda n: pa.array([None] * n, pa.int32())),
-    ("price", lambda n: pa.array([None] * n, pa.float32())),
-    ("item", lambda n: pa.array([1.5] * n)), ("label", lambda n: pa.array(["1"] * n)),
-    ("tags", lambda n: pa.array([1] * n)), ("item", lambda n: pa.array([[1]] * n)),
-    ("tags", lambda n: pa.array([None] * n, pa.list_(pa.int32()))),
-    ("tags", lambda n: pa.array([[1, None]] * n, pa.list_(pa.int32())))])
-def test_columns_of_another_kind(tmp_path: Path, name: str, array: Any) -> None:
+@pytest.mark.parametrize(("name", "array", "shown"), [
+    ("item", lambda n: pa.array([None] * n, pa.int32()), r"int32, [1-9]\d* null values"),
+    ("price", lambda n: pa.array([None] * n, pa.float32()), r"float, [1-9]\d* null values"),
+    ("item", lambda n: pa.array([1.5] * n), "double, 0 null"),
+    ("label", lambda n: pa.array(["1"] * n), "string, 0 null"),
+    ("tags", lambda n: pa.array([1] * n), "int64, 0 null rows', expected lists"),
+    ("item", lambda n: pa.array([[1]] * n), "list.*', expected integers"),
+    ("tags", lambda n: pa.array([None] * n, pa.list_(pa.int32())), r"[1-9]\d* null rows"),
+    ("tags", lambda n: pa.array([[1, None]] * n, pa.list_(pa.int32())), r"[1-9]\d* null values")])
+def test_columns_of_another_kind(tmp_path: Path, name: str, array: Any, shown: str) -> None:
     folder = changed(write_folder(tmp_path), lambda t: replaced(t, name, array(t.num_rows)))
-    with pytest.raises(FileFormatError, match=name):
+    with pytest.raises(FileFormatError, match=f"{name}='.*{shown}"):
         list(Loader(folder, "train", LoaderOptions(8)))
 
 
