@@ -333,7 +333,7 @@ def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(("ids", "more", "types"), [
-    (["1", "2"], [1, 2], "'texts': .*a.parquet', 'signed integers': "),
+    (["1", "2"], [1, 2], "'strings': .*a.parquet', 'signed integers': "),
     ([1, 2], pa.array([1, 2], pa.uint64()), "'signed integers': .*'unsigned integers': "),
     ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
 def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
