@@ -33,7 +33,6 @@ struct Words {
     uint64_t minus[kBlockLines];  // 1 if there is a minus sign
 };
 
-
 // Decodes `size` decimal digits, 0 to 8 (none = 0); sets bits of `*bad` for other characters.
 OPER_DATA_INLINE uint32_t decimal_word(uint64_t text, uint64_t size, uint64_t* bad) {
     // Digits as values, shifted such that the last one is in the highest byte.

@@ -21,8 +21,6 @@ FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
 LOOKUPS = "lookups.parquet"  # only in the output of 'oper generate', which is not preprocessed
 SPLITS = ("train", "valid", "test")
-
-
 _MAX_BUCKETS = 1 << 15  # buckets are int16
 
 

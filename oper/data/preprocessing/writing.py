@@ -201,8 +201,7 @@ class Writer:
 
     def _in_order(self, ranges: Sequence[RowRange], first: int, last: int
                   ) -> Iterator[pa.Table]:
-        """Yield the rows of `ranges`, all in seconds `[first, last)`, as sorted tables of bounded
-        size."""
+        """Yield rows of `ranges` (in seconds `[first, last)`) as sorted tables of limited size."""
         num_rows = sum(x.stop - x.start for x in ranges)
         if last - first <= 1:
             yield from (self._table(x, 0) for x in ranges)

@@ -65,8 +65,7 @@ def make(path: str, num_threads: int = 1) -> bool:
 
 
 def _write(path: str, target: Path, num_threads: int) -> bool:
-    """Decompress a file once and write its index; returns False if it is damaged or has several
-    members."""
+    """Decompress a file and write its index; returns False if damaged or of several members."""
     import rapidgzip  # type: ignore[import-not-found]
 
     _log.info("%s is decompressed once to make an index for parallel reading", path)

@@ -268,14 +268,12 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
 
 
 def _fill(text: BinaryIO, view: memoryview, size: int, count: int) -> int:
-    """Read up to `count` bytes into `view[size:]`; returns their number, 0 at the end of the file
-    or if `count` is 0."""
+    """Read up to `count` bytes into `view[size:]`; returns their number, 0 at the file's end."""
     return cast(io.BufferedIOBase, text).readinto(view[size:size + count]) if count else 0
 
 
 def _seek(text: BinaryIO, raw: BinaryIO, unit: Unit) -> int | None:
-    """Seek to the first line that begins in the unit; returns the bytes from there to its end (None
-    = to the end of the file)."""
+    """Seek to the unit's first line; returns the bytes left in the unit, None = the file's rest."""
     if unit.start:
         raw.seek(unit.start - 1)
         text.readline()  # skips the line that contains the byte before the unit

@@ -98,7 +98,6 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def size(path: str) -> int:
-    """Return the size of a file in bytes."""
     return stamp(path)[0]
 
 

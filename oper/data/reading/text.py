@@ -273,8 +273,7 @@ _COMPARES = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": opera
 
 
 def _is_kept(fields: list[bytes], text: TextLayout) -> bool:
-    """Whether a record passes the layout's filter; true for one that cannot be compared, so that it
-    is reported as malformed."""
+    """Whether a record passes the filter; true for incomparable ones, which are then malformed."""
     if len(fields) != len(text.columns):
         return True
     for name, how, value in conditions(text.layout):

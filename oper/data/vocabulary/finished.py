@@ -139,8 +139,7 @@ def _parts(file: pq.ParquetFile, width: int) -> Parts:
 
 
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
-    """Pass parts through; raises unless values ascend and ids are in range and (if not hashes)
-    unique."""
+    """Pass parts through; raises unless values ascend, ids are in range, and non-hashes unique."""
     last: Any = None
     taken, count = np.zeros(facts.num_rows, bool), 0
     for values, ids, counts in parts:

@@ -161,8 +161,7 @@ class Interactions:
         return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenate the row indices of K ranges ``first[k]:last[k]``, int64 [L]; also returns
-        the lengths of the ranges, int64 [K]."""
+        """Concatenate row indices of K ranges ``first[k]:last[k]``, [L]; and their lengths [K]."""
         return places_of(first, last - first), last - first
 
 
@@ -291,8 +290,7 @@ def _first_of_pairs(log: Log) -> np.ndarray:
 
 
 def _core(log: Log, options: DataOptions) -> np.ndarray:
-    """Mask of the k-core, bool [N]: the largest set of rows in which every user and item has at
-    least the required number of rows."""
+    """Mask of the k-core, bool [N]: the most rows in which users and items reach their minimum."""
     kept = np.ones(log.users.size, bool)
     _, users = np.unique(log.users, return_inverse=True)
     _, items = np.unique(log.items, return_inverse=True)

@@ -399,8 +399,7 @@ class CDT4Rec(Recommender):
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-        """Scaled returns-to-go [B, T] by ``g_t = r_t + gamma g_{t+1}`` from the target at the last
-        step."""
+        """Scaled returns-to-go [B, T], ``g_t = r_t + gamma g_{t+1}``; the last is the target."""
         found = torch.zeros_like(rewards)
         coming = rewards.new_full((rewards.shape[0],), self.target)
         for t in reversed(range(rewards.shape[1])):

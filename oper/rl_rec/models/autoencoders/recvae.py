@@ -136,8 +136,7 @@ def _with_one(z: torch.Tensor) -> torch.Tensor:
 
 def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
               ) -> torch.Tensor:
-    """Log density of the composite prior by column (a mixture per column, as in the authors' code);
-    [B, d]."""
+    """Log density [B, d] of the composite prior, a mixture per column as in the authors' code."""
     zero = torch.zeros_like(z)
     parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
              zip(_PRIOR, (zero, old_mean, zero), (zero, old_log_var, zero + _WIDE), strict=True)]
