@@ -25,7 +25,6 @@ class Interval:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
     def to_json(self) -> dict[str, float]:
-        """Return the fields as a dict, rounded to six decimals."""
         return {"mean": round(self.mean, 6), "low": round(self.low, 6), "high": round(self.high, 6)}
 
 

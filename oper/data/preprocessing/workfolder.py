@@ -26,7 +26,6 @@ _ABOUT = "job.json"
 
 
 def work_folder(target: Path) -> Path:
-    """Return the path of the folder of work in progress of the output `target`."""
     return target.parent / f".{target.name}.work"
 
 

@@ -339,7 +339,6 @@ class PartWriter:
 
 
 def _values(of: pa.DataType) -> pa.DataType:
-    """The type of a column, or of its elements if it contains lists."""
     return of.value_type if pa.types.is_list(of) else of
 
 

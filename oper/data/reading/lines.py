@@ -201,7 +201,6 @@ def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int =
 
 
 def first_of_each_file(units: Sequence[Unit]) -> list[Unit]:
-    """Return the first unit of each file, in order."""
     return list({u.path: u for u in reversed(units)}.values())[::-1]
 
 

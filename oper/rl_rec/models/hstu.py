@@ -197,7 +197,7 @@ class HSTU(NextItem):
         return Past(x, memory, bucket)
 
     def _buckets(self, times: torch.Tensor | None) -> torch.Tensor | None:
-        """Bucket of ``max(0, t_i - t_j)`` for tokens i, j, [B, P + 1, P + 1]; times int64 [B, P]."""
+        """Bucket of ``max(0, t_i - t_j)`` for tokens i, j, [B, P + 1, P + 1]; times [B, P]."""
         if not self.config.time_buckets:
             return None
         if times is None:
