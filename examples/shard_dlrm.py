@@ -1,8 +1,8 @@
-"""Shard a DLRM by what your own data loader looks up.
+"""Shard a DLRM by the access statistics of your own data loader.
 
-Run it alone, ``python examples/shard_dlrm.py``, or in two processes,
-``torchrun --nproc-per-node 2 examples/shard_dlrm.py``. The model and the loader below stand for
-yours; OPER's part is the four lines marked with an arrow.
+Run it in one process, ``python examples/shard_dlrm.py``, or in two, ``torchrun --nproc-per-node 2
+examples/shard_dlrm.py``. Replace the model and the loader by your own; the four lines marked with
+an arrow are specific to OPER.
 """
 
 import os
@@ -23,7 +23,7 @@ B = 256
 
 
 def loader(num_batches: int, seed: int):
-    """Invented clicks with skewed ids, 0 to 3 per bag."""
+    """Yield synthetic clicks with skewed ids, 0 to 3 per bag."""
     random = torch.Generator().manual_seed(seed)
     for _ in range(num_batches):
         lengths = torch.randint(0, 4, (len(ROWS) * B,), generator=random)
@@ -58,8 +58,8 @@ def main() -> None:
         if rank == 0 and step % 5 == 0:
             print(f"step {step:2d}  loss {loss.item():.4f}")
     if dist.is_initialized():
-        # torch may hang when DistributedDataParallel outlives the process group, or when a thread
-        # of gloo still holds a tensor: so the model goes first, then all ranks meet.
+        # torch may hang if DistributedDataParallel outlives the process group, or if a gloo thread
+        # still references a tensor: delete the model first, then synchronize all ranks.
         del model, dlrm, dense, loss
         dist.monitored_barrier()
         dist.destroy_process_group()

@@ -1,10 +1,10 @@
 // Blocks of lines of delimited text, parsed column by column.
 //
-// First the places of all separators are found, 64 bytes at a time (as simdjson does: Langdale and
-// Lemire, 2019). Then columns of bits, short numbers or hexadecimal digits, of which most logs
-// consist, load their fields' text as 64-bit words and decode these together: in vectors, without
-// branches on the contents of a field. Other columns, and those with a field of another kind, are
-// read field by field; a block with an irregular line is refused as a whole.
+// First, the positions of all separators are found, 64 bytes at a time (as in simdjson: Langdale
+// and Lemire, 2019). Fields of columns of bits, short numbers or hexadecimal digits are then loaded
+// as 64-bit words and decoded together, vectorised and without branches on their contents. Other
+// columns, and columns with an unsuitable field, are read field by field. A block with an irregular
+// line is refused entirely.
 #pragma once
 
 #include <algorithm>
@@ -21,22 +21,21 @@ namespace oper::data {
 namespace {
 
 constexpr int64_t kBlockLines = 64;
-constexpr int64_t kBlockColumns = 64;  // at most
-constexpr int64_t kStride = 64;        // bytes that are searched for separators at once
-// Bytes behind a block that may be read, too: the rest of a stride, and of the last field's word.
+constexpr int64_t kBlockColumns = 64;  // maximum number of columns
+constexpr int64_t kStride = 64;        // bytes searched for separators at once
+// Bytes after a block that may be read too: the rest of a stride, and of the last field's word.
 constexpr int64_t kMargin = kStride + 8;
 
 // The fields of one column in a block.
 struct Words {
-    uint64_t text[kBlockLines];  // eight bytes from the first one on (a sign left out)
-    uint64_t size[kBlockLines];  // bytes of the field (a sign left out)
-    uint64_t minus[kBlockLines];
+    uint64_t text[kBlockLines];   // the eight bytes from the field's begin on, after a minus sign
+    uint64_t size[kBlockLines];   // bytes of the field without the sign
+    uint64_t minus[kBlockLines];  // 1 if there is a minus sign
 };
 
-
-// A number of `size` decimal digits, 0 to 8 (none = 0); `*bad` as above.
+// Decodes `size` decimal digits, 0 to 8 (none = 0); sets bits of `*bad` for other characters.
 OPER_DATA_INLINE uint32_t decimal_word(uint64_t text, uint64_t size, uint64_t* bad) {
-    // Digits as their values, moved up so that the last one is in the highest byte.
+    // Digits as values, shifted such that the last one is in the highest byte.
     uint64_t digits = (text ^ (0x30 * kOnes)) << ((64 - 8 * size) & 63);
     digits &= -static_cast<uint64_t>(size != 0);
     *bad |= (((digits & (0x7f * kOnes)) + 0x76 * kOnes) | digits) & (0x80 * kOnes);
@@ -45,7 +44,7 @@ OPER_DATA_INLINE uint32_t decimal_word(uint64_t text, uint64_t size, uint64_t* b
     return static_cast<uint32_t>(quads) * 10000 + static_cast<uint32_t>(quads >> 32);
 }
 
-// Bit k: whether byte k of 64 is the separator, and whether it is a line feed.
+// Bit k is set if byte k of 64 is the separator (`field`) or a line feed (`line`).
 struct Ends {
     uint64_t field = 0, line = 0;
 };
@@ -70,9 +69,9 @@ OPER_DATA_INLINE Ends ends_of(const char* p, char separator) {
     return ends;
 }
 
-// Lines of `num_columns` fields each behind p, at most `most`, whose fields' ends go into `ends`,
-// which has room for kStride more. Returns 0 if a line has another number of fields. The kMargin
-// bytes behind `stop` must be readable, but are not interpreted.
+// Finds up to `most` lines of `num_columns` fields each from p on, and writes the end of each field
+// to `ends`, which must have room for kStride more. Returns the number of lines, 0 if one has
+// another number of fields. kMargin bytes after `stop` must be readable; they are not interpreted.
 OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
                                     int64_t num_columns, int64_t most, uint32_t* ends) {
     int64_t found = 0, feeds = 0;
@@ -82,10 +81,10 @@ OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separa
         uint64_t mask = here.field | here.line;
         const int64_t count = __builtin_popcountll(mask);
         feeds += __builtin_popcountll(here.line);
-        for (int64_t k = 0; k < count; k += 8)  // some too many: no branch to mispredict
+        for (int64_t k = 0; k < count; k += 8)  // up to 7 too many, to avoid mispredicted branches
             for (int64_t j = 0; j < 8; ++j) {
                 auto at = base + static_cast<uint32_t>(__builtin_ctzll(mask | uint64_t{1} << 63));
-                asm("" : "+r"(at));  // putting vectors together would take longer
+                asm("" : "+r"(at));  // prevents vectorisation, which is slower here
                 ends[found + k + j] = at;
                 mask &= mask - 1;
             }
@@ -93,18 +92,18 @@ OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separa
     }
     const int64_t lines = std::min(found / num_columns, most);
     for (int64_t k = lines * num_columns; k < found; ++k) feeds -= p[ends[k]] == '\n';
-    // As many feeds as lines, and one where each should end: the other ends are separators.
+    // If there are `lines` line feeds, one at the end of each line, all other ends are separators.
     bool ok = feeds == lines;
     for (int64_t k = 1; k <= lines; ++k) ok &= p[ends[k * num_columns - 1]] == '\n';
     return ok ? lines : 0;
 }
 
-// The text of the fields of a column, which lie between every `count`-th end and the one behind it;
-// false when one is too long for a word, or a sign without digits.
+// Loads the fields of a column, each between `ends[k * count]` and the next end. Returns false if a
+// field is longer than a word, or is a sign without digits.
 template <bool kHasSign, bool kIsLast>
 OPER_DATA_INLINE bool take_words(const char* p, const uint32_t* ends, int64_t count, int64_t lines,
                                  Words* words) {
-    uint32_t above = 0;  // the highest bit
+    uint32_t above = 0;  // its highest bit is set if a difference below is negative
     for (int64_t k = 0; k < lines; ++k, ends += count) {
         uint32_t at = ends[0] + 1, end = ends[1];
         uint32_t size = end - at;
@@ -123,7 +122,7 @@ OPER_DATA_INLINE bool take_words(const char* p, const uint32_t* ends, int64_t co
     return !(above >> 31);
 }
 
-// Writes a column's decoded words from row `row` on; false when one is not what the column holds.
+// Decodes a column's words and writes them from row `row` on; returns false if one is invalid.
 OPER_DATA_INLINE bool put_words(const Column& c, const Words& words, int64_t lines, int64_t row) {
     uint64_t bad = 0;
     if (c.is_there) {
@@ -170,13 +169,13 @@ inline bool has_words(const Column& c) {
                           || c.parse == kInteger);
 }
 
-// Parses up to kBlockLines whole lines into row `row` and on; all of them, or none. kMargin bytes
-// behind `stop` are readable. Returns the lines and, in `*taken`, their bytes.
+// Parses up to kBlockLines complete lines to rows from `row` on, all or none. kMargin bytes after
+// `stop` must be readable. Returns the number of lines and, in `*taken`, of their bytes.
 OPER_DATA_CLONES
 int64_t parse_block(const char* p, const char* stop, char separator, const Column* columns,
                     int64_t num_columns, int64_t most, int64_t row, int64_t* taken) {
     uint32_t ends[1 + kBlockLines * kBlockColumns + kStride];
-    ends[0] = static_cast<uint32_t>(-1);  // as if an end stood before the first field
+    ends[0] = static_cast<uint32_t>(-1);  // the end before the first field
     int64_t lines = std::min(most, kBlockLines);
     lines = find_lines(p, stop, separator, num_columns, lines, ends + 1);
     Words words;

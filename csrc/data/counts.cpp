@@ -1,4 +1,4 @@
-// Distinct values: codes, sorted counts, merges, and the ids of values.
+// Dictionary encoding of values, merging of counts, lookup of ids, and tables of counts.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -9,7 +9,7 @@
 namespace oper::data {
 namespace {
 
-// A value as an unsigned key of the same order, and back.
+// Unsigned keys with the order of values: key = value ^ kFlip.
 template <class V>
 using Key = std::make_unsigned_t<V>;
 
@@ -19,10 +19,10 @@ constexpr Key<V> kFlip = std::is_signed_v<V> ? Key<V>{1} << (8 * sizeof(V) - 1) 
 template <class V>
 struct Entry {
     Key<V> key;
-    Key<V> with;  // what goes with it
+    Key<V> with;  // payload: a code or a count
 };
 
-// Sorts by key, digit by digit from the last one, skipping digits that are equal in all keys.
+// LSD radix sort by key, which skips digits that are equal in all keys.
 template <class V>
 void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
     size_t size = entries.size();
@@ -48,10 +48,9 @@ void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
     }
 }
 
-constexpr int64_t kBlock = 64;  // values whose slots are asked for before the first is used
+constexpr int64_t kBlock = 64;  // values whose slots are prefetched together
 
-// Distinct values, numbered from 1 in the order in which they were first met: a table with open
-// addressing.
+// Codes 1, 2, ... of distinct values by first occurrence, in a hash table with open addressing.
 template <class V>
 class Codes {
   public:
@@ -59,13 +58,12 @@ class Codes {
 
     uint32_t size() const { return size_; }
 
-    // Room for `more` new values: places that were computed stay right meanwhile.
+    // Makes room for `more` new values, until when results of `place` stay valid.
     void reserve(int64_t more) {
         while (2 * (size_ + static_cast<uint64_t>(more)) > slots_.size()) grow();
     }
 
-    // Where the search for a value begins. Fibonacci hashing of the folded value (Knuth, TAOCP 3,
-    // section 6.4).
+    // First slot to probe: Fibonacci hashing of the folded value (Knuth, TAOCP 3, section 6.4).
     uint64_t place(V value) const {
         auto v = static_cast<uint64_t>(value);
         return ((v ^ (v >> 32)) * 0x9e3779b97f4a7c15u) >> shift_;
@@ -84,7 +82,7 @@ class Codes {
         }
     }
 
-    // The values with their codes, in no order.
+    // Lists the keys of values with their codes, unordered.
     void list(std::vector<Entry<V>>& found) const {
         found.clear();
         found.reserve(size_);
@@ -92,7 +90,7 @@ class Codes {
             if (s.code) found.push_back({static_cast<Key<V>>(s.value) ^ kFlip<V>, s.code});
     }
 
-    // Forgets everything, and becomes as large as so many values take; the memory stays.
+    // Removes all values and resizes for `expected` values, without releasing memory.
     void clear(int64_t expected) {
         int bits = 12;
         while (int64_t{1} << bits < 2 * expected) ++bits;
@@ -124,7 +122,7 @@ class Codes {
     int shift_;
 };
 
-// The new number of a code, and its count.
+// Rank of a code's value, and its count.
 struct Final {
     uint32_t place, count;
 };
@@ -139,7 +137,7 @@ void renumber(Final* finals, const uint32_t* codes, int64_t size, void* to) {
     }
 }
 
-// Memory that a thread keeps from call to call: fresh pages would cost more than the work in them.
+// Thread-local memory reused between calls, since new pages would cost more than the work itself.
 template <class V>
 struct Kept {
     Codes<V> found;
@@ -171,8 +169,8 @@ int64_t encode(const V* values, const uint8_t* valid, int64_t offset, int64_t si
         int64_t count = std::min(kBlock, size - start);
         const V* from = values + start;
         if (valid) {
-            // A missing value repeats the last one that is there, whose code is then masked away:
-            // no branch to mispredict, and nothing is entered for it.
+            // A missing value is replaced by the last valid one, and its code masked to 0: this
+            // avoids mispredicted branches and adds no value to the table.
             for (int64_t k = 0; k < count; ++k) {
                 mask[k] = -static_cast<uint32_t>(is_there(start + k));
                 block[k] = last = mask[k] ? values[start + k] : last;
@@ -214,7 +212,7 @@ int64_t merge(const V* a, const int64_t* counts_a, int64_t size_a, const V* b,
     int64_t i = 0, j = 0, n = 0;
     while (i < size_a && j < size_b) {
         V x = a[i], y = b[j];
-        bool from_a = x <= y, from_b = y <= x;  // both of an equal value: no branch to mispredict
+        bool from_a = x <= y, from_b = y <= x;  // both if equal; avoids mispredicted branches
         out[n] = from_a ? x : y;
         counts[n++] = (from_a ? counts_a[i] : 0) + (from_b ? counts_b[j] : 0);
         i += from_a;
@@ -230,7 +228,7 @@ void lookup(const V* known, const int32_t* ids, int64_t num_known, const V* valu
             int32_t* out) {
     int64_t low = 0;
     for (int64_t k = 0; k < size; ++k) {
-        // Both ascend: from the last place on, in steps that double, then between the last two.
+        // Both arrays ascend: gallop from the last position, then binary search.
         int64_t step = 1, high = low;
         while (high < num_known && known[high] < values[k]) {
             low = high + 1;
@@ -261,8 +259,8 @@ inline uint64_t tally_place(uint64_t id, int32_t bits) {
     return (id * 0x9e3779b97f4a7c15u) >> (64 - bits);
 }
 
-// The slot of an id, or the slot where it would be inserted, in a table of 2^bits slots with free
-// ones.
+// Returns the slot of an id, or the free slot to insert it, in a table of 2^bits slots that is not
+// full.
 template <class V>
 Tallied<V>& tallied(Tallied<V>* slots, int32_t bits, V id, uint64_t at) {
     for (uint64_t mask = (uint64_t{1} << bits) - 1;; at = (at + 1) & mask)
@@ -299,12 +297,12 @@ void tally_move(const Tallied<V>* from, int32_t from_bits, Tallied<W>* to, int32
     }
 }
 
-// Subtracts `level` from all counts; ids whose count is not above it are removed.
+// Subtracts `level` from all counts and removes ids whose count is <= `level`.
 template <class V>
 int64_t tally_purge(Tallied<V>* slots, int32_t bits, V level) {
     const int64_t size = int64_t{1} << bits;
     int64_t first = 0, left = 0;
-    while (slots[first].count) ++first;  // what lies behind a free slot is at home behind it, too
+    while (slots[first].count) ++first;  // no probe sequence crosses a free slot
     for (int64_t k = 1; k <= size; ++k) {
         Tallied<V>& slot = slots[(first + k) & (size - 1)];
         Tallied<V> t = slot;
@@ -351,25 +349,25 @@ int64_t tally_list(const Tallied<V>* slots, int32_t bits, V above, int32_t level
         default: return -1;                                      \
     }
 
-// Finds the distinct values, whose number it returns; what it found stays with the thread until
-// `oper_data_encoded` writes it. valid: bitmap as Arrow's, from bit `offset` on, or null; expected:
-// about how many distinct values there will be, 0 = unknown.
+// Finds the distinct values and returns their number K; the result is cached in the thread until
+// `oper_data_encoded` writes it. valid: Arrow validity bitmap from bit `offset` on, null = all
+// valid; expected: approximate number of distinct values, 0 = unknown.
 OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const uint8_t* valid,
                                        int64_t offset, int64_t size, int64_t expected) {
     BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size,
                                                expected))
 }
 
-// The result of the call of `oper_data_encode` before. codes: [size], 0 where missing, k + 1 for
-// the k-th distinct value in ascending order, in unsigned integers of 1 byte up to 255 distinct
-// values, of 2 up to 65535, else of 4; distinct: [K]; counts: int64 [K + 1], by code.
+// Writes the result of this thread's last `oper_data_encode`. codes: [size], 0 = missing, k + 1 =
+// the k-th distinct value in ascending order; uint8 for K <= 255, uint16 for K <= 65535, else
+// uint32. distinct: [K]; counts: int64 [K + 1], by code.
 OPER_DATA_API int64_t oper_data_encoded(int32_t kind, void* codes, void* distinct,
                                         int64_t* counts) {
     BY_KIND(kind, return oper::data::encoded<V>(codes, static_cast<V*>(distinct), counts))
 }
 
-// Which ids have a 64-bit hash (the finalizer of splitmix64) with at least `level` leading zeros;
-// level 1 to 63. Writes their places, of which `places` has room for [size]; returns their number.
+// Finds ids whose 64-bit hash (the finalizer of splitmix64) has at least `level` leading zeros, 1
+// to 63. Writes their indices to `places`, with room for [size]; returns their number.
 OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t level,
                                        int64_t* places) {
     int64_t n = 0;
@@ -380,14 +378,14 @@ OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t
     return n;
 }
 
-// Tables of ids and counts with open addressing: 2^bits slots of an id and a count each, uint32 or
-// (`wide`) uint64; count 0 = free.
+// Tables of ids and counts: hash tables with open addressing and 2^bits slots of (id, count), both
+// uint32 or (`wide`) uint64; count 0 = free.
 #define BY_WIDTH(wide, call)                    \
     if (wide) { using V = uint64_t; call; }     \
     else { using V = uint32_t; call; }
 
-// Counts ids in such a table. counts: int64 [size], >= 1, of each id; null = 1. Adds new ids to
-// `*used` and stops at `limit` of them; returns the number of ids taken.
+// Adds ids to such a table. counts: count of each id, int64 [size], >= 1; null = 1. Adds the number
+// of new ids to `*used`, and stops before it could exceed `limit`; returns the number of ids taken.
 OPER_DATA_API int64_t oper_data_tally(int32_t wide, void* table, int32_t bits, const int64_t* ids,
                                       const int64_t* counts, int64_t size, int64_t limit,
                                       int64_t* used) {
@@ -409,23 +407,23 @@ OPER_DATA_API int64_t oper_data_tally_move(int32_t from_wide, const void* from, 
     return 0;
 }
 
-// Subtracts `level` from all counts of such a table, which has a free slot; ids whose count is not
-// above it are removed. Returns how many remain.
+// Subtracts `level` from all counts of such a table, which must have a free slot, and removes ids
+// whose count is <= `level`. Returns the number of remaining ids.
 OPER_DATA_API int64_t oper_data_tally_purge(int32_t wide, void* table, int32_t bits,
                                             int64_t level) {
     using namespace oper::data;
     BY_WIDTH(wide, return tally_purge(static_cast<Tallied<V>*>(table), bits, static_cast<V>(level)))
 }
 
-// few[c], int64 [size]: slots with count c; in the last place those with more, too.
+// Adds the number of slots with count c to few[c], int64 [size]; the last entry includes larger c.
 OPER_DATA_API int64_t oper_data_tally_levels(int32_t wide, const void* table, int32_t bits,
                                              int64_t* few, int64_t size) {
     using namespace oper::data;
     BY_WIDTH(wide, tally_levels(static_cast<const Tallied<V>*>(table), bits, few, size); return 0)
 }
 
-// Ids of such a table with counts above `above` whose hash has `level` leading zeros: ascending, with
-// their counts. Returns how many there are; when that is more than `room`, nothing is written.
+// Lists the ids of such a table with counts > `above` and at least `level` leading zeros in the
+// hash, ascending, with counts. Returns their number; if it exceeds `room`, nothing is written.
 OPER_DATA_API int64_t oper_data_tally_list(int32_t wide, const void* table, int32_t bits,
                                            int64_t above, int32_t level, int64_t room, int64_t* ids,
                                            int64_t* counts) {
@@ -434,7 +432,7 @@ OPER_DATA_API int64_t oper_data_tally_list(int32_t wide, const void* table, int3
                                      static_cast<V>(above), level, room, ids, counts))
 }
 
-// Adds up two lists of ascending distinct values with counts; returns the length of the result.
+// Merges two lists of ascending distinct values, adding counts; returns the length of the result.
 OPER_DATA_API int64_t oper_data_merge(int32_t kind, const void* a, const int64_t* counts_a,
                                       int64_t size_a, const void* b, const int64_t* counts_b,
                                       int64_t size_b, void* out, int64_t* counts) {
@@ -443,7 +441,7 @@ OPER_DATA_API int64_t oper_data_merge(int32_t kind, const void* a, const int64_t
         static_cast<V*>(out), counts))
 }
 
-// Ids of ascending values by ascending known ones; 0 for a value that is not known.
+// Looks up the ids of ascending values among ascending known values; 0 = not known.
 OPER_DATA_API int64_t oper_data_lookup(int32_t kind, const void* known, const int32_t* ids,
                                        int64_t num_known, const void* values, int64_t size,
                                        int32_t* out) {
@@ -451,11 +449,12 @@ OPER_DATA_API int64_t oper_data_lookup(int32_t kind, const void* known, const in
                                         static_cast<const V*>(values), size, out); return 0)
 }
 
-// Ids of values by count: `deal` in oper/support/native.py. Returns 1 for a count that is no level.
+// Assigns ids to values by count, see `deal` in oper/support/native.py. Returns 1 if a count is not
+// among `levels`, else 0.
 OPER_DATA_API int64_t oper_data_deal(const int64_t* counts, const int64_t* levels,
                                      const int64_t* room, const int64_t* first, int64_t num_levels,
                                      int64_t size, int64_t* given, int32_t* ids) {
-    // Most counts are small, and the levels that they are found at too.
+    // Most counts are small: their levels are found in an array, others by binary search.
     std::vector<int32_t> small(1 << 12, -1);
     for (int64_t k = 0; k < num_levels && levels[k] < static_cast<int64_t>(small.size()); ++k)
         if (levels[k] >= 0) small[levels[k]] = static_cast<int32_t>(k);

@@ -1,7 +1,7 @@
-// One field of delimited text to a number.
+// Parses one field of delimited text to a number.
 //
-// Only what is plain is taken: decimal integers of at most 18 digits, decimal fractions without an
-// exponent, eight lower-case hexadecimal digits.
+// Only plain forms are accepted: decimal integers of at most 18 digits, decimal fractions without
+// an exponent, and eight lower-case hexadecimal digits.
 #pragma once
 
 #include <charconv>
@@ -13,7 +13,7 @@ namespace oper::data {
 namespace {
 
 constexpr uint64_t kOnes = 0x0101010101010101u;
-constexpr int kMaxDigits = 18;  // of a number that certainly fits 64 bits
+constexpr int kMaxDigits = 18;  // such a number certainly fits 64 bits
 
 struct Field {
     const char* at;
@@ -23,7 +23,7 @@ struct Field {
     bool is_end(const char* p) const { return p == end || *p == separator; }
 };
 
-// -?[0-9]{1,18}, and the place behind it; null when there is anything else.
+// Parses -?[0-9]{1,18}; returns the position after it, or null for any other text.
 inline const char* integer(const Field& f, int64_t* value) {
     const char* p = f.at;
     bool negative = p != f.end && *p == '-';
@@ -39,8 +39,8 @@ inline const char* integer(const Field& f, int64_t* value) {
     return p;
 }
 
-// Eight lower-case hexadecimal digits, the first in the lowest byte; `*bad` gets bits when they are
-// not such. See `_hexadecimal` in oper/data/columns.py.
+// Decodes eight lower-case hexadecimal digits, the first in the lowest byte; sets bits of `*bad` if
+// there are other characters. See `_hexadecimal` in oper/data/reading/columns.py.
 OPER_DATA_INLINE uint32_t hex_word(uint64_t text, uint64_t* bad) {
     uint64_t digits = (text & (0x0f * kOnes)) + ((text >> 6) & kOnes) * 9;
     uint64_t letters = ((digits + 6 * kOnes) >> 4) & kOnes;
@@ -51,7 +51,7 @@ OPER_DATA_INLINE uint32_t hex_word(uint64_t text, uint64_t* bad) {
     return static_cast<uint32_t>((quads << 16) | (quads >> 32));
 }
 
-// -?[0-9]{1,18}(\.[0-9]{0,18})?
+// Parses -?[0-9]{1,18}(\.[0-9]{0,18})?; returns as `integer` does.
 inline const char* decimal(const Field& f, double* value) {
     const char* p = f.at;
     p += p != f.end && *p == '-';
@@ -76,19 +76,19 @@ inline const char* decimal(const Field& f, double* value) {
     return done.ec == std::errc() ? p : nullptr;
 }
 
-// A whole number, also written 17850.0.
+// Parses an integer, which may be written 17850.0; returns as `integer` does.
 inline const char* whole(const Field& f, int64_t* value) {
     double number = 0;
     const char* p = integer(f, value);
     if (p) return p;
     p = decimal(f, &number);
-    // Above 2^53 the bounds, which the caller sets, refuse it anyway.
+    // The caller's bounds refuse numbers beyond 2^53 anyway.
     if (!p || number > 9007199254740992.0 || number < -9007199254740992.0) return nullptr;
     *value = static_cast<int64_t>(number);
     return static_cast<double>(*value) == number ? p : nullptr;
 }
 
-// The position after a field that is not read; null if the field contains characters that must be examined.
+// Returns the position after a skipped field; null if it has characters that must be examined.
 inline const char* skip(const Field& f) {
     auto p = static_cast<const char*>(std::memchr(f.at, f.separator, f.end - f.at));
     if (!p) p = f.end;
@@ -97,7 +97,7 @@ inline const char* skip(const Field& f) {
     return p;
 }
 
-// Reads a field into row `row`; the place behind it, or null.
+// Parses a field to row `row`; returns the position after it, or null if it is irregular.
 inline const char* read(const Column& c, const Field& f, int64_t row) {
     const char* behind = nullptr;
     bool is_missing = f.is_end(f.at);

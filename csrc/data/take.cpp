@@ -1,4 +1,4 @@
-// Rows of a column in another order, cut into batches: what shuffled batches are made of.
+// Gathers the rows of a column in a given order into batches.
 #include <algorithm>
 #include <vector>
 
@@ -20,8 +20,8 @@ void take_rows(const In* values, const int64_t* ends, const int32_t* order, int6
     }
 }
 
-// Pieces of a column one after the other, in memory that the thread keeps: fresh pages would cost
-// more than the copy, which also brings the column near for the random accesses that follow.
+// Concatenates the pieces of a column in thread-local memory: new pages would cost more than the
+// copy, which also brings the column into the cache for the random accesses that follow.
 template <class In>
 const In* joined(const void* const* pieces, const int64_t* sizes, int64_t num_pieces) {
     if (num_pieces == 1) return static_cast<const In*>(pieces[0]);
@@ -45,10 +45,10 @@ void take(const void* const* pieces, const int64_t* sizes, int64_t num_pieces, c
 
 }  // namespace
 
-// The bags of rows `order`, `size` rows to a batch, one after the other from where `outs` says for
-// that batch. The column's values lie in pieces; `ends` are of all together, and without them every
-// row has one value, and the values of a batch are written `step` apart. `kind`: int32 to int64,
-// int64 to int64, float to float.
+// Gathers rows `order` [n] of a column, `size` rows per batch; batch k is written from outs[k] on.
+// The column's values are given in pieces. `ends` are offsets of bags in all pieces together; if
+// null, each row has one value, and the values of a batch are written `step` elements apart.
+// `kind`: 0 = int32 to int64, 1 = int64 to int64, 2 = float to float.
 OPER_DATA_API void oper_data_take(int32_t kind, const void* const* pieces, const int64_t* sizes,
                                   int64_t num_pieces, const int64_t* ends, const int32_t* order,
                                   int64_t n, int64_t size, int64_t step, void* const* outs) {

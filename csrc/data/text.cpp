@@ -1,7 +1,7 @@
-// Lines of delimited text to columns of numbers.
+// Parses lines of delimited text to columns of numbers.
 //
-// Lines that are not plain are left to the caller, which handles all forms and errors, so that only
-// one place decides what is malformed.
+// Irregular lines are left to the caller, which handles all forms and errors, so that only one
+// place decides which lines are malformed.
 #include <algorithm>
 #include <cstring>
 
@@ -12,7 +12,7 @@
 namespace oper::data {
 namespace {
 
-constexpr int64_t kBlockBytes = 1 << 20;  // a block of longer lines is made of fewer
+constexpr int64_t kBlockBytes = 1 << 20;  // maximum size of a block
 
 inline bool read_line(const Column* columns, int64_t count, Field f, int64_t row) {
     for (int64_t k = 0; k < count; ++k) {
@@ -29,19 +29,19 @@ inline bool read_line(const Column* columns, int64_t count, Field f, int64_t row
 }  // namespace
 }  // namespace oper::data
 
-// Parses whole lines into columns from row `*rows` on, until `capacity` lines have been met.
+// Parses complete lines to columns from row `*rows` on, until `*lines` reaches `capacity`.
 //
-// data, size: lines, each with its line feed. columns: of a line. numbers: int64 [capacity], gets
-// the number of every regular line (counted from `*lines`). irregular: int64 [3, capacity], gets
-// number, start and end of each other line. Adds to *rows, *lines and *num_irregular; returns the
-// bytes that were taken.
+// data, size: lines, each with its line feed. columns: the fields of a line. numbers: int64
+// [capacity], output: line number of each row (regular line). irregular: int64 [capacity, 3],
+// output: line number, start and end (byte offsets in `data`) of each irregular line. Increases
+// *rows, *lines and *num_irregular; returns the number of bytes parsed.
 OPER_DATA_API int64_t oper_data_parse(
         const char* data, int64_t size, char separator, const oper::data::Column* columns,
         int64_t num_columns, int64_t capacity, int64_t* numbers, int64_t* irregular, int64_t* rows,
         int64_t* lines, int64_t* num_irregular) {
     using namespace oper::data;
     const char* p = data;
-    int64_t one_by_one = 0;  // lines before this one are not tried as a block
+    int64_t one_by_one = 0;  // lines before this one are parsed one by one, not as a block
     const char* stop = data + size;
     const bool has_blocks = num_columns <= kBlockColumns;
     while (p != stop && *lines < capacity) {

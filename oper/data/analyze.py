@@ -1,4 +1,4 @@
-"""Access statistics of a preprocessed folder's training part."""
+"""Access statistics of the training part of a preprocessed folder."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def analyze_folder(
     options: CountOptions | None = None,
     show_progress: bool = False,
 ) -> AccessStats:
-    """Exact access statistics of the training part, with its time buckets.
+    """Count the ids of a preprocessed folder's training part, in total and per time bucket.
 
-    Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids. Raw
-    ids are counted by `KeyCounter`, which keeps how many of them are hot, but not which.
+    Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids. For
+    raw ids (see `KeyCounter`) the statistics hold a histogram of counts without the hot ids.
 
     Args:
-        path: a folder that preprocessing wrote.
-        options: presence windows and memory.
+        path: a folder that ``oper preprocess`` wrote.
+        options: presence windows and memory limits; None = the defaults of `CountOptions`.
         show_progress: show a progress bar on stderr.
 
     Raises:
         FileFormatError: the folder is not a preprocessed one, a part is damaged, columns or rows
             are missing, or an id is out of range.
+        InvalidInputError: `path` is a URL.
     """
     folder = Folder.open(path, allow_raw=True)
     counters = _counters(folder, options or CountOptions())
@@ -60,12 +61,11 @@ def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) 
     count = len(folder.bucket_labels)
     if buckets.size and (buckets.dtype.kind != "i" or buckets.min() < 0 or buckets.max() >= count):
         raise FileFormatError(f"cannot read {os.fspath(part)!r}", folder.bucket,
-                              (buckets.min(), buckets.max()), f"integers in 0..{count - 1}",
-                              "preprocess again")
+                              f"{buckets.dtype} in {buckets.min()}..{buckets.max()}",
+                              f"integers in 0..{count - 1}", "preprocess again")
 
 
 def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | KeyCounter]:
-    """A counter of each sparse column."""
     if folder.raw_ids:
         return [KeyCounter(options.presence_samples, options.sparse_budget_bytes)
                 for _ in folder.sparse]
@@ -74,7 +74,7 @@ def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | 
 
 def _count(counters: Sequence[TableCounter | KeyCounter], labels: list[str], buckets: np.ndarray,
            columns: list[Column]) -> None:
-    """Count one batch, cut where the time bucket changes."""
+    """Count the rows of one row group, split where the time bucket changes."""
     cuts = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), buckets.size]
     for start, stop in itertools.pairwise(cuts):
         if start < stop:

@@ -1,4 +1,4 @@
-"""NumPy arrays in the work files of a job, and conversions to and from Arrow arrays."""
+"""NumPy arrays in a job's work files, and conversions between NumPy and Arrow arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def save(file: BinaryIO | Path, array: np.ndarray) -> None:
-    """Like `numpy.save`, but a failed write raises the system's own error (such as a full disk)."""
+    """Like `numpy.save`, but a failed write raises the OSError of the system call (disk full)."""
     if isinstance(file, Path):
         with file.open("wb") as opened:
             save(opened, array)
@@ -22,7 +22,10 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether it is in Fortran order, and dtype of the ``.npy`` array at the file position.
+    """Read the header of the ``.npy`` array at the file position.
+
+    Returns:
+        Shape, whether the array is in Fortran order, and dtype.
 
     Raises:
         ValueError: the header is damaged.
@@ -32,26 +35,30 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
             else np.lib.format.read_array_header_2_0)
     try:
         return read(file)
-    except (SyntaxError, tokenize.TokenError) as error:  # of NumPy's parser of the header
+    except (SyntaxError, tokenize.TokenError) as error:  # raised by NumPy for a damaged header
         raise ValueError(str(error)) from None
 
 
 def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """An Arrow list array; list k holds the next `lengths[k]` of the values (`lengths` int [n])."""
+    """Make an Arrow list array of n lists whose int [n] `lengths` split `values` in order."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The concatenated indices of ranges with the given `starts` [n] and `lengths`, int [n]; int64
-    [sum of lengths]."""
+    """Concatenate ``arange(starts[k], starts[k] + lengths[k])`` over k; both arguments int [n].
+
+    Returns int64 [sum of lengths].
+    """
     return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:
-    """Convert an Arrow array to integers, or to bytes of a fixed width (values contain no zero
-    bytes)."""
+    """Convert an Arrow array [n] to NumPy [n]; binary values become fixed-width bytes (kind ``S``).
+
+    Binary values must not contain zero bytes.
+    """
     if not pa.types.is_binary(array.type):
         return array.to_numpy(zero_copy_only=False)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]

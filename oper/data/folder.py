@@ -1,4 +1,4 @@
-"""A preprocessed folder: its manifest, its Parquet parts, its tables."""
+"""A preprocessed folder: its manifest, Parquet parts and embedding tables."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from oper.tables import TableSpec
 FOLDER_KIND = "oper-preprocessed"
 FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
-LOOKUPS = "lookups.parquet"  # marks a folder of synthetic lookups, which is not preprocessed
+LOOKUPS = "lookups.parquet"  # only in the output of 'oper generate', which is not preprocessed
 SPLITS = ("train", "valid", "test")
-
-
 _MAX_BUCKETS = 1 << 15  # buckets are int16
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Column names from a manifest, checked to be distinct."""
+    """Return the column names of a manifest entry; raises unless they are distinct strings."""
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{value!r} is not a list of names")
     if len(set(value)) < len(value):
@@ -36,7 +34,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
-    """A number from a manifest, checked."""
+    """Return a manifest entry; raises unless it is an integer in `least`..`most`."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name}={value!r} is not an integer in {least}..{most}")
     return value
@@ -46,13 +44,13 @@ def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -
     """Read the manifest of a folder, which must have one of the given kinds and versions.
 
     Args:
-        folder: its folder.
-        what: how an error message begins.
-        todo: the remedy if there is no manifest.
-        kinds: accepted kinds and versions.
+        folder: the folder.
+        what: the beginning of error messages, such as "cannot open ...".
+        todo: the remedy named if there is no manifest.
+        kinds: accepted pairs of kind and version.
 
     Raises:
-        FileFormatError: there is none, it is damaged, or of another kind or version.
+        FileFormatError: the manifest is missing, damaged, or of another kind or version.
     """
     try:
         manifest = read_json(folder / MANIFEST, what)
@@ -67,24 +65,24 @@ def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that preprocessing wrote.
+    """A folder that ``oper preprocess`` wrote.
 
     Attributes:
         path: the folder.
-        manifest: its contents, JSON-serializable.
+        manifest: the parsed ``manifest.json``.
         label: name of the label column.
         dense: names of the dense columns.
-        sparse: names of the sparse columns, one table each, of the same name.
+        sparse: names of the sparse columns; each has an embedding table of the same name.
         bucket: name of the time bucket column.
-        num_rows: rows of each table, in the order of `sparse`; empty where ids are raw.
+        num_rows: rows of each table, in the order of `sparse`; empty if ids are raw.
         rows: rows of the log by split.
-        multi_hot: the columns of `sparse` that hold a bag of ids per row.
-        missing_ids: id of a missing field by sparse column; 0 if missing fields share row 0 with
-            rare and unseen values (in hashed columns row 0 is only for missing fields).
+        multi_hot: names of the sparse columns that hold a bag of ids per row.
+        missing_ids: by sparse column, the id of a missing field; 0 if missing fields share row 0
+            with rare and unseen values (in hashed columns row 0 is only for missing fields).
         raw_ids: whether ids are raw 64-bit keys, for dynamic tables, instead of row numbers.
         part_sizes: bytes and rows of each Parquet file, by ``SPLIT/FILE``.
         row_group_rows: rows of every row group except a file's last.
-        time: name of the column of times, int64 seconds since 1970; empty for a log without times.
+        time: name of the time column, int64 seconds since 1970; empty for a log without times.
     """
 
     path: Path
@@ -108,12 +106,11 @@ class Folder:
 
         Args:
             path: the folder.
-            allow_raw: whether its ids may be raw.
+            allow_raw: whether a folder with raw ids is accepted.
 
         Raises:
-            FileFormatError: there is no manifest, or it is incomplete or of another kind or
-                version.
-            InvalidInputError: the path is a URL, or the ids are raw but row numbers are needed.
+            FileFormatError: the manifest is missing, incomplete, or of another kind or version.
+            InvalidInputError: the path is a URL, or the ids are raw without `allow_raw`.
         """
         check_local(path)
         folder = Path(path)
@@ -158,29 +155,32 @@ class Folder:
 
     @property
     def ids_in_hotness_order(self) -> bool:
-        """Whether ids after 0 were assigned by descending count."""
+        """Whether ids 1, 2, ... were assigned by descending count in the training part."""
         return bool(self.manifest.get("ids_in_hotness_order", False))
 
     @property
     def bucket_labels(self) -> list[str]:
-        """Labels of the time buckets, by number."""
+        """Label of each time bucket, indexed by the bucket's number."""
         return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]
 
     def tables(self, dim: int, num_rows: Sequence[int] = (), **fields: Any
                ) -> tuple[TableSpec, ...]:
-        """The tables as specifications of `dim` columns.
+        """Return one `TableSpec` per sparse column, in the order of `sparse`.
 
         Args:
-            dim: columns.
-            num_rows: rows of each table if ids are raw, since the folder then does not determine
-                them.
-            fields: other fields of TableSpec.
+            dim: embedding dimension of every table.
+            num_rows: rows of each table; used only if ids are raw, when the folder does not
+                determine them.
+            fields: other fields of `TableSpec`, the same for every table.
         """
         return tuple(TableSpec(name, rows, dim, (name,), **fields) for name, rows in zip(
             self.sparse, num_rows if self.raw_ids else self.num_rows, strict=True))
 
     def parts(self, split: str) -> list[Path]:
-        """The Parquet files of a split, in order; raises InvalidInputError or FileFormatError."""
+        """List the Parquet files of a split in order.
+
+        Raises InvalidInputError for an unknown split, FileFormatError if its files are missing.
+        """
         what = f"cannot read {str(self.path)!r}"
         require(what, "choose one of them", ("split", split, split in SPLITS, f"one of {SPLITS}"))
         found = sorted((self.path / split).glob("part-*.parquet"))
@@ -190,7 +190,7 @@ class Folder:
         return found
 
     def open_part(self, path: Path, columns: tuple[str, ...]) -> pq.ParquetFile:
-        """Open one part and check that it has `columns`; raises FileFormatError."""
+        """Open one part; raises FileFormatError if it is damaged or lacks one of `columns`."""
         what = f"cannot read {str(path)!r}"
         try:
             file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -205,7 +205,7 @@ class Folder:
         return file
 
     def read_part(self, path: Path, columns: tuple[str, ...]) -> pa.Table:
-        """The columns of one part; raises FileFormatError if it lacks one or is damaged."""
+        """Read columns of one part; raises FileFormatError if it is damaged or lacks one."""
         file = self.open_part(path, columns)
         with reading(path):
             return file.read(columns=list(columns))
@@ -213,7 +213,7 @@ class Folder:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn pyarrow's errors about damaged pages of a part into FileFormatError."""
+    """Convert pyarrow errors and OSError of reads in the block to FileFormatError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""Recipes of CSV and Parquet files whose columns are named on the command line."""
+"""Recipes ``csv`` and ``parquet``, whose columns are named on the command line."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ GENERIC = ("csv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The columns of a file that the user has chosen.
+    """The columns that the user has chosen, and how to read them.
 
     Attributes:
         sparse: names of the id columns; ``NAME:c`` for fields of several ids separated by the
             character c, ``NAME:PARSE`` for ids that are not strings (see
             `oper.data.recipe.Column`), ``NAME:bins=18/30`` for numbers that are divided into bins.
             In Parquet files ids are integers, strings or lists of these.
-        label: a column of 0 and 1; None = none.
-        dense: number columns; ``NAME:log1p`` transforms one.
-        time: a time column to split by; None = the order of the rows.
+        label: name of a column of 0 and 1, unless `threshold` or `among` is given; None = no label.
+        dense: names of the numeric columns; ``NAME:log1p`` applies log(1 + max(x, 0)).
+        time: name of the time column to split by; None = split by the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
         separator: field separator of CSV files.
-        filter: see `oper.data.recipe.Layout`.
-        threshold: the label is 1 for numbers at or above this one.
-        among: the label is 1 for these strings.
+        filter: conditions on rows, see `oper.data.recipe.Layout`.
+        threshold: the label is 1 for numbers >= `threshold`, else 0.
+        among: the label is 1 for strings in `among`, else 0.
         encoding: encoding of CSV files, ``"utf-8"`` or ``"latin-1"``.
-        join: file of a side table whose columns are added; CSV with a header, or Parquet.
-        join_on: the id column by which its rows are found, ``NAME`` or ``NAME=NAME_IN_FILE``.
-        join_sparse, join_dense: columns to add, as `sparse` and `dense`.
-        cross: ``A*B=N``: hashes of the ids of several columns into N rows.
+        join: path of a side table whose columns are added; CSV with a header, or Parquet.
+        join_on: key column of the join, ``NAME`` or ``NAME=NAME_IN_SIDE_TABLE``.
+        join_sparse, join_dense: columns of the side table to add, in the form of `sparse`, `dense`.
+        cross: crossed columns ``A*B=N``: the ids of A and B, hashed together into N rows.
     """
 
     sparse: Sequence[str]
@@ -57,15 +57,15 @@ class Choice:
 
 
 def generic_recipe(kind: str, choice: Choice) -> Recipe:
-    """The recipe ``"csv"`` or ``"parquet"``; raises InvalidInputError."""
+    """Make the recipe of `kind` ``"csv"`` or ``"parquet"``; raises InvalidInputError."""
     if not choice.sparse:
         raise InvalidInputError(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
                                 "at least one", "name the id columns with --sparse a,b,c")
     what = f"cannot read {kind} files"
-    require(what, "give the others, or leave it out",
+    require(what, "give the missing options, or leave out these",
             ("threshold, among", (choice.threshold, list(choice.among)),
              (choice.threshold is None) + (not choice.among) + (choice.label is not None) > 1,
-             "one of them, with a label"),
+             "at most one of them, and only with a label"),
             ("join, join-on", (choice.join, choice.join_on),
              bool(choice.join) == bool(choice.join_on) == bool(
                  choice.join_sparse or choice.join_dense),
@@ -99,18 +99,18 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
 
 
 def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
-    """Keys of a layout of such files."""
+    """Fields of the `Layout` of files of `kind`, without name and columns."""
     return {"format": "parquet"} if kind == "parquet" else {
         "separator": separator, "header": True, "quote": '"', "encoding": encoding}
 
 
 def file_layout(kind: str, separator: str, encoding: str) -> Layout:
-    """The layout of files before any columns are chosen."""
+    """Make the layout of files of `kind` without columns."""
     return Layout(kind, (), **_form(kind, separator, encoding))
 
 
 def _columns(dense: Sequence[str], sparse: Sequence[str]) -> list[dict[str, Any]]:
-    """Entries of a recipe for columns given in the form of `Choice`."""
+    """Convert columns in the form of `Choice` to column entries of a recipe."""
     found: list[dict[str, Any]] = []
     for text in dense:
         name, _, transform = text.rpartition(":")
@@ -135,18 +135,18 @@ def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text  # which a recipe refuses by name
+        return text  # refused by `recipe_from_dict`, which names the column
 
 
 def _cross(what: str, text: str) -> dict[str, Any]:
     names, _, rows = text.rpartition("=")
     if not names or not rows.isdigit():
-        raise InvalidInputError(what, "cross", text, "A*B=N", "name the columns and the rows")
+        raise InvalidInputError(what, "cross", text, "A*B=N", "name columns A, B and N rows")
     return {"name": names.replace("*", "_x_"), "of": names.split("*"), "rows": int(rows)}
 
 
 def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:
-    """Raise InvalidInputError, with a remedy, for files that are not of `kind`."""
+    """Raise InvalidInputError for CSV files given as ``"parquet"`` and vice versa."""
     files = [name for name in inputs if not store.is_pipe(name)]
     for path in expand_inputs(files) if files else []:
         found = "parquet" if is_parquet(path) else "csv"

@@ -1,4 +1,4 @@
-"""A recipe: which columns a raw log has, how they are read, and how the log is split."""
+"""Recipes, which define the columns of a raw log, how they are parsed, and how it is split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from oper.errors import InvalidInputError, require
 from oper.support.files import datasets_root, read_toml
 
-KINDS = {  # kind of column: ways to parse it, the first one being the default
+KINDS = {  # by kind of column, the accepted values of `Column.parse`, the default first
     "label": ("binary", "threshold", "among"),
     "dense": ("int", "float"),
     "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string", "bins"),
@@ -30,22 +30,22 @@ class Column:
     """One column of a raw log.
 
     Attributes:
-        name: its name in the output.
+        name: name of the column in the output.
         kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
-        parse: a label is ``"binary"`` (0 or 1), ``"threshold"`` (1 for numbers >= `threshold`) or
-            ``"among"`` (1 for strings in `positive`). Numbers are ``"int"`` (decimal) or
-            ``"float"``; ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``,
-            ``"uint64"``, ``"int"`` (decimal, of that many bits), ``"integral"`` (decimal, also
-            written 17850.0), ``"string"``, or ``"bins"`` (a number's bin among `bins`). Times are
-            ``"unix"`` (seconds), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone, taken as UTC),
-            ``"iso_zone"`` or ``"yymmddhh"``.
+        parse: how a field is converted. Labels: ``"binary"`` (0 or 1), ``"threshold"`` (1 for
+            numbers >= `threshold`) or ``"among"`` (1 for strings in `positive`). Dense columns:
+            ``"int"`` (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
+            ``"uint32"``, ``"uint64"``, ``"int"`` (signed, 64 bits), ``"integral"`` (an integer that
+            may be written 17850.0), ``"string"``, or ``"bins"`` (index of the number's bin). Times:
+            ``"unix"`` (seconds since 1970), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone,
+            taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
         transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
-        source: names that the column has in files with a header; its own name by default.
+        source: alternative names of the column in the header or schema of files; empty = `name`.
         missing: strings that denote a missing field, in addition to the empty string.
-        threshold: see `parse`.
-        positive: see `parse`.
+        threshold: least number of the label 1, with ``parse="threshold"``.
+        positive: strings of the label 1, with ``parse="among"``.
         multi: character between the ids of one field; empty = one id per field.
-        bins: ascending lower bounds: a number's id is how many of them are not above it.
+        bins: ascending lower bounds; the id of x is the number of bounds <= x.
     """
 
     name: str
@@ -61,30 +61,30 @@ class Column:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names in a header or schema."""
+        """Accepted names of the column in a header or schema."""
         return self.source or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout of a data set's files.
+    """A format that files of a data set may have, with the columns in it.
 
     Attributes:
-        name: its name, by which it can be requested.
+        name: name for ``--layout`` and messages.
         columns: columns in the order of the file; with a header they are found by name.
         format: ``"text"`` (delimited lines), ``"jsonl"`` (one JSON object per line), ``"bags"``
-            (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of the MLPerf chain).
-        separator: between the fields of a line, one character or more.
+            (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of MLPerf's scripts).
+        separator: text between the fields of a line: an ASCII character, or 2 to 4 equal ones.
         header: whether each file begins with a line of column names.
-        quote: character around fields that hold separators; empty = none.
+        quote: character around fields that contain separators; empty = none.
         escape: character before a quote inside quotes; empty = a quote is doubled.
-        encoding: encoding of the text.
+        encoding: encoding of the text, ``"utf-8"`` or ``"latin-1"``.
         first: meaning of the first number of a line of bags: ``"count"``, ``"user"`` or ``"item"``.
-        ask: whether the layout is used only on request and never detected, because files of another
-            layout look the same.
-        filter: for Parquet files and text: conditions ``COLUMN OP VALUE``, where OP is ==, !=, <,
-            <=, > or >=. Only rows that fulfil all of them belong to the log; a missing field
-            fulfils none. In text without a header the columns are those of the recipe.
+        ask: whether the layout must be requested by name because files of another layout look the
+            same.
+        filter: conditions ``COLUMN OP VALUE`` on the rows of Parquet and text files, where OP is
+            ==, !=, <, <=, > or >=. Rows that violate one are ignored; a missing field violates
+            all. In text without a header, COLUMN is a name in the recipe.
     """
 
     name: str
@@ -100,20 +100,20 @@ class Layout:
     filter: tuple[str, ...] = ()
 
     def of(self, kind: str) -> tuple[Column, ...]:
-        """Columns of one kind, in order."""
+        """Return the columns of one kind, in order."""
         return tuple(c for c in self.columns if c.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Columns of a side table, such as that of the items, for the rows of the log.
+    """A left join of the log with a side table, such as a table of items.
 
     Attributes:
-        file: the table; it is held in memory.
-        key: the sparse column of the log by which rows of the table are found; a key occurs there
-            at most once. Rows of the log whose key is not in the table get missing fields.
-        layout: layout of the file. Its sparse column named `key` has the keys, its other sparse and
-            dense columns are added to the log's.
+        file: path of the side table, which is loaded into memory.
+        key: name of the sparse column to join on. Keys in the side table are unique; rows of the
+            log without a match get missing fields.
+        layout: layout of the side table. Its column `key` has the keys; its other sparse and dense
+            columns are added to the log's.
     """
 
     file: str
@@ -128,12 +128,12 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Cross:
-    """A sparse column whose values are hashes of the values of others, taken together.
+    """A sparse column of feature crosses: hashes of the combined values of several columns.
 
     Attributes:
         name: name of the column.
-        of: the crossed sparse columns, each with one id per row.
-        rows: number of different hashes.
+        of: names of the crossed sparse columns, each with one id per row.
+        rows: number of hash buckets.
     """
 
     name: str
@@ -146,19 +146,21 @@ class Recipe:
     """How one data set is read.
 
     Attributes:
-        name: the data set.
+        name: name of the data set.
         title: title for display.
-        layouts: layouts of its files; all have the same label, dense and sparse columns.
-        by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut by the
-            time column, with rows put in order of time.
-        valid: share of the rows, at the end, that is the validation part.
-        test: share after that which is the test part.
-        buckets: number of time buckets, with equal numbers of rows or equal spans of time.
-        bucket_seconds: length of a time bucket instead (by time), from midnight UTC.
-        bucket_column: name of the bucket's column in the output.
+        layouts: possible layouts of its files, with the same label, dense and sparse columns.
+        by: ``"rows"``: the log is in order of time and split by row numbers; ``"time"``: the log is
+            sorted and split by its time column.
+        valid: share of the rows for the validation part, between the training and the test part.
+        test: share of the rows for the test part, at the end.
+        buckets: number of time buckets, of equal numbers of rows (by rows) or equal length (by
+            time).
+        bucket_seconds: by time: length of a time bucket, the first one from midnight UTC; 0 = as
+            `buckets` defines.
+        bucket_column: name of the column of time buckets in the output.
         min_count: values seen less often in the training part share row 0.
-        joins, crosses: further columns, derived from those of the layouts; crosses may also use
-            joined ones.
+        joins: side tables whose columns are added.
+        crosses: feature crosses of the log's and joined columns.
     """
 
     name: str
@@ -180,7 +182,7 @@ class Recipe:
         return self.layouts[0].columns
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names of the columns of one kind that the log itself has, in order."""
+        """Return the names of the log's columns of one kind, in order, without derived ones."""
         return tuple(c.name for c in self.columns if c.kind == kind)
 
     def _joined(self, kind: str) -> tuple[str, ...]:
@@ -199,17 +201,17 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """Name of the label column; a log without labels gets a column of ones."""
+        """Name of the label column; ``"label"``, a column of ones, for a log without labels."""
         return (*self.names("label"), "label")[0]
 
     @property
     def time(self) -> str:
-        """Name of the time column that preprocessing keeps; empty if a layout has none."""
+        """Name of the time column in the output; empty unless all layouts have a time column."""
         names = [layout.of("time") for layout in self.layouts]
         return names[0][0].name if all(names) else ""
 
     def layout(self, name: str) -> Layout:
-        """A layout by name; raises InvalidInputError."""
+        """Find a layout by name; raises InvalidInputError."""
         for layout in self.layouts:
             if layout.name == name:
                 return layout
@@ -221,10 +223,13 @@ _SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
 
 
 def parse_share(value: object, what: str, name: str) -> Fraction:
-    """A share in [0, 1) from text such as ``"1/7"`` or ``"0.1"``; raises InvalidInputError."""
+    """Parse a share in [0, 1) such as ``"1/7"`` or ``"0.1"``; raises InvalidInputError.
+
+    `what` and `name` begin the error message, see `oper.errors.require`.
+    """
     text = str(value)
     try:
-        # An exponent of many digits would be a number of as many bytes as it says.
+        # Limited exponents: Fraction("1e1000000000") would allocate an enormous integer.
         share = Fraction(text if _SHARE.fullmatch(text) else -1)
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
@@ -234,7 +239,7 @@ def parse_share(value: object, what: str, name: str) -> Fraction:
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """The recipe of a data set by name, or from a TOML file.
+    """Load the recipe of a data set by its name in ``datasets/``, or from the path of a TOML file.
 
     Raises:
         InvalidInputError: there is no such recipe, or the file is not a recipe.
@@ -261,10 +266,10 @@ _LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", 
 
 
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
-    """The recipe of a parsed TOML file; raises InvalidInputError for unknown or invalid fields.
+    """Make a recipe from a parsed TOML file; raises InvalidInputError for invalid fields.
 
-    The file contains ``name`` and either ``column`` tables, for files of one layout, or ``layout``
-    tables, each with its own name and columns.
+    The file has a ``name`` and either ``column`` tables, if there is one layout, or ``layout``
+    tables, each with its own name and columns. `what` begins error messages.
     """
     common = {"title", "split", "vocabulary", "join", "cross"}
     if isinstance(value, dict) and "layout" in value:
@@ -293,7 +298,7 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
 
 
 def _list(entries: Any) -> list[Any]:
-    """A TOML value as a list; a single entry counts as a list of one."""
+    """Wrap a TOML value in a list unless it is one."""
     return entries if isinstance(entries, list) else [entries]
 
 
@@ -304,8 +309,9 @@ def _join(what: str, entry: Any, log: Layout) -> Join:
                             **{k: v for k, v in entry.items() if k not in ("file", "key", "on")}})
     held = [c for c in log.columns if c.name == key and c.kind == "sparse" and not c.multi]
     if len(held) != 1:
-        raise InvalidInputError(what, "key of a join", key, "a sparse column of one id each, "
-                                f"of {[c.name for c in log.of('sparse')]}", "name one")
+        raise InvalidInputError(what, "key of a join", key, "a sparse column with one id per row, "
+                                f"one of {[c.name for c in log.of('sparse') if not c.multi]}",
+                                "name such a column")
     if not any(c.name == key for c in layout.columns):
         column = dataclasses.replace(held[0], source=(str(entry.get("on", key)),))
         layout = dataclasses.replace(layout, columns=(column, *layout.columns))
@@ -330,27 +336,27 @@ _CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
 
 
 def condition(text: str) -> tuple[str, str, str] | None:
-    """Column, operator and value of a filter's condition; None if the text is not a condition."""
+    """Parse ``COLUMN OP VALUE`` into its three parts; None if `text` has another form."""
     found = _CONDITION.fullmatch(text)
     return (found[1], found[2], found[3]) if found else None
 
 
 def conditions(layout: Layout) -> list[tuple[str, str, str]]:
-    """The conditions of a layout's filter."""
+    """Return (column, operator, value) of each condition of a layout's filter."""
     return [found for text in layout.filter if (found := condition(text))]
 
 
 def is_number(text: str) -> bool:
-    """Whether a condition compares numbers."""
+    """Whether the value of a condition is a finite number."""
     try:
         return math.isfinite(float(text))
     except ValueError:
         return False
 
 
-_MAX_NAME_BYTES = 200  # of a column; files are named after columns
+_MAX_NAME_BYTES = 200  # per column name, since files are named after columns
 _NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, since files are named after them"
-_MAX_COLUMNS = 10_000  # of one entry with numbered names
+_MAX_COLUMNS = 10_000  # per entry with numbered names
 
 
 def _columns(what: str, entry: Any) -> list[Column]:
@@ -367,11 +373,11 @@ def _columns(what: str, entry: Any) -> list[Column]:
     require(what, "choose one of these, or leave it out",
             ("transform", transform, transform == "none"
              or (transform in TRANSFORMS and kind == "dense"),
-             f"one of {TRANSFORMS}, of a dense column"))
+             f"one of {TRANSFORMS} for a dense column, 'none' for others"))
     require(what, "give one character to a sparse column, or leave it out",
             ("multi", multi, multi == "" or (isinstance(multi, str) and len(multi) == 1
                                              and kind == "sparse"),
-             "a character, of a sparse column only"))
+             "a single character, only for a sparse column"))
     require(what, "give the lower bounds of the bins",
             ("bins", bins, bool(bins) == (parse == "bins") and list(bins) == sorted(set(bins)),
              'ascending numbers, with parse = "bins"'))
@@ -382,7 +388,7 @@ def _columns(what: str, entry: Any) -> list[Column]:
     names = [str(entry["name"])]
     if "first" in entry or "last" in entry:
         first, last = entry.get("first"), entry.get("last")
-        require(what, "give both, the first not above the last, and put {} into the name",
+        require(what, "set both, with first <= last, and put {} into the name",
                 ("first, last", (first, last), type(first) is int and type(last) is int
                  and "{}" in names[0] and 0 <= last - first < _MAX_COLUMNS,
                  f"two integers, at most {_MAX_COLUMNS} columns, and a name with {{}}"))
@@ -409,14 +415,14 @@ def _number(what: str, name: str, value: Any) -> float:
 
 
 def check_recipe(what: str, recipe: Recipe) -> None:
-    """Raise InvalidInputError when a recipe contradicts itself."""
-    require(what, "name one", ("layouts", recipe.layouts, bool(recipe.layouts), "at least one"))
+    """Raise InvalidInputError if a recipe contradicts itself; `what` begins the message."""
+    require(what, "add a layout", ("layouts", recipe.layouts, bool(recipe.layouts), "at least one"))
     written = [recipe.label, recipe.bucket_column, *([recipe.time] if recipe.time else []),
                *recipe.dense, *recipe.sparse]
     twice = sorted({n for n in written if written.count(n) > 1})
     own = {"labels": recipe.label, "time buckets": recipe.bucket_column, "times": recipe.time}
-    require(what, "give the column another name, in a recipe file by name and source",
-            ("columns named twice", twice, not twice, "one column of each name; " + ", ".join(
+    require(what, "rename the column, in a recipe file by setting name and source",
+            ("columns named twice", twice, not twice, "unique names; " + ", ".join(
                 f"{name!r} has the {kind}" for kind, name in own.items() if name)))
     whole = type(recipe.buckets) is int and type(recipe.bucket_seconds) is int
     checks: list[tuple[str, object, bool, str]] = [
@@ -441,11 +447,11 @@ def check_recipe(what: str, recipe: Recipe) -> None:
                                      for n in derived), _NAMES),
         ("kinds of joined columns", [c.kind for j in recipe.joins for c in j.columns],
          all(c.kind in ("sparse", "dense") for j in recipe.joins for c in j.columns),
-         "sparse and dense ones"),
+         "only sparse and dense"),
         ("cross", [(c.of, c.rows) for c in recipe.crosses], all(
             len(c.of) > 1 and set(c.of) <= one_id_each and type(c.rows) is int
             and 1 <= c.rows < 1 << 31 for c in recipe.crosses),
-         "sparse columns of one id each, two or more, and rows in 1..2^31 - 1"),
+         "two or more sparse columns with one id per row, and rows in 1..2^31 - 1"),
     ]
     for layout, output in zip(recipe.layouts, outputs, strict=True):
         checks += [*_layout_checks(layout, recipe), (
@@ -470,9 +476,9 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          isinstance(separator, str) and separator.isascii() and 1 <= len(separator) <= 4
          and not set(separator) & set("\n\r\0\"") and (len(separator) == 1 or not layout.quote)
          and (len(separator) == 1 or len(set(separator)) == 1),
-         "an ASCII character, or one repeated where fields are not quoted"),
+         "an ASCII character, or without quotes up to 4 equal ones"),
         ("quote, escape", (layout.quote, layout.escape),
-         character(layout.quote) and character(layout.escape), "a character or nothing"),
+         character(layout.quote) and character(layout.escape), "printable ASCII characters or ''"),
         ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
         ("columns", names, len(set(names)) == len(names), "unique names"),
         ("columns", names, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
@@ -481,13 +487,13 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
         ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
          bool(layout.of("sparse")), "at least one"),
         ("time", [c.name for c in times], len(times) == 1 or recipe.by == "rows",
-         "one time column to split by time"),
+         "one time column, since by = 'time'"),
         ("filter", layout.filter, not layout.filter or (
             layout.format in ("parquet", "text") and all(map(condition, layout.filter))
             and (layout.header or layout.format == "parquet" or {
                 n for n, _, _ in conditions(layout)} <= {
                 s for c in layout.columns if c.kind != "skip" for s in (c.name, *c.sources)})),
-         "conditions COLUMN OP VALUE, of Parquet files or text"),
+         "conditions COLUMN OP VALUE on columns of Parquet or text files"),
         ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
     ]
 
@@ -496,4 +502,5 @@ def _check_keys(what: str, value: Any, needed: set[str], optional: set[str]) -> 
     keys = set(value) if isinstance(value, dict) else set()
     require(what, "correct the recipe",
             ("keys", sorted(keys) or value, isinstance(value, dict) and needed <= keys
-             and keys <= needed | optional, f"{sorted(needed)} and at most {sorted(optional)}"))
+             and keys <= needed | optional,
+             f"{sorted(needed)} required, {sorted(optional)} optional"))

@@ -1,4 +1,4 @@
-"""The verbs ``oper preprocess``, ``vocabulary``, ``sequences``, ``analyze`` and ``generate``."""
+"""Subcommands ``oper preprocess``, ``vocabulary``, ``sequences``, ``analyze``, ``generate``."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ _MISSING = {"type": "", "missing": None, "distinct": None, "example": ""}
 
 
 def _print_columns(found: dict[str, Any]) -> None:
-    """The columns of a dry run."""
+    """Print the table of columns of a dry run."""
     lines = [("column", "kind", "read as", "looks like", "missing", "distinct", "table rows",
               "example")]
     for c in found["columns"]:
@@ -181,7 +181,7 @@ def _print_columns(found: dict[str, Any]) -> None:
 
 
 def _rows_of(table: dict[str, Any]) -> str:
-    """Rows of a column's table as text; empty if it has no table."""
+    """Format the rows of a column's table; empty if the column has no table."""
     return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
@@ -227,7 +227,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 
 
 def _print_tables(manifest: dict[str, Any]) -> None:
-    """Print the number of rows of the tables, and of values missing from a finished vocabulary."""
+    """Print the tables' rows, and the values of each column that a finished vocabulary lacks."""
     tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:

@@ -1,5 +1,5 @@
-"""Recommenders from logged behaviour: interactions, trajectories, models, simulators, evaluation.
+"""Recommenders trained on logged behaviour: data, models, simulators and evaluation.
 
-The models are re-implementations from abstracts and related public work; no claim is made on the
-numbers of the papers.
+CaD-VAE and CDT4Rec are re-implementations from abstracts and related public work and claim none of
+the papers' numbers; other models follow the papers that their modules cite.
 """

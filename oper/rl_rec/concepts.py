@@ -1,4 +1,4 @@
-"""Concepts of items from the interactions themselves, and the graph among them."""
+"""Derive concepts of items, and the causal graph among concepts, from interactions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROUNDS = 50
 
 
 def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
-    """The concepts that `CaDVAE` needs before training.
+    """Compute the `Concepts` that `CaDVAE` needs before training.
 
-    These are the item concepts (`config.concepts`), the labels' weights of activity, mean and
-    standard deviation over the training users, and the graph fitted on the labels (`config.graph`).
-    Labels are standardised first, so the directions of the graph are one interpretation of several.
+    These are item concepts (`config.concepts`), activity weights, means and standard deviations of
+    the labels over the training users, and the graph fitted to the labels (`config.graph`). Labels
+    are standardised first, so edge directions are only one of several explanations of the data.
     """
     k = config.num_concepts
     if config.concepts == "learned":
@@ -40,28 +40,25 @@ def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
 
 
 def standardised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean [K] and standard deviation [K] of labels [N, K], and the labels with mean 0 and standard
-    deviation 1; a label that is the same for all keeps a standard deviation of 1."""
+    """Return mean [K], standard deviation [K] (1 for constant columns) and z-scores of [N, K]."""
     mean, std = labels.mean(0), labels.std(0, correction=0)
     std = torch.where(std > 1e-6, std, 1.0)
     return mean, std, (labels - mean) / std
 
 
 def activity_weights(counts: torch.Tensor) -> torch.Tensor:
-    """Weights w, float32 [K], such that ``x - (x @ w)`` no longer contains the users' activity,
-    which all concepts share.
+    """Fit weights w, float32 [K], such that ``x - (x @ w)`` has the users' activity removed.
 
-    Active users have more items of every concept, so activity correlates unrelated concepts. One
-    factor, ``x_k = a + r_k`` with independent r_k of variance d_k, has the covariance v = Var(a)
-    between every two concepts. Here v is the lower median of the covariances of all pairs, but at
-    least 0; it is unaffected if fewer than half of the pairs are related in other ways as well. The
-    factor is estimated by the mean with weights ``t / d_k``, ``t = 1 / sum 1 / d_k``, and ``1 -
-    sqrt(t / (v + t))`` times the estimate is subtracted: exactly this multiple makes the
-    covariances between concepts 0. Independent counts have v = 0 and do not change. With K = 2 any
-    positive covariance is attributed to activity.
+    Active users have more items of every concept, so activity correlates unrelated concepts. In the
+    one-factor model ``x_k = a + r_k`` with independent r_k of variance d_k, each pair of concepts
+    has the covariance v = Var(a). v is estimated by the lower median over all pairs, clipped at 0;
+    other relations do not affect it if they concern fewer than half of the pairs. The estimate of a
+    is the mean with weights ``t / d_k``, ``t = 1 / sum 1 / d_k``; subtracting ``1 - sqrt(t / (v +
+    t))`` times this estimate makes the covariances between concepts 0. For independent counts v = 0
+    and w = 0. With K = 2, any positive covariance is attributed to activity.
 
     Args:
-        counts: log counts, float [N, K].
+        counts: log counts of N users, float [N, K].
     """
     k = counts.shape[1]
     centred = counts.double() - counts.double().mean(0)
@@ -79,27 +76,34 @@ def activity_weights(counts: torch.Tensor) -> torch.Tensor:
 
 def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,
                   axes: bool = False, seed: int = 0) -> torch.Tensor:
-    """Clusters of items that the same users like: float32 [num_items, K], rows that sum to 1.
+    """Cluster items by the users that like them.
 
-    Items are described by the leading singular vectors of the users-by-items matrix of positive
-    training interactions, users and items scaled to length 1, and grouped by spherical k-means
-    (Dhillon & Modha 2001). Items without a training interaction belong to all clusters alike;
-    InvalidInputError is raised if no training interaction is positive.
+    Items are represented by the leading singular vectors of the users-by-items matrix of positive
+    training interactions, with users and items scaled to length 1, and grouped by spherical k-means
+    (Dhillon & Modha 2001).
 
     Args:
         data: the interactions.
         num_clusters: K.
-        sharpness: 0 = each item in one cluster; else softmax of sharpness * cosine to the centres.
+        sharpness: 0 = each item in one cluster; else shares are the softmax of sharpness * cosine
+            to the centres.
         axes: cluster by the absolute cosine (diametrical clustering, Dhillon, Marcotte and Roshan
             2003), so that both ends of a taste dimension, whose items rarely have the same users,
             form one cluster instead of two.
-        seed: seed of the randomised SVD and of the initial centres; independent of torch's global
-            generator.
+        seed: seed of the randomised SVD and of the initial centres; torch's global generator is
+            unaffected.
+
+    Returns:
+        Share of each item in each cluster, float32 [num_items, K], rows that sum to 1; uniform for
+        items without a positive training interaction.
+
+    Raises:
+        InvalidInputError: no training interaction is positive.
     """
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     if not items.numel():
-        raise InvalidInputError("cannot cluster items", "positive training interactions", 0, "some",
-                                "check the log's label")
+        raise InvalidInputError("cannot cluster items", "positive training interactions", 0, ">= 1",
+                                "check the log's label, which is the reward")
     user = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     count = torch.bincount(items, minlength=data.num_items).float()
     scale = (lengths[user].float() * count[items]).rsqrt()
@@ -124,20 +128,20 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
 
 
 def _similarity(points: torch.Tensor, centres: torch.Tensor, axes: bool) -> torch.Tensor:
-    """Cosines float32 [n, k], or their absolute values if `axes`."""
+    """Cosines of unit points [n, F] and centres [k, F], [n, k]; absolute values if `axes`."""
     cosine = points @ centres.T
     return cosine.abs() if axes else cosine
 
 
 def _spherical_kmeans(points: torch.Tensor, k: int, axes: bool) -> torch.Tensor:
-    """Centres float32 [k, F] of unit points [n, F]; the first ones drawn far from each other."""
+    """Fit k unit centres, float32 [k, F], to unit points [n, F]; k-means++-like initialisation."""
     centres = points[torch.randint(len(points), (1,))]
     for _ in range(k - 1):
         far = (1 - _similarity(points, centres, axes).amax(1)).clamp(min=0) + 1e-12
         centres = torch.cat([centres, points[torch.multinomial(far, 1)]])
     for _ in range(ROUNDS):
         nearest = _similarity(points, centres, axes).argmax(1)
-        # Opposite points draw a centre the same way.
+        # With `axes`, opposite points support the same centre.
         along = points * (points * centres[nearest]).sum(1, keepdim=True).sign() if axes else points
         sums = torch.zeros_like(centres).index_add(0, nearest, along)
         moved = torch.nn.functional.normalize(sums, dim=1)

@@ -1,21 +1,20 @@
 """Measures of disentanglement of a representation, for data whose true factors are known.
 
-DCI (Eastwood and Williams, ICLR 2018) and SAP (Kumar, Sattigeri and Balakrishnan, ICLR 2018), for
-codes that are vectors: z_c of C codes, factors v_k, K of them. Factors are regressed linearly on
-half of the rows, and all figures are computed on the other half. It does not matter which code
-stands for which factor, nor how a code is rotated.
+DCI (Eastwood and Williams, ICLR 2018) and SAP (Kumar, Sattigeri and Balakrishnan, ICLR 2018), for C
+vector codes z_c and K factors v_k. Ridge regressions are fitted on half of the rows, and all scores
+are computed on the other half. Scores do not depend on the order of codes or on rotations of one.
 
-    importance       R_ck = std(z_c' w_ck), of code c's term in the ridge regression of v_k on all
+    importance       R_ck = std(z_c' w_ck), the term of code c in the ridge regression of v_k on all
                      codes
     disentanglement  sum_c rho_c (1 - H_K(R_c. / sum_k R_ck)), rho_c = sum_k R_ck / sum R: 1 if
                      every code describes one factor only
-    completeness     mean_k (1 - H_C(R_.k / sum_c R_ck)): 1 if one code describes a whole factor
-    informativeness  mean R^2 of the factors from all codes
-    sap              mean over k of the R^2 of v_k from the best single code, less that from the
-                     second best
+    completeness     mean_k (1 - H_C(R_.k / sum_c R_ck)): 1 if one code describes each factor
+    informativeness  mean over k of the R^2 of v_k given all codes
+    sap              mean over k of the R^2 of v_k given the best single code, minus the R^2 given
+                     the second best
 
-H_n is the entropy with logarithms to base n. DCI's authors take the weights of a Lasso or the
-importances of a forest for R, and the error for informativeness.
+H_n is the entropy with logarithms to base n. Unlike here, DCI's authors define R by Lasso weights
+or random forest importances, and informativeness by the prediction error.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import numpy as np
 
 from oper.errors import InvalidInputError
 
-_PENALTIES = tuple(10.0 ** k for k in range(-4, 3))  # per row
+_PENALTIES = tuple(10.0 ** k for k in range(-4, 3))  # ridge penalties, divided by the rows
 
 
 def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """Score codes by the four figures that the module's docstring defines.
+    """Compute the four scores of the module docstring, by name.
 
     Args:
         codes: float [N, C, d], C >= 2; d = 1 if each code is a single number.
@@ -36,14 +35,15 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
         seed: seed of the random split into two halves.
 
     Raises:
-        InvalidInputError: other shapes, fewer than 20 rows, or numbers that are not finite.
+        InvalidInputError: other shapes, fewer than 20 rows, non-finite numbers, or a factor that is
+            constant in a half.
     """
     codes, factors = np.asarray(codes, np.float64), np.asarray(factors, np.float64)
     if (codes.ndim != 3 or factors.ndim != 2 or len(codes) != len(factors) or len(codes) < 20
             or min(codes.shape[1], factors.shape[1]) < 2 or not codes.shape[2]):
         raise InvalidInputError("cannot score codes", "shapes of codes and factors",
                                 (codes.shape, factors.shape), "[N, C, d] and [N, K], N >= 20, C "
-                                "and K >= 2", "give codes and factors of the same rows")
+                                "and K >= 2", "pass codes and factors of the same rows")
     order = np.random.default_rng(seed).permutation(len(codes))
     learn, test = order[::2], order[1::2]
     if not (np.isfinite(codes).all() and np.isfinite(factors).all()
@@ -65,13 +65,13 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
 
 
 def scores_of(importance: np.ndarray) -> tuple[float, float]:
-    """Disentanglement and completeness of R, float [C, K], >= 0."""
+    """Return disentanglement and completeness, given R, float [C, K], >= 0."""
     return (float(_certainty(importance) @ importance.sum(1) / max(importance.sum(), 1e-300)),
             float(_certainty(importance.T).mean()))
 
 
 def _certainty(importance: np.ndarray) -> np.ndarray:
-    """1 minus the entropy of each row, to the base of its length; 0 for rows of zeros."""
+    """1 minus the entropy of each normalised row (log base = row length); 0 for rows of zeros."""
     shares = importance / np.maximum(importance.sum(axis=1, keepdims=True), 1e-300)
     logs = np.log(np.where(shares > 0, shares, 1.0))
     found = 1 + (shares * logs).sum(axis=1) / np.log(importance.shape[1])
@@ -79,20 +79,19 @@ def _certainty(importance: np.ndarray) -> np.ndarray:
 
 
 def _standardised(x: np.ndarray, learn: np.ndarray) -> np.ndarray:
-    """Columns standardised to mean 0 and standard deviation 1 on the rows `learn`; constant columns
-    become 0."""
+    """Standardise columns by mean and deviation on the rows `learn`; constant columns become 0."""
     std = x[learn].std(axis=0)
     return (x - x[learn].mean(axis=0)) / np.where(std > 0, std, 1.0)
 
 
 def _explained(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """R^2 [K], at least 0, of predictions [N, K]."""
+    """R^2 of predictions [N, K] by column, clipped at 0; [K]."""
     return np.maximum(1 - ((found - wanted) ** 2).mean(axis=0) / wanted.var(axis=0), 0.0)
 
 
 def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Ridge regression weights [p, K] of centred y [n, K] on x [n, p], each column with the penalty
-    that minimises the generalised cross-validation error (Golub, Heath and Wahba 1979)."""
+    """Ridge regression of centred y [n, K] on x [n, p], weights [p, K]; each column's penalty
+    minimises generalised cross-validation error (Golub, Heath and Wahba 1979)."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     seen = u.T @ y
     errors, weights = [], []

@@ -1,7 +1,7 @@
-"""Trains any model of the package over several seeds and tests it on the same users.
+"""Train any model of the package with several seeds and test it on the same users.
 
-One process, unsharded, Adam on all weights: for comparing models with each other. Training in
-several processes with sharded tables is ``oper train``'s.
+Training uses one process, unsharded tables and Adam, to compare models with each other; ``oper
+train`` trains in several processes with sharded tables.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from oper.rl_rec.registry import RECOMMENDERS
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How a model is trained and when training ends.
+    """Options of training and early stopping.
 
     Attributes:
-        epochs: passes over the training users, at most.
-        batch_size: users per step.
+        epochs: maximum number of epochs.
+        batch_size: users, or subsequences of sequence models, per step.
         lr: Adam's learning rate.
         weight_decay: Adam's L2 penalty.
-        max_norm: the gradient of all weights together is scaled to at most this norm.
+        max_norm: maximum norm to which the gradient of all weights is clipped.
         eval_every: epochs between validations.
-        patience: number of validations without a better value of `chosen_by` after which training
-            ends.
-        metrics: what is measured.
-        chosen_by: the validation metric by which the best weights are chosen.
+        patience: number of validations without improvement after which training stops.
+        metrics: options of the metrics.
+        chosen_by: name of the validation metric that selects the best weights.
     """
 
     epochs: Positive = 100
@@ -56,20 +55,20 @@ class FitOptions:
     def __post_init__(self) -> None:
         require_fields(self, "invalid options", "change this field of FitOptions", *rules_of(self),
                        ("chosen_by", self.chosen_by in self.metrics.names(),
-                        f"one of {self.metrics.names()}, which are measured"))
+                        f"one of the measured {self.metrics.names()}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A trained model: its weights are those of the best validation.
+    """A trained model with the weights of its best validation.
 
     Attributes:
         model: the model, in evaluation mode.
-        test: result of ranking for the test users.
-        valid: value of `FitOptions.chosen_by` on the validation users, with these weights.
-        epochs: epochs after which these weights were reached.
-        seconds: time of building, training and validation together.
-        chosen_by: the name of `valid`.
+        test: metrics of the test users.
+        valid: value of the metric `chosen_by` on the validation users.
+        epochs: number of epochs that led to these weights; 0 for models without training.
+        seconds: total time of building, training and validation.
+        chosen_by: name of the validation metric, see `FitOptions`.
     """
 
     model: Recommender
@@ -81,13 +80,19 @@ class Fitted:
 
 
 def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions) -> Fitted:
-    """Train `name` of the registry with `config` (None = its defaults) from a seed.
+    """Train and test one model; seeds torch's global generator.
 
-    Early stopping looks at the validation targets only; the test targets are ranked once.
-    Sets torch's generator.
+    Early stopping uses only the validation targets; the test targets are ranked once.
+
+    Args:
+        name: key of `RECOMMENDERS`.
+        config: the model's configuration; None = its defaults.
+        data: the interactions.
+        seed: seed of initial weights, batches and all other draws.
+        options: options of training.
 
     Raises:
-        InvalidInputError: no such model, or its loss is no longer a number.
+        InvalidInputError: no such model, no validation or test users, or a non-finite loss.
     """
     if name not in RECOMMENDERS:
         raise InvalidInputError("no such recommender", "name", name,
@@ -95,7 +100,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     for split in ("valid", "test"):
         if not data.held_out(split).users.size:
             raise InvalidInputError("cannot compare models", f"{split} users", 0,
-                                    "some with a target", "lower k_core, or take more data")
+                                    "at least one", "lower k_core, or use a longer log")
     begin = time.perf_counter()
     workload = RECOMMENDERS[name]
     torch.manual_seed(seed)
@@ -121,7 +126,7 @@ def _validate(model: Recommender, data: Interactions, options: FitOptions) -> fl
 
 def _train(model: Recommender, data: Interactions, options: FitOptions, batches: Batches,
            share: Share) -> tuple[float, int]:
-    """The best validation and the epochs it took; the model holds those weights."""
+    """Train, load the best weights, and return their validation metric and number of epochs."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
     step, num_steps = 0, options.epochs * num_batches(len(batches), share)
@@ -155,13 +160,13 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Results of one model over several seeds, on the same test users.
+    """Results of one model over S seeds, on the same U test users.
 
     Attributes:
         name: name of the model.
         seeds: seeds of the runs.
-        per_user: float64 [S, U] by metric.
-        fitted: further facts about each run, JSON-serializable.
+        per_user: by metric, its values, float64 [S, U].
+        fitted: seed, epochs, seconds and mean metrics of each run, JSON-serializable.
     """
 
     name: str
@@ -170,26 +175,26 @@ class Runs:
     fitted: tuple[dict[str, Any], ...]
 
     def intervals(self) -> dict[str, Interval]:
-        """Bootstrap over users and seeds, by metric."""
+        """Mean of each metric, with a bootstrap interval over users and seeds."""
         return {name: bootstrap(values) for name, values in self.per_user.items()}
 
     def against(self, other: Runs) -> dict[str, Interval]:
-        """Paired differences, this model minus the other, by metric."""
+        """Mean paired difference of each metric, this model minus the other, with intervals."""
         return {name: difference(values, other.per_user[name])
                 for name, values in self.per_user.items()}
 
 
 def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
               options: FitOptions | None = None) -> Runs:
-    """Train and test `name` from each seed; the arguments are those of `fit`."""
+    """Train and test `name` with each seed; for arguments and errors see `fit`."""
     if not seeds:
-        raise InvalidInputError("nothing to run", "seeds", [], "one or more", "name a seed")
+        raise InvalidInputError("nothing to run", "seeds", [], "one or more", "pass a seed")
     return join_runs([as_runs(name, seed, fit(name, config, data, seed, options or FitOptions()))
                       for seed in seeds])
 
 
 def as_runs(name: str, seed: int, fitted: Fitted) -> Runs:
-    """One training run as `Runs`, without its model."""
+    """Convert one training run to `Runs`, without its model."""
     about = {"seed": seed, "epochs": fitted.epochs, "seconds": round(fitted.seconds, 1),
              f"valid_{fitted.chosen_by}": round(fitted.valid, 6),
              f"test_{fitted.chosen_by}": round(fitted.test.summary()[fitted.chosen_by], 6)}
@@ -198,7 +203,7 @@ def as_runs(name: str, seed: int, fitted: Fitted) -> Runs:
 
 
 def join_runs(runs: Sequence[Runs]) -> Runs:
-    """Runs of one model from other seeds, tested on the same users, as one."""
+    """Concatenate runs of one model with different seeds and the same test users."""
     return Runs(runs[0].name, tuple(s for r in runs for s in r.seeds),
                 {m: np.concatenate([r.per_user[m] for r in runs]) for m in runs[0].per_user},
                 tuple(f for r in runs for f in r.fitted))

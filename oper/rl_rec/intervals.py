@@ -15,7 +15,7 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and the interval that holds 95 % of its bootstrap samples."""
+    """An estimate and its 95 % bootstrap interval (2.5 % and 97.5 % quantiles)."""
 
     mean: float
     low: float
@@ -25,21 +25,20 @@ class Interval:
         return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
     def to_json(self) -> dict[str, float]:
-        """The interval for JSON, rounded to six decimals."""
         return {"mean": round(self.mean, 6), "low": round(self.low, 6), "high": round(self.high, 6)}
 
 
 def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
-    """The mean and its bootstrap interval.
+    """Compute the mean of `values` and its bootstrap interval.
 
     Args:
-        values: float [N] users, or [S, N]: S training seeds by the same N users. Seeds and users
-            are both drawn with replacement, so that the interval covers both sources of randomness.
-        samples: bootstrap samples.
+        values: one value per user, float [N], or per training seed and user, float [S, N]. Seeds
+            and users are both resampled, so that the interval covers both sources of randomness.
+        samples: number of bootstrap samples.
         seed: seed of the draws; equal seeds draw the same users.
 
     Raises:
-        InvalidInputError: no values, or not finite.
+        InvalidInputError: no values, non-finite values, or `samples` < 1.
     """
     table = np.atleast_2d(np.asarray(values, np.float64))
     _check(table, samples)
@@ -51,10 +50,13 @@ def bootstrap(values: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Inte
 
 
 def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> Interval:
-    """mean(a) - mean(b) on the same users, [N] or [S, N] each (paired by user and by seed)."""
+    """Bootstrap mean(a) - mean(b), [N] or [S, N] each, paired by user.
+
+    Seeds are paired too if both have the same number S; otherwise each is averaged over seeds.
+    """
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1:] != b.shape[1:]:
-        raise InvalidInputError("cannot compare", "users", (a.shape[1], b.shape[1]),
+        raise InvalidInputError("cannot compare", "numbers of users", (a.shape[1], b.shape[1]),
                                 "the same users on both sides", "evaluate the same split")
     if len(a) != len(b):
         a, b = a.mean(0, keepdims=True), b.mean(0, keepdims=True)
@@ -63,39 +65,42 @@ def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int =
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES, seed: int = 0
           ) -> Interval:
-    """sum(numerator) / sum(denominator), both float [N], drawn in pairs."""
+    """Bootstrap sum(numerator) / sum(denominator), both float [N], resampled in pairs."""
     pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
     _check(pairs, samples)
     if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
-        raise InvalidInputError("cannot give a ratio", "sum of the denominators",
-                                float(pairs[1].sum()), "> 0, none negative", "count again")
+        raise InvalidInputError("cannot give a ratio", "sum and minimum of the denominators",
+                                (float(pairs[1].sum()), float(pairs[1].min())),
+                                "a sum > 0, and none negative", "pass counts as denominators")
     sums = resampled_sums(pairs, samples, seed)
     sums = sums[sums[:, 1] > 0]
     return interval(float(pairs[0].sum() / pairs[1].sum()), sums[:, 0] / sums[:, 1])
 
 
 def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> np.ndarray:
-    """Sums over N columns drawn with replacement: float64 [samples, M] of float64 [M, N]."""
+    """Sum N columns drawn with replacement of a table [M, N], `samples` times: [samples, M]."""
     rng = np.random.default_rng(seed)
     num = table.shape[1]
     sums = np.empty((samples, table.shape[0]))
     for first in range(0, samples, BLOCK):
         block = sums[first:first + BLOCK]
-        # How often each column is drawn, instead of copies of the columns.
+        # Counts of how often each column is drawn avoid copies of columns.
         times = np.stack([np.bincount(rng.integers(0, num, num), minlength=num) for _ in block])
         block[:] = times.astype(np.float64) @ table.T
     return sums
 
 
 def interval(mean: float, samples: np.ndarray) -> Interval:
-    """The percentile interval of an estimate, given its bootstrap samples [n]."""
+    """Make the percentile interval of an estimate from its bootstrap samples [n]."""
     low, high = np.percentile(samples, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high))
 
 
 def _check(table: np.ndarray, samples: int) -> None:
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
-        raise InvalidInputError("cannot give an interval", "values", table.shape,
-                                "finite numbers, one or more", "measure something first")
+        raise InvalidInputError("cannot give an interval", "shape, non-finite values",
+                                (table.shape, int((~np.isfinite(table)).sum())),
+                                "at least one value, all finite", "pass measured values")
     if samples < 1:
-        raise InvalidInputError("cannot give an interval", "samples", samples, ">= 1", "draw some")
+        raise InvalidInputError("cannot give an interval", "samples", samples, ">= 1",
+                                "draw at least one bootstrap sample")

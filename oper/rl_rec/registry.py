@@ -1,5 +1,4 @@
-"""The recommenders by name: their configuration, how they are built, and their training batches.
-"""
+"""Registry of recommenders by name: configurations, constructors and training batches."""
 
 from __future__ import annotations
 
@@ -36,14 +35,15 @@ from oper.rl_rec.models.sqn import SQN, DQNConfig, SA2CConfig, SQNConfig
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A recommender that can be trained.
+    """A recommender in the registry.
 
     Attributes:
-        config: its configuration, a frozen dataclass with defaults.
-        build: the model from the configuration, the data and the device of its tables (``"cpu"``
-            or ``"meta"``); draws from torch's generator.
-        batches: its training batches: all of a user's training interactions, or subsequences.
-        trains: whether the model has weights to train.
+        config: type of its configuration, a frozen dataclass with defaults.
+        build: builds the model from configuration, data and the device of its tables (``"cpu"`` or
+            ``"meta"``); draws from torch's global generator.
+        batches: makes its training batches from configuration and data: complete histories or
+            subsequences.
+        trains: whether the model is trained by gradient steps.
     """
 
     config: type
@@ -53,7 +53,7 @@ class Workload:
 
 
 def _need_binary(data: Interactions, key: str, remedy: str) -> None:
-    """Refuse rewards that a binary cross-entropy, the setting `key`, cannot learn."""
+    """Raise InvalidInputError unless rewards are in 0..1, as the setting `key` requires."""
     low, high = data.rewards.min(initial=0), data.rewards.max(initial=0)
     if not 0 <= low <= high <= 1:
         raise InvalidInputError("cannot train on these rewards", "rewards", (low, high),
@@ -83,12 +83,12 @@ def _steps(config: Any, data: Interactions) -> SequenceBatches:
 
 def _of_training(model: Callable[[Any, Histories, int], Recommender]
                  ) -> Callable[[Any, Interactions, str], Recommender]:
-    """Build a model that is computed from all training interactions at once."""
+    """Return a `Workload.build` for a model that is fitted to all training interactions at once."""
     return lambda c, d, device: model(
         c, training_histories(d, np.arange(1, d.num_users)), d.num_items)
 
 
-# What ``oper train`` takes, sharded or not.
+# Recommenders that ``oper train`` supports, sharded or not.
 WORKLOADS: dict[str, Workload] = {
     "popularity": Workload(PopularityConfig,
                            lambda c, d, device: Popularity(torch.from_numpy(d.popularity())),
@@ -105,7 +105,7 @@ WORKLOADS: dict[str, Workload] = {
     "macridvae": Workload(MacridVAEConfig, _cadvae),
     "cadvae": Workload(CaDVAEConfig, _cadvae),
 }
-# And baselines for one process: most of them have no tables to shard.
+# Additional baselines for a single process; most have no tables to shard.
 RECOMMENDERS: dict[str, Workload] = WORKLOADS | {
     "itemknn": Workload(ItemKNNConfig, _of_training(ItemToItem), trains=False),
     "ease": Workload(EASEConfig, _of_training(ItemToItem), trains=False),

@@ -1,4 +1,4 @@
-"""Invented rows in the genuine Criteo-Kaggle layout."""
+"""Random rows in the layout of Criteo Kaggle."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _invent(num_rows: int, seed: int = 0, vocabulary: int = 40) -> Fields:
 
 @pytest.fixture
 def invent() -> Callable[..., Fields]:
-    """A maker of random rows, 40 text fields each, many of them empty."""
+    """Function that makes random rows of 40 text fields, many of them empty."""
     return _invent
 
 
 @pytest.fixture
 def write() -> Callable[[Path, Fields], Path]:
-    """A writer of rows as TAB-separated lines."""
+    """Function that writes rows as TAB-separated lines."""
 
     def write_rows(path: Path, rows: Fields) -> Path:
         path.write_text("".join("\t".join(row) + "\n" for row in rows))
@@ -45,12 +45,11 @@ def write() -> Callable[[Path, Fields], Path]:
 
 @pytest.fixture
 def real_log() -> Path:
-    """The first 10,000 rows of the real log, where they are."""
+    """The first 10,000 rows of the real log, if available."""
     return real_data("criteo_kaggle_10k/train.txt")
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A synthetic log of 1500 rows."""
     return write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
         1500, cardinalities=(50,) * 20 + (3000,) * 6))

@@ -1,4 +1,4 @@
-"""What preprocessed folders hold, for tests that compare them."""
+"""Contents of preprocessed folders, for comparisons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parquet_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def digest(folder: Path) -> str:
-    """Of the names and bytes of all files but the manifest's, whose job number is left out."""
+    """Digest of all files of a folder, except for the manifest's job id."""
     state = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -31,20 +31,20 @@ def digest(folder: Path) -> str:
 
 
 def ids_of(folder: Path, column: str) -> dict[Any, int]:
-    """Ids of the raw values of a column."""
+    """Map the raw values of a column to ids."""
     table = pq.read_table(folder / "vocabulary" / f"{column}.parquet").to_pydict()
     return dict(zip(table["value"], table["id"], strict=True))
 
 
 def encoded(folder: Path, column: str) -> list[Any]:
-    """Ids, or bags of them, of the training and the validation part."""
+    """Ids, or bags of ids, in the training and validation parts."""
     opened = Folder.open(folder, allow_raw=True)
     return [v for split in ("train", "valid") for part in opened.parts(split)
             for v in opened.read_part(part, (column,)).column(column).to_pylist()]
 
 
 def decoded(folder: Path, split: str = "train") -> dict[str, list[Any]]:
-    """The columns of a part, raw values in the place of ids; None for those of row 0, too."""
+    """Columns of a part with ids replaced by raw values; None for missing values and id 0."""
     found = pq.read_table(folder / split).to_pydict()
     for name in Folder.open(folder).sparse:
         value = {i: v for v, i in ids_of(folder, name).items()}

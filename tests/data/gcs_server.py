@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "metadata": self.metadata.get(name, {})}
 
     def _request(self) -> tuple[str, dict[str, str]]:
-        """The object's name ("" = the bucket's list) and what is asked about it."""
+        """Name of the requested object ("" = list the bucket) and query parameters."""
         url = urlsplit(self.path)
         name = url.path.partition(f"/b/{BUCKET}/o/")[2]
         return unquote(name), {k: v[0] for k, v in parse_qs(url.query).items()}

@@ -1,4 +1,4 @@
-"""A folder of bags, sessions and row numbers, and what the loader makes of it."""
+"""A folder with bags, sessions and row numbers, and checks of the loader's batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = ["item", "tags", "history", "user"]
 
 
 def write_folder(where: Path) -> Path:
-    """500 training rows in 11 row groups of three files; `row` is the number of a row."""
+    """Write 500 training rows in 11 row groups and three files; column `row` numbers them."""
     rng = np.random.default_rng(0)
     lines = ["label,item,tags,history,user,row,price"]
     for k in range(625):
@@ -38,7 +38,6 @@ def rows_of(batch: Any) -> list[int]:
 
 
 def everything(batch: Any) -> bytes:
-    """All bytes of a batch."""
     kjt = batch.sparse_features
     tensors = [batch.dense_features, batch.labels, kjt.values(), kjt.lengths(), kjt.offsets()]
     if kjt.weights_or_none() is not None:
@@ -48,7 +47,7 @@ def everything(batch: Any) -> bytes:
 
 
 def check(batch: Any, table: dict[str, list[Any]], keys: list[str] = KEYS) -> None:
-    """What a batch holds, against the Parquet files."""
+    """Compare a batch with the rows of the Parquet files."""
     rows, kjt = rows_of(batch), batch.sparse_features
     assert kjt.keys() == keys
     assert (kjt.values().dtype, kjt.lengths().dtype) == (torch.int64, torch.int32)

@@ -1,4 +1,4 @@
-"""Columns made of others (side tables, crosses, bins), from recipes and from the command line."""
+"""Derived columns (side tables, crosses, bins) from recipes and from the command line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> 
     (folder / "twice.csv").write_text("id,genre\ni1,a\ni1,b\n")
     cases: list[tuple[dict[str, Any], type[OperError], str]] = [
         ({"join": str(folder / "twice.csv"), "join_on": "item=id", "join_sparse": ["genre"]},
-         FileFormatError, "different keys 'item'=1"),
+         FileFormatError, "distinct keys 'item'=1"),
         ({"join": str(folder / "items.csv"), "join_on": "nobody", "join_sparse": ["genre"]},
          InvalidInputError, "key of a join='nobody'"),
         ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["nothing"]},
@@ -102,7 +102,7 @@ def test_what_cannot_be_joined_or_crossed(log: tuple[Path, list[list[str]]]) -> 
          InvalidInputError, r"'bucket' has the time buckets"),
         ({"join": str(folder / "items.csv"), "join_on": "item=id", "join_sparse": ["time"],
           "time": "when"}, InvalidInputError, r"'time' has the times"),
-        ({"cross": ["user*nothing=10"]}, InvalidInputError, "of one id each"),
+        ({"cross": ["user*nothing=10"]}, InvalidInputError, "with one id per row"),
         ({"cross": ["user*item"]}, InvalidInputError, "A\\*B=N"),
         ({"sparse": ["user", "age:bins=30/18"]}, InvalidInputError, "ascending numbers"),
         ({"sparse": ["user", "age:bins=x"]}, InvalidInputError, "a finite number"),

@@ -1,4 +1,4 @@
-"""``oper preprocess --dry-run``: what is told of a log, and that nothing is written."""
+"""``oper preprocess --dry-run`` describes a log and writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged files of every format: rows or one clear error, never anything else."""
+"""Damaged files of every format give rows or a clear error."""
 
 from __future__ import annotations
 

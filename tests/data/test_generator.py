@@ -1,4 +1,4 @@
-"""Synthetic lookups: what was asked for or published is what comes out."""
+"""Synthetic lookups have the requested or published statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader: every row once, in the shares, windows and features that are asked for."""
+"""The loader: rows, shares of ranks, windows and features."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table(folder: Path) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The row groups that are read, one after the other."""
+    """Record the indices of row groups as they are read."""
     found: list[int] = []
     genuine = GroupReader.read
     monkeypatch.setattr(GroupReader, "read",
@@ -68,7 +68,7 @@ def test_values_in_the_order_of_the_folder_or_shuffled(
 
 
 def test_shuffled_within_windows_only(folder: Path) -> None:
-    """Row groups come in random order, and no row leaves the window that its group falls into."""
+    """Row groups come in random order, and rows stay in the window of their row group."""
     loader = Loader(folder, "train", LoaderOptions(16, window=100, seed=1))
     order = [r for b in loader for r in rows_of(b)]
     groups = loader._groups
@@ -126,7 +126,7 @@ def test_every_row_once_over_ranks_and_workers(
 
 
 def test_a_rank_without_rows_gives_an_empty_batch(folder: Path) -> None:
-    """500 rows for 499 ranks: the last rank has two, the others one, batches have one."""
+    """500 rows on 499 ranks with batches of one row: the last rank has two rows, others one."""
     first, last = (list(Loader(folder, "train", LoaderOptions(1, rank=rank, world_size=499)))
                    for rank in (0, 498))
     assert [b.labels.numel() for b in first] == [1, 0]
@@ -151,7 +151,7 @@ def test_ranks_read_their_own_row_groups(folder: Path, groups_read: list[int]) -
 def test_threads_read_every_group_once(
     folder: Path, share: str, interleave: int, groups_read: list[int]
 ) -> None:
-    """Whatever their number; the batches are those of a loader without threads."""
+    """For any number of threads, with the batches of a loader without threads."""
     options = {"window": 64, "rank": 1, "world_size": 2, "share": share, "interleave": interleave}
     whole = [everything(b) for b in Loader(folder, "train", LoaderOptions(
         16, prefetch=0, **options))]
@@ -163,7 +163,7 @@ def test_threads_read_every_group_once(
 
 
 def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> None:
-    """The rows of every window are those without turns; the windows left at the end have none."""
+    """Windows have the same rows as without interleaving; surplus windows are not interleaved."""
     plain, turns = (list(Loader(folder, "train", LoaderOptions(16, 80, seed=1, interleave=n)))
                     for n in (1, 2))
     orders = [[rows_of(b) for b in batches] for batches in (plain, turns)]
@@ -178,7 +178,7 @@ def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> N
 def test_a_folder_opens_without_opening_its_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the first, unless the manifest does not know them; the batches are the same."""
+    """Only the first file is opened, and files of which the manifest does not know the size."""
     from oper.data import Folder
 
     opened: list[Path] = []
@@ -258,7 +258,7 @@ def test_columns_that_do_not_fit(folder: Path) -> None:
 
 
 def changed(folder: Path, change: Any) -> Path:
-    """Rewrite every training file with `change` of its table."""
+    """Replace the table of every training file by `change(table)`."""
     for part in sorted((folder / "train").iterdir()):
         pq.write_table(change(pq.read_table(part)), part, row_group_size=48)
     return folder
@@ -292,7 +292,7 @@ def test_int64_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [1 << 63 | 1]])
 def test_ids_outside_their_table(tmp_path: Path, ids: list[int]) -> None:
-    """Also those that a narrower type would wrap to a valid one."""
+    """Includes ids that would wrap to valid ones in a narrower type."""
     kind = pa.uint64() if ids[0] >= 1 << 63 else pa.int64()
     folder = changed(write_folder(tmp_path), lambda t: replaced(
         t, "item", pa.array(ids * t.num_rows, kind)))
@@ -300,16 +300,18 @@ def test_ids_outside_their_table(tmp_path: Path, ids: list[int]) -> None:
         list(Loader(folder, "train", LoaderOptions(8)))
 
 
-@pytest.mark.parametrize(("name", "array"), [
-    ("item", lambda n: pa.array([None] * n, pa.int32())),
-    ("price", lambda n: pa.array([None] * n, pa.float32())),
-    ("item", lambda n: pa.array([1.5] * n)), ("label", lambda n: pa.array(["1"] * n)),
-    ("tags", lambda n: pa.array([1] * n)), ("item", lambda n: pa.array([[1]] * n)),
-    ("tags", lambda n: pa.array([None] * n, pa.list_(pa.int32()))),
-    ("tags", lambda n: pa.array([[1, None]] * n, pa.list_(pa.int32())))])
-def test_columns_of_another_kind(tmp_path: Path, name: str, array: Any) -> None:
+@pytest.mark.parametrize(("name", "array", "shown"), [
+    ("item", lambda n: pa.array([None] * n, pa.int32()), r"int32, [1-9]\d* null values"),
+    ("price", lambda n: pa.array([None] * n, pa.float32()), r"float, [1-9]\d* null values"),
+    ("item", lambda n: pa.array([1.5] * n), "double, 0 null"),
+    ("label", lambda n: pa.array(["1"] * n), "string, 0 null"),
+    ("tags", lambda n: pa.array([1] * n), "int64, 0 null rows', expected lists"),
+    ("item", lambda n: pa.array([[1]] * n), "list.*', expected integers"),
+    ("tags", lambda n: pa.array([None] * n, pa.list_(pa.int32())), r"[1-9]\d* null rows"),
+    ("tags", lambda n: pa.array([[1, None]] * n, pa.list_(pa.int32())), r"[1-9]\d* null values")])
+def test_columns_of_another_kind(tmp_path: Path, name: str, array: Any, shown: str) -> None:
     folder = changed(write_folder(tmp_path), lambda t: replaced(t, name, array(t.num_rows)))
-    with pytest.raises(FileFormatError, match=name):
+    with pytest.raises(FileFormatError, match=f"{name}='.*{shown}"):
         list(Loader(folder, "train", LoaderOptions(8)))
 
 
@@ -406,7 +408,7 @@ def test_batches_without_equal_bags_say_so(folder: Path) -> None:
 
 @pytest.mark.parametrize("guard", ["off", "stop"])
 def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None:
-    """In a sharded collection, which takes a variable batch per feature, and in a published one."""
+    """In a sharded collection with a variable batch size per feature, and in a published one."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
@@ -439,7 +441,7 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None
 
 
 def test_samples_take_the_rows_of_their_bags() -> None:
-    """In the order of the features, whatever that of the keys."""
+    """In the order of features, also if the KJT's keys are in another order."""
     library.load()
 
     def found(*samples: list[int], num_distinct: int = 3, shares: bool = True) -> Any:

@@ -36,7 +36,7 @@ def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: 
 
 
 def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where as many windows take turns as there are workers, or a multiple of that."""
+    """If `interleave` is a multiple of the number of workers."""
     read: list[int] = []
     genuine = WindowReader.read
     monkeypatch.setattr(WindowReader, "read",
@@ -108,7 +108,7 @@ def test_a_state_counts_what_was_given_not_what_was_read(folder: Path) -> None:
 
 
 class _Worker(Loader):
-    """Asks for its state in the worker, as StatefulDataLoader does."""
+    """Saves the loader's state in the worker, as StatefulDataLoader does."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():

@@ -17,7 +17,7 @@ ROWS = 611
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log whose dense column is the number of the row, with single ids and bags."""
+    """A log with row numbers in its dense column, single ids and bags."""
     path = tmp_path_factory.mktemp("shares")
     with (path / "log.csv").open("w") as file:
         file.write("y,n,a,b\n")

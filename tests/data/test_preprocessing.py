@@ -1,4 +1,4 @@
-"""Preprocessing against a direct computation of what it should write."""
+"""Preprocessing against a direct computation of its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KAGGLE = load_recipe("criteo-kaggle")
 
 def expected_ids(rows: list[list[str]], num_train: int, column: int,
                  min_count: int) -> tuple[list[int], list[str]]:
-    """Ids of all rows and the values in order of ids 1, 2, ..."""
+    """Ids of all rows, and the values of ids 1, 2, ..."""
     counts = Counter(r[column] for r in rows[:num_train])
     kept = sorted((v for v in counts if counts[v] >= min_count),
                   key=lambda v: (-counts[v], v != "", int(v or "0", 16)))
@@ -214,7 +214,7 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
 def test_where_an_output_cannot_or_must_not_go(
     tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told before work begins: it ends with putting a whole folder in the place of the output."""
+    """The error is raised before work begins, since the output folder is replaced at the end."""
     path = str(write(tmp_path / "train.txt", invent(60)))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -232,7 +232,7 @@ def test_where_an_output_cannot_or_must_not_go(
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_log_inside_the_output_is_refused(tmp_path: Path, scheme: str) -> None:
-    """It would be read, ids as raw values, and removed with the output that is replaced."""
+    """Otherwise outputs would be read as a log, and removed when the output is replaced."""
     pq.write_table(pa.table({"y": [0, 1] * 9, "id": list(range(7, 25))}), tmp_path / "log.parquet")
     recipe = generic_recipe("parquet", Choice(["id"]))
     options = PreprocessOptions(raw_ids=True, force=True)
@@ -263,9 +263,9 @@ def test_results_of_no_use_are_warned_of(
             (few, Choice(["a"], "y"), {"valid": "1/10"}, ["valid part is empty"]),
             (few, Choice(["a"], "y", time="t"), {"valid": "1/3", "test": "1/3"},
              ["valid part is empty", "test part is empty"]),
-            (few, Choice(["a", "b"], "y"), {"valid": "1/3"}, ["'b' has no value of its own"]),
+            (few, Choice(["a", "b"], "y"), {"valid": "1/3"}, ["values of column 'b' share row 0"]),
             (few, Choice(["a"]), {"valid": "1/3"}, ["no label"]),
-            (good, Choice(["a", "y"], "y"), {}, ["'y' is made of the label's column"]),
+            (good, Choice(["a", "y"], "y"), {}, ["'y' is read from the label's column"]),
             (good, Choice(["a"], "y", time="t", time_format="unix_ms"), {"valid": "0"},
              ["seconds read as milliseconds"])):
         caplog.clear()
@@ -276,7 +276,7 @@ def test_results_of_no_use_are_warned_of(
         assert warned == [f"warning: {f}" for f in found]
     done = run_here("preprocess", "csv", str(tmp_path / "log.csv"), "--sparse", "a", "-o",
                     str(tmp_path / "new"))
-    assert done.returncode == 0 and "warning: there is no label" in done.stderr
+    assert done.returncode == 0 and "warning: the log has no label" in done.stderr
     assert "problems: 1" in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with every record is told from the first ones, with what to do about it."""
+"""Errors that affect all records are reported from the first records, with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs whose ids stay raw keys: no vocabulary, equal values have equal keys in every log."""
+"""Logs with raw ids: no vocabulary, and equal values have equal keys in every log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Row = tuple[str, str, str, str]
 
 
 def key_of_text(text: str) -> int:
-    """SplitMix64's finalizer, folded over eight bytes at a time; by hand."""
+    """Reference implementation: SplitMix64's finalizer, folded over eight bytes at a time."""
     state = 0x9E3779B97F4A7C15
     data = text.encode()
     for at in range(0, len(data), 8):
@@ -60,7 +60,7 @@ def keys_of(row: Row) -> tuple[int, int, list[int], int]:
 
 
 def write_log(path: Path, day: int = 0, num_rows: int = 500) -> list[Row]:
-    """Users as texts (some missing), items of either sign, tags, sites of 64 bits."""
+    """Write users as strings (some missing), signed items, tags, and sites of 64 bits."""
     rng = np.random.default_rng(day)
     rows = []
     for _ in range(num_rows):
@@ -140,7 +140,7 @@ def test_batches_hold_the_keys(tmp_path: Path) -> None:
 
 
 def test_statistics_of_keys(tmp_path: Path) -> None:
-    """Histogram, lengths and new keys by time bucket against counting by hand."""
+    """Histogram, bag lengths and new keys by time bucket against direct counts."""
     rows, manifest = make(tmp_path, "out")
     train = [keys_of(row) for row in rows[:manifest["rows"]["train"]]]
     stats = analyze_folder(tmp_path / "out", options=CountOptions(presence_samples=(50,)))
@@ -165,7 +165,7 @@ def test_statistics_of_keys(tmp_path: Path) -> None:
 
 
 def test_presence_is_that_of_the_keys(tmp_path: Path) -> None:
-    """Keys that differ in their upper bits only are different rows."""
+    """Keys that differ only in their upper bits count as different rows."""
     keys = np.array([k << 56 for k in range(64)] * 4, np.int64)
     pq.write_table(pa.table({"id": keys, "y": np.arange(256) % 2}), tmp_path / "log.parquet")
     recipe = generic_recipe("parquet", Choice(["id"], "y"))

@@ -1,4 +1,4 @@
-"""Recipes, whole lines of files, and the vectorised parser against Python's own parsing."""
+"""Recipes, blocks of lines, and the vectorised parser against Python's parsing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITH_HEADER = Layout("lines", (), header=True)
 
 
 def parse_text(text: bytes, recipe: Recipe = KAGGLE) -> Rows:
-    """Rows of lines that stand at row 100 of their unit."""
+    """Parse lines that begin at row 100 of their unit."""
     line = text.split(b"\n")[0].decode("latin-1")
     return parse_block(Block("log.txt", text, 100),
                        text_layout(recipe, recipe.layouts[0], line, "log.txt"))

@@ -1,4 +1,4 @@
-"""Every recipe that comes with the package, on invented rows in the genuine format."""
+"""Every recipe of the package, on invented rows in the data set's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)
 
 def read(tmp_path: Path, recipe: str | Recipe, files: dict[str, bytes],
          options: PreprocessOptions = ONE_ID_EACH) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Manifest and columns of the training part, raw values in place of ids."""
+    """Manifest and columns of the training part, with ids replaced by raw values."""
     paths = []
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -116,7 +116,7 @@ def test_genuine_rows(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
-    """A byte order mark, CRLF, two gzip members, a carriage return alone, no last line feed."""
+    """Byte order mark, CRLF, two gzip members, lone carriage return, no final line feed."""
     file, data, _ = CASES[name]
     text = gzip.decompress(data) if file.endswith(".gz") else data
     (tmp_path / "plain").mkdir()
@@ -227,7 +227,7 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
 
 
 def test_malformed_rows_of_arrays_are_named(tmp_path: Path) -> None:
-    """Column, value and what should stand there, as of any other log."""
+    """The error names column, value found and value expected."""
     dense, labels = np.ones((9, 13), np.float32), np.zeros((9, 1), np.float32)
     dense[2, 4], dense[5, 12], dense[7, 0] = np.nan, -np.inf, np.nan
     labels[3], labels[7] = 2, np.nan
@@ -288,7 +288,7 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
 
 
 def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
-    """Arrow types that other programs write as they are."""
+    """Arrow types that other programs write: string views and fixed-size lists."""
     table = pa.table({
         "y": [0, 1], "id": pa.array(["a", None], pa.string_view()),
         "code": pa.array([b"b", b"c"], pa.binary_view()),
@@ -314,7 +314,7 @@ def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
-    """A writer that has met no value gives a column no type."""
+    """In such a file, the column has Arrow's null type."""
     columns = {"0": ([None] * 4, [[], None] * 2), "1": ([5, 6, 5, None], [[1], [2]] * 2)}
     for name, (ids, tags) in columns.items():
         pq.write_table(pa.table({"y": [0, 1] * 2, "id": ids, "tags": tags}),
@@ -333,12 +333,12 @@ def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(("ids", "more", "types"), [
-    (["1", "2"], [1, 2], "'texts': .*a.parquet', 'signed integers': "),
+    (["1", "2"], [1, 2], "'strings': .*a.parquet', 'signed integers': "),
     ([1, 2], pa.array([1, 2], pa.uint64()), "'signed integers': .*'unsigned integers': "),
     ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
 def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
                                           raw: bool) -> None:
-    """Equal values would have different ids, or a reader meet lists where there were none."""
+    """Equal values would get different ids, or only some rows would be lists."""
     for name, column in (("a", ids), ("b", more)):
         pq.write_table(pa.table({"y": [0, 1], "id": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(InvalidInputError, match=f"types of column 'id'={{{types}"):
@@ -396,7 +396,7 @@ def test_reviews_of_2023_as_json(tmp_path: Path) -> None:
 
 
 def test_integers_of_64_bits_in_json(tmp_path: Path) -> None:
-    """They are not rounded to the next float64, and several ids of one field are read."""
+    """They are not rounded to float64, and several ids in one field are read."""
     recipe = recipe_from_dict({"name": "own", "format": "jsonl", "column": [
         {"name": "id", "kind": "sparse", "parse": "int"},
         {"name": "site", "kind": "sparse", "parse": "uint64"},

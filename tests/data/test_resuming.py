@@ -1,4 +1,4 @@
-"""Units of work: any number of workers, any interruption, the same bytes."""
+"""The output is the same for any number of workers and any interruption."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_another_job_is_kept_out_while_a_run_lives(
 
 
 def test_many_jobs_that_begin_at_once_never_mix(tmp_path: Path, log: str) -> None:
-    """One of them writes the output, the others are refused, whoever comes first."""
+    """One job writes the output; the other jobs are refused."""
     program = ("import sys; from oper.data import *; preprocess(load_recipe('criteo-kaggle'), "
                "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000, "
                "row_group_rows=64, part_rows=128, min_count=int(sys.argv[3]), force=True))")
@@ -255,7 +255,7 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", *words, str(tmp_path / "three")], capture_output=True, text=True,
             check=True, timeout=300, env={**os.environ, "SLURM_ARRAY_TASK_ID": task})
-        assert ("is there already" in done.stderr) == (task == "1")
+        assert ("already exists" in done.stderr) == (task == "1")
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
@@ -333,7 +333,7 @@ def test_disk_estimate_counts_every_id_of_a_bag(
 
 
 def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
-    """A file that may not grow, in each phase; with room the same command goes on."""
+    """With a limited file size in each phase; without it the same command resumes."""
     program = ("import resource, signal, sys; from oper.data import *; "
                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); n = int(sys.argv[3]); "
                "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "

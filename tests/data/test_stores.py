@@ -1,4 +1,4 @@
-"""Logs and outputs wherever they are: stores, pipes, compressed files, partitioned folders."""
+"""Logs and outputs in stores, pipes, compressed files and partitioned folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CRITEO = load_recipe("criteo-kaggle")
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files of this run alone, where outputs for stores are made."""
+    """A temporary folder in which outputs for stores are made."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -43,7 +43,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def local(tmp_path: Path, invent: Any, write: Any) -> Path:
-    """A log and what becomes of it."""
+    """A log and its local output."""
     write(tmp_path / "train.txt", invent(300))
     preprocess(CRITEO, [str(tmp_path / "train.txt")], tmp_path / "out")
     return tmp_path
@@ -59,7 +59,7 @@ def bucket() -> Iterator[str]:
 
 
 def stored_parquet_bytes(out: str) -> dict[str, bytes]:
-    """As `parquet_bytes`, of a folder ``out`` in a store."""
+    """`parquet_bytes` of the folder ``out`` in a store."""
     back = {}
     for url in store.files_below(out):
         if ".parquet" in url:
@@ -188,7 +188,6 @@ def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
 
 
 def test_google_cloud_storage(local: Path) -> None:
-    """Through pyarrow, which writes by resumable uploads."""
     with gcs_server() as url:
         store.upload(local, url.format("raw"), [])
         preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
@@ -209,7 +208,7 @@ def test_any_store_that_fsspec_knows(local: Path) -> None:
 
 @pytest.fixture
 def partitions(tmp_path: Path) -> Path:
-    """Clicks by country and day, as Spark lays them out."""
+    """Clicks partitioned by country and day, as Spark writes them."""
     table = pa.table({
         "user": [f"u{k % 7}" for k in range(60)], "price": [float(k % 10) for k in range(60)],
         "country": ["de", "fr", "it"] * 20, "day": ["2", "10"] * 30, "unused": ["x"] * 60})

@@ -22,7 +22,7 @@ START = 1_400_000_000
 
 
 def write(path: Path, times: np.ndarray) -> str:
-    """A log of one row per time, whose item is the row's number in the file."""
+    """Write a log with one row per time; the item is the index of the row."""
     path.write_text("".join(f"{k % 7}::{k}::9::{t}\n" for k, t in enumerate(times.tolist())))
     return str(path)
 
@@ -31,7 +31,7 @@ def write(path: Path, times: np.ndarray) -> str:
 def test_a_split_sees_every_minute_of_the_log(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Minutes come in slices, of runs that may lie on disk; the parts follow from all of them."""
+    """Slices of minutes, also from runs spilled to disk, give the same parts."""
     rng = np.random.default_rng(1)
     times = START + 60 * rng.permutation(3000) + rng.integers(0, 60, 3000)
     log = write(tmp_path / "ratings.dat", times)
@@ -66,7 +66,7 @@ CASES = {  # seconds of 3,000 rows in the order of the log
 def test_rows_are_in_order_of_time_throughout_each_part(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the chunks, spans and units that the work is done in; ties stay as in the log."""
+    """For any chunks, spans and units; equal times keep the order of the log."""
     recipe, times = recipe_from_dict(COLUMNS), CASES[case]
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(

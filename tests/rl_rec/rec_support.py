@@ -1,4 +1,4 @@
-"""Small invented logs and batches for the recommenders' tests."""
+"""Small synthetic logs and batches for tests of recommenders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {"dim": 16, "user_dim": 4, "layers": 2, "heads": 2, "ste
 
 def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int = 14
              ) -> Interactions:
-    """Histories of 3 to about 2 * mean distinct items, skewed, with rewards of 0 and 1."""
+    """Histories of 3 to about 2 * mean distinct items with skewed popularity, rewards 0 or 1."""
     rng = np.random.default_rng(seed)
     rows = []
     for user in range(1, num_users + 1):
@@ -43,7 +43,7 @@ def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
 
 
 def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any) -> CDT4Rec:
-    """A small model whose rows are large enough to matter."""
+    """A small model whose item rows are large enough to affect outputs."""
     torch.manual_seed(seed)
     model = CDT4Rec(CDT4RecConfig(**SMALL | changes), num_users, num_items, (4.0, 3.0))
     with torch.no_grad():
@@ -55,7 +55,7 @@ def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any)
 
 def sequences(lengths: list[int], skip: list[int], seed: int = 0, num_items: int = 41
               ) -> Sequences:
-    """Random stretches of the given lengths."""
+    """Random subsequences of the given lengths."""
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     rewards = (torch.rand(total, generator=g) < 0.5).float()

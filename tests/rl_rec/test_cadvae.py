@@ -1,4 +1,4 @@
-"""CaD-VAE and the autoencoders beside it: the properties that make them what they are."""
+"""CaD-VAE, MultVAE and MacridVAE: equations, losses, interventions and learning."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_linear_intervention_has_the_effect_that_algebra_gives() -> None:
 
 
 def test_an_intervention_moves_the_ranking_towards_its_concept() -> None:
-    """z of a leaf set to an item's direction: that item gains on all others of the concept."""
+    """With a leaf's z set to an item's direction, the item gains on the concept's other items."""
     shares = torch.nn.functional.one_hot(torch.arange(NUM_ITEMS) % K, K).float()
     torch.manual_seed(2)
     model = CaDVAE(NUM_ITEMS, CaDVAEConfig(num_concepts=K, hidden=20, dim=6),
@@ -229,7 +229,7 @@ def test_labels_are_log_counts_without_activity() -> None:
 
 
 def test_a_free_graph_becomes_acyclic_and_finds_the_order_of_labels() -> None:
-    """Labels first: with everything else off, the joint loss alone fits A to the labels."""
+    """With other terms off, the joint loss alone fits A to the labels."""
     torch.manual_seed(0)
     model = CaDVAE(NUM_ITEMS, CaDVAEConfig(num_concepts=3, hidden=8, dim=4, graph="free"))
     truth = torch.tensor([[0, 1.0, 0], [0, 0, -0.8], [0, 0, 0]])
@@ -266,7 +266,7 @@ MODELS = {
 @pytest.mark.parametrize("sampled", [0, 25])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_learn_whom_a_user_resembles(name: str, sampled: int) -> None:
-    """Two kinds of users and of items; a new user of one kind gets items of that kind."""
+    """With two kinds of users and items, a new user gets items of the user's kind."""
     torch.manual_seed(0)
     model: Recommender = MODELS[name]()
     model.config = replace(model.config, sampled=sampled)

@@ -23,7 +23,7 @@ TRUTH[2, 0], TRUTH[0, 3], TRUTH[0, 1] = 0.9, -1.2, 0.8
 
 
 def draw_labels(users: int, seed: int) -> torch.Tensor:
-    """From the linear structural equations u = A' u + noise, noise of variance 1."""
+    """Draw labels from u = A' u + noise with noise of variance 1."""
     noise = torch.randn(users, 5, dtype=torch.float64,
                         generator=torch.Generator().manual_seed(seed))
     return torch.linalg.solve(torch.eye(5, dtype=torch.float64) - TRUTH.T, noise.T).T
@@ -85,7 +85,7 @@ def test_independent_labels_have_no_edges() -> None:
 
 
 def test_labels_that_sum_to_one_still_give_an_acyclic_graph() -> None:
-    """Collinear labels, which those of the models are not: an answer all the same."""
+    """Collinear labels, which models do not use, give a finite acyclic graph."""
     shares = torch.rand(500, 4, generator=torch.Generator().manual_seed(3))
     assert is_acyclic(fit_graph(shares / shares.sum(1, keepdim=True)) != 0)
 

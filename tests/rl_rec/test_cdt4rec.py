@@ -1,4 +1,4 @@
-"""CDT4Rec: what may depend on what, that its parts are what they say, and that it learns causes."""
+"""CDT4Rec: dependencies, equations, losses, and learning of rewards of unlogged actions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def steps_of(model: CDT4Rec, batch: Sequences) -> Steps:
 
 
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """phi and q, float32 [B, T, D], and which steps there are, bool [B, T]."""
+    """phi and q, float32 [B, T, D], and the mask of valid steps, bool [B, T]."""
     steps = steps_of(model, batch)
     returns = model._shown(batch.returns[steps.at] / model.scale)
     phi = model.backbone(steps.states, steps.actions, steps.rewards, returns)
@@ -54,7 +54,7 @@ def with_change(batch: Sequences, name: str, at: int, value: float) -> Sequences
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 @pytest.mark.parametrize("name, value", [("items", 3), ("rewards", 7.0), ("returns", 9.0)])
 def test_the_future_changes_nothing_before_it(backbone: str, name: str, value: float) -> None:
-    """Bit for bit, at every step of every trajectory."""
+    """Bitwise, at every step of every trajectory."""
     model = cdt(backbone=backbone).eval()
     batch = sequences([9, 6], [2, 0])  # steps 2..8 of the first trajectory are rows 2..8
     before = inside(model, batch)[:2]
@@ -88,7 +88,7 @@ def test_phi_knows_neither_the_action_nor_any_return() -> None:
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 def test_padding_changes_nothing(backbone: str) -> None:
-    """A trajectory alone and beside longer ones."""
+    """A trajectory alone and in a batch with longer ones."""
     model = cdt(backbone=backbone).eval()
     batch = sequences([9, 2, 6, 1], [2, 0, 1, 0])
     phi, queries, valid = inside(model, batch)
@@ -109,7 +109,7 @@ def test_padding_changes_nothing(backbone: str) -> None:
 
 
 def test_states_are_of_the_items_before_a_step() -> None:
-    """By definition, and whatever comes later."""
+    """Against the definition, and independent of later items."""
     torch.manual_seed(0)
     rows, place = torch.randn(2, 6, 8), torch.tensor([[0, 1, 4], [2, 3, 6]])
     for kind in STATES:
@@ -199,7 +199,7 @@ def test_the_loss_is_the_exact_cross_entropy_and_squared_error() -> None:
 
 
 def test_drawn_candidates_estimate_the_normaliser() -> None:
-    """Without bias in the normaliser itself, and ever closer to the exact loss."""
+    """The normaliser is unbiased, and the loss converges to the exact one."""
     torch.manual_seed(3)
     num_items, queries = 60, torch.randn(5, 8)
     rows, targets = torch.randn(num_items, 8) * 0.7, torch.tensor([1, 2, 9, 30, 59])
@@ -241,7 +241,7 @@ def test_the_reward_loss_reaches_its_layers_and_the_backbone() -> None:
 
 
 def test_estimated_returns_replace_the_logged_rewards() -> None:
-    """g^_t from its definition: the stretch's rewards as estimated, what follows it as logged."""
+    """g^_t from its definition: estimated rewards in the subsequence, logged ones after it."""
     model = cdt(returns="estimated", gamma=0.8).eval()
     model.schedule(1, 10)
     assert not model.estimate_returns
@@ -287,7 +287,7 @@ def test_recommending_is_the_step_after_the_last(backbone: str, state: str, retu
     *(functools.partial(cdt, state=state) for state in STATES),
     lambda: SASRec(SASRecConfig(dim=16, steps=7, window=5, dropout=0.0), 41).eval()])
 def test_histories_of_every_length(make: Any) -> None:
-    """None, short, longer than the context; alone and together; only the recent part counts."""
+    """Histories that are empty, short or longer than the context, alone and in a batch."""
     model = make().eval()
     lengths = [0, 3, 40, 0, 1]
     batch = sequences(lengths, [0] * 5)
@@ -388,7 +388,7 @@ def test_rewards_of_actions_that_were_never_logged() -> None:
     taste = rng.random((2, num_items + 1))
 
     def log() -> tuple[Sequences, np.ndarray, np.ndarray]:
-        """Trajectories, the items of each and its true rewards by item."""
+        """Trajectories, the items of each and the true reward of each item."""
         truth = taste[rng.integers(0, 2, size)]
         items = rng.permuted(np.tile(np.arange(1, num_items + 1), (size, 1)), axis=1)[:, :length]
         noise = 0.1 * rng.standard_normal(items.shape)
@@ -441,7 +441,7 @@ def trajectories(seed: int, size: int = 4, steps: int = 6) -> Trajectories:
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 def test_continuous_actions(backbone: str) -> None:
-    """Causal in time; actions in [-1, 1]; padded steps do not count."""
+    """Actions are causal and in [-1, 1]; padding is ignored."""
     torch.manual_seed(0)
     config = CDT4RecConfig(**SMALL | {"backbone": backbone, "reward_loss": "mse"})
     model = ContinuousCDT4Rec(config, 5, 3, returns=50.0, rewards=10.0).eval()

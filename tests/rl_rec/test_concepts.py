@@ -1,4 +1,4 @@
-"""The graph among concepts says what users' tastes say, and nothing of how it was counted."""
+"""Graphs among concepts reflect users' tastes, not artefacts of counting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expected_counts(edges: Edges, k: int, activity: float, seed: int) -> np.ndar
 
 
 def drawn(expected: np.ndarray, seed: int) -> Interactions:
-    """Users with Poisson many items of each concept; item i belongs to concept i % k."""
+    """Draw Poisson numbers of items of each concept; item i belongs to concept i % k."""
     rng = np.random.default_rng([seed, 1])
     k = expected.shape[1]
     counts = np.minimum(rng.poisson(expected), PER_CONCEPT)
@@ -50,7 +50,7 @@ def known_clusters(k: int, data: Interactions) -> torch.Tensor:
 
 
 def graph_of(data: Interactions, k: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """What is fitted where the items' concepts are known."""
+    """The fitted graph, given the true concepts of items."""
     monkeypatch.setattr(concepts, "item_clusters", lambda *a, **b: known_clusters(k, data))
     graph = concepts_from(data, CaDVAEConfig(num_concepts=k)).graph
     assert graph is not None
@@ -61,7 +61,7 @@ def graph_of(data: Interactions, k: int, monkeypatch: pytest.MonkeyPatch) -> np.
 @pytest.mark.parametrize("k, activity", [(4, 0.0), (6, 0.0), (2, 0.8), (4, 0.8)])
 def test_independent_counts_have_no_edges(k: int, activity: float, seed: int,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor have those of users who differ in nothing but how much they do."""
+    """Also if users differ in activity."""
     data = drawn(expected_counts({}, k, activity, seed), seed)
     assert not graph_of(data, k, monkeypatch).any()
 
@@ -69,7 +69,7 @@ def test_independent_counts_have_no_edges(k: int, activity: float, seed: int,
 @pytest.mark.parametrize("activity", [0.0, 0.8])
 def test_items_of_several_concepts_make_no_edges(activity: float, monkeypatch: pytest.MonkeyPatch
                                                  ) -> None:
-    """Concepts 0 and 3 share items, and 1 and 2; users' tastes know nothing of that."""
+    """Concepts 0 and 3 share items, as do 1 and 2; users' tastes are independent."""
     mixed = torch.tensor([[0.4, 0.15, 0.1, 0.35], [0.1, 0.4, 0.35, 0.15], [0.15, 0.35, 0.4, 0.1],
                           [0.35, 0.1, 0.15, 0.4]])
     data = drawn(expected_counts({}, 4, activity, 0), 0)
@@ -85,7 +85,7 @@ def test_items_of_several_concepts_make_no_edges(activity: float, monkeypatch: p
     {(0, 1): 0.8, (2, 3): 0.8}, {(0, 3): 0.8, (3, 2): 0.8}])
 def test_real_edges_are_found(edges: Edges, activity: float, monkeypatch: pytest.MonkeyPatch
                               ) -> None:
-    """The last concept's among them; up to their directions, which standardised labels hide."""
+    """Including those of the last concept; directions are not identifiable."""
     graph = graph_of(drawn(expected_counts(edges, 4, activity, 0), 0), 4, monkeypatch)
     found = {(int(min(j, k)), int(max(j, k))): graph[j, k] for j, k in np.argwhere(graph)}
     assert found.keys() == {(min(e), max(e)) for e in edges}
@@ -125,7 +125,7 @@ def test_ratios_of_independent_counts_would_have_edges() -> None:
 
 
 def test_activity_leaves_the_labels() -> None:
-    """Weights that sum to less than 1; what is left of a common part is uncorrelated."""
+    """Weights sum to less than 1, and labels without activity are uncorrelated."""
     g = torch.Generator().manual_seed(0)
     own = torch.randn(20_000, 4, generator=g) * torch.tensor([0.5, 1.0, 1.5, 2.0])
     common = torch.randn(20_000, 1, generator=g)

@@ -1,4 +1,4 @@
-"""Models make no tensor on a device of their own choice where they compute."""
+"""Models create tensors on the device of their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 
 class Watch(TorchFunctionMode):
-    """Notes calls of factories from the package that do not name a device."""
+    """Records the package's calls of tensor factories without a device."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

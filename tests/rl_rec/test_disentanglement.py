@@ -1,4 +1,4 @@
-"""DCI and SAP on codes that are known to stand for one factor, for all, for the same, for none."""
+"""DCI and SAP on codes that describe one factor, all factors, the same factor, or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_scores_of_importances_by_hand() -> None:
 
 
 def test_a_code_for_each_factor() -> None:
-    """In any order, scale and rotation, beside numbers that say nothing."""
+    """For any order, scale and rotation of codes, with additional noise columns."""
     codes = np.concatenate([FACTORS[:, [2, 0, 3, 1], None] * 7, NOISE, NOISE[::-1]], 2)
     rotation = np.linalg.qr(RNG.normal(size=(3, 3)))[0]
     found = disentanglement(codes, FACTORS)
@@ -36,7 +36,7 @@ def test_a_code_for_each_factor() -> None:
 
 
 def test_mixed_codes_tell_everything_and_stand_for_nothing() -> None:
-    """Each code is the mean of all factors, signs apart: Hadamard's matrix."""
+    """Each code is a mean of all factors with the signs of a Hadamard matrix."""
     pairs = np.array([[1, 1], [1, -1]])
     mixed = ((FACTORS - FACTORS.mean(0)) / FACTORS.std(0)) @ np.kron(pairs, pairs) / 2
     found = disentanglement(mixed[..., None], FACTORS)

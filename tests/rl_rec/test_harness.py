@@ -1,4 +1,4 @@
-"""Models over seeds on real interactions: what is measured, kept, and compared."""
+"""The harness on real interactions: metrics, early stopping and comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data() -> Interactions:
 
 
 class Oracle(Recommender):
-    """Puts one given item per user first."""
+    """Ranks a given item first for each user."""
 
     def __init__(self, wanted: dict[int, int]) -> None:
         super().__init__()

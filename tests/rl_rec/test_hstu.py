@@ -1,4 +1,4 @@
-"""HSTU: its attention against loops, what a token sees, candidates, and what it learns."""
+"""HSTU: attention against loops, masks, candidates and learning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIM, CONTEXT = SIZES["dim"], SIZES["steps"] + SIZES["window"] - 1
 
 
 def make(kind: str = "hstu", **changes: Any) -> Any:
-    """A small model of the next item whose biases and rows are large enough to matter."""
+    """A small next-item model whose biases and rows are large enough to affect outputs."""
     torch.manual_seed(0)
     config = WORKLOADS[kind].config
     sizes = {key: value for key, value in (SIZES | changes).items() if hasattr(config(), key)}
@@ -59,7 +59,7 @@ def part(batch: Histories, first: int, stop: int) -> Histories:
 
 
 def by_loops(model: HSTU, items: torch.Tensor, times: list[int]) -> torch.Tensor:
-    """What the layers make of a sequence [P, D], a pair of tokens and a head at a time."""
+    """Reference output of the layers for a sequence [P, D], by loops over tokens and heads."""
     size, heads = DIM, model.config.heads
 
     def norm(v: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_padding_reaches_no_query() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gru4rec", "sasrec", "hstu"])
 def test_users_are_asked_about_as_they_were_trained(kind: str) -> None:
-    """Losses are those of the steps, each asked about by itself, up to the longest history."""
+    """Losses equal those of single steps, for histories up to the context."""
     ranks = kind == "hstu"
     model = make(kind, rank_weight=0.5) if ranks else make(kind)
     lengths, skip = [9, CONTEXT + 1, 1], [2, 5, 0]
@@ -171,7 +171,7 @@ def test_only_the_recent_history_counts() -> None:
 
 @torch.no_grad()
 def test_candidates_score_as_in_passes_of_their_own() -> None:
-    """Each appended to its user's history, in a sequence that no other candidate is in."""
+    """Against one pass per candidate, appended to its user's history."""
     model = make(rank_weight=1.0)
     lengths = [0, 3, CONTEXT, 20]
     batch = timed(lengths)
@@ -221,7 +221,7 @@ def test_users_without_interactions() -> None:
 
 
 def test_times_tell_what_comes_next() -> None:
-    """After a short pause the next item is one on, after a long one seven on."""
+    """The next item is i + 1 after a short pause, i + 7 after a long one."""
     rng = np.random.default_rng(0)
     users, length = 400, 14
     is_long = rng.random((users, length)) < 0.5

@@ -1,4 +1,4 @@
-"""Interactions against a plain re-telling of the protocol, user by user."""
+"""Interactions against a simple implementation of each protocol, user by user."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logs(draw: st.DrawFn) -> list[Row]:
 
 
 def retold(rows: list[Row], options: DataOptions) -> dict[int, list[Row]]:
-    """What is left of each user, in order of time."""
+    """Remaining rows of each user, in order of time."""
     rows = sorted((r for r in rows if r[0] and r[1]), key=lambda r: (r[0], r[3]))
     if options.repeats == "first":
         seen: set[tuple[int, int]] = set()
@@ -58,7 +58,7 @@ def arrays(rows: list[Row]) -> Log:
 
 
 def held(data: Interactions, asked: HeldOut) -> dict[int, tuple[int, list[int]]]:
-    """Length of the history and targets, by user."""
+    """Length of the history, and targets, by user."""
     ends = np.cumsum(asked.target_lengths)
     return {int(u): (int(s - data.offsets[u]), asked.targets[e - n:e].tolist())
             for u, s, e, n in zip(asked.users, asked.stop, ends, asked.target_lengths, strict=True)}
@@ -69,7 +69,7 @@ Told = tuple[list[Row], int, list[tuple[int, list[int]] | None]]
 
 
 def check_users(data: Interactions, expected: dict[int, Told]) -> None:
-    """Users, most training interactions first, have the expected items, histories and targets."""
+    """Check users' items, histories and targets, and the order of user ids."""
     splits = [held(data, data.valid), held(data, data.test)]
     for number, old in enumerate(sorted(expected, key=lambda u: (-expected[u][1], u)), 1):
         mine, train, found = expected[old]
@@ -135,7 +135,7 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
        st.integers(0, 3))
 def test_held_out_users(rows: list[Row], k_core: int, item_core: int, only: str, seed: int
                         ) -> None:
-    """Whatever is drawn: who is held out does not train, and what is asked for is not given."""
+    """Held-out users do not train, and targets are not in histories."""
     options = DataOptions(k_core=k_core, item_core=item_core, only=only, seed=seed, valid=0.25,
                           test=0.25, protocol="held_out_users", fold_in=0.6)
     try:
@@ -186,7 +186,7 @@ Bought = tuple[int, int, float, int, int]  # user, item, reward, time, basket
 
 @st.composite
 def purchases(draw: st.DrawFn) -> list[Bought]:
-    """Few users; baskets that take more than one moment, begin at the same one or overlap."""
+    """Few users, with baskets that last, begin at the same time or overlap."""
     row = st.tuples(st.integers(0, 4), st.integers(0, 8), st.sampled_from([0.0, 1.0, 1.0]),
                     st.integers(0, 12), st.integers(0, 6))
     return draw(st.lists(row, min_size=1, max_size=70))
@@ -234,7 +234,7 @@ def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None
 
 
 def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:
-    """From the log of a shop, whose customers buy five products at a time."""
+    """From a shop's log with five products per invoice."""
     lines = ["InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country"]
     lines += [f"{100 * c + v},{10 * v + k},x,1,2011-0{v}-01 08:2{k // 3}:00,2.5,{c}.0,UK"
               for c in range(1, 7) for v in range(1, 5) for k in range(5)]
@@ -258,7 +258,7 @@ def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:
 
 
 def test_from_a_preprocessed_log(tmp_path: Path) -> None:
-    """Times to the second survive preprocessing, whatever the order of the file."""
+    """Preprocessing keeps times to the second, for any order of the file."""
     rows = [(u, 100 + (u * 7 + k) % 9, 9 if k % 3 else 4, 1_400_000_000 + 50 * k + u)
             for u in range(1, 12) for k in range(8)]
     log = tmp_path / "ratings.dat"
@@ -313,7 +313,7 @@ def test_options_are_checked() -> None:
 def test_missing_users_and_items_are_nobody(
     tmp_path: Path, min_count: int, hashed: int | None
 ) -> None:
-    """Rows without a user would make one busy user of all of them."""
+    """Otherwise all rows without a user would form one user."""
     rows = [(f"u{k % 3}", f"i{k % 5}", 1, 100 + k) for k in range(30)]
     rows += [("", f"i{k % 5}", 1, 200 + k) for k in range(40)]
     rows += [(f"u{k % 3}", "", 1, 300 + k) for k in range(50)]

@@ -1,4 +1,4 @@
-"""Linear models, factorisations, RecVAE, GRU4Rec and the losses, against formulas of their own."""
+"""Linear models, iALS, RecVAE, GRU4Rec and losses against direct formulas."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_neighbours_are_the_nearest_by_the_shrunk_cosine() -> None:
 
 @pytest.mark.parametrize("nu", [0.0, 1.0])
 def test_ials_solves_for_users_and_items_in_turns(nu: float) -> None:
-    """Summed over every pair of user and item, without the Gram matrix's short cut."""
+    """Against sums over all pairs of users and items, without the Gram matrix."""
     histories, num_items, x = training(1)
     config = IALSConfig(dim=6, alpha=0.2, l2=0.05, nu=nu, sweeps=1)
     dense = torch.from_numpy(x)[:, 1:]
@@ -157,7 +157,7 @@ def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negati
 
 
 def test_the_prior_of_recvae_is_a_density() -> None:
-    """Its integral over a column is 1; far from the old posterior the wide part is left."""
+    """It integrates to 1 per column; far from the old posterior the wide component remains."""
     z = torch.linspace(-1500, 1500, 300_001, dtype=torch.float64)[:, None]
     found = log_prior(z, torch.full_like(z, 2.0), torch.full_like(z, -1.0))
     assert float(found.exp().sum() * 3000 / 300_000) == pytest.approx(1.0, abs=1e-6)
@@ -190,7 +190,7 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
 
 @pytest.mark.parametrize("name", [n for n in RECOMMENDERS if n not in WORKLOADS])
 def test_baselines_beat_popularity(name: str) -> None:
-    """On users of three tastes; the same from the same seed."""
+    """On users of three tastes; equal seeds give equal results."""
     data = tastes(3)
     config = RecVAEConfig(hidden=32, dim=8, rounds=10) if name == "recvae" else None
     options = FitOptions(epochs=30, batch_size=32, lr=0.01)

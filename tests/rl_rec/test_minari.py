@@ -1,4 +1,4 @@
-"""Logs of the shop as Minari data sets, by Minari itself."""
+"""Logs of the shop as Minari data sets, checked with Minari."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_log_comes_back_bit_for_bit(law: Returning | None) -> None:
 
 
 def test_a_log_of_the_environment() -> None:
-    """What an agent in the gymnasium environment met, written by Minari alone."""
+    """Read a data set that Minari's DataCollector wrote."""
     env, rng, buffers = ShopEnvironment(synthetic_shop(1)), np.random.default_rng(0), []
     for seed in range(3):
         seen, actions, rewards, done = [env.reset(seed=seed)[0]], [], [], False
@@ -87,7 +87,7 @@ def of_numbered_actions(buffer: Any) -> Any:
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (cut_off, "episodes that end"), (of_other_actions, "shapes of observations"),
+    (cut_off, "terminated episodes"), (of_other_actions, "shapes of observations"),
     (of_numbered_actions, "shapes of observations")])
 def test_what_is_no_log_of_the_shop_is_refused(change: Callable[[Any], Any], told: str) -> None:
     from gymnasium.spaces import Box, Discrete

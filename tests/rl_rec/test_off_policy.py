@@ -120,7 +120,7 @@ def test_doubly_robust_needs_one_of_the_two() -> None:
 
 
 def test_every_estimate_is_that_of_its_formula() -> None:
-    """Row by row, with a heavy weight among the rows that both tunings take away."""
+    """Row by row, with a large weight that Switch-DR and DRos reduce."""
     s = simulate_log(400, 5)
     propensities = s.log.propensities.copy()
     propensities[3] = 1e-4
@@ -151,7 +151,7 @@ def test_every_estimate_is_that_of_its_formula() -> None:
 
 
 def test_without_need_nothing_is_shrunk() -> None:
-    """The log's own policy: all weights are 1, and all estimates what was logged."""
+    """For the logging policy, all weights are 1 and all estimates are the mean reward."""
     s = simulate_log(3_000, 2)
     found = estimate(s.log, s.groups.behaviour, groups=s.groups)
     for name in ("ips", "snips", "mips"):
@@ -209,7 +209,7 @@ def test_bad_policies_are_refused() -> None:
 
 
 def test_a_log_as_feedback_and_back() -> None:
-    """Ids of the context become 0/1 columns, which say the same."""
+    """Ids of the context become one-hot columns with the same information."""
     log = replace(simulate_log(300, 1).log, context=np.stack([np.arange(300) % 4,
                                                               np.arange(300) % 3], 1),
                   context_rows=(4, 5), action_groups=np.arange(8) % 3)
@@ -240,7 +240,7 @@ def test_a_log_as_feedback_and_back() -> None:
 
 
 def test_open_bandit_pipeline_comes_to_the_same_estimates() -> None:
-    """Of its own estimators, where the package is there."""
+    """Against obp's estimators, if installed."""
     ope = pytest.importorskip("obp.ope")
     s = simulate_log(500, 4)
     feedback, ours = to_feedback(s.log), estimate(s.log, s.target, model=s.rewards, samples=1)
@@ -256,7 +256,7 @@ def test_open_bandit_pipeline_comes_to_the_same_estimates() -> None:
 
 
 def test_open_bandit(tmp_path: Path) -> None:
-    """Thompson sampling's clicks, estimated from the random policy's log, beside its own log."""
+    """Estimate Thompson sampling's click rate from the random policy's log, and compare."""
     files = [str(real_data(f"open_bandit/{p}/women/women.csv.gz")) for p in ("random", "bts")]
     preprocess(load_recipe("open-bandit"), files, tmp_path / "obd",
                PreprocessOptions(min_count=1, valid="0", test="0"))

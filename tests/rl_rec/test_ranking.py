@@ -1,4 +1,4 @@
-"""Rankings and their metrics against torchmetrics and against plain sorting."""
+"""Rankings and metrics against torchmetrics and simple sorting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jagged(rows: Sequence[Sequence[int]]) -> Jagged:
 
 @st.composite
 def catalogues(draw: Any) -> dict[str, Any]:
-    """Scores with many ties and some -inf, a cut into shards in any order, seen items."""
+    """Scores with many ties and some -inf, shards in any order, and excluded items."""
     users, items = draw(st.integers(1, 5)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     scores = rng.integers(0, draw(st.sampled_from([2, 5, 1000])), (users, items)).astype(np.float32)

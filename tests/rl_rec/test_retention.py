@@ -1,4 +1,4 @@
-"""Customers who come back: the law of return, its gymnasium face, and learning offline from it."""
+"""Returning customers: their model, the gymnasium environment, and offline learning."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_satisfaction_is_a_moving_average() -> None:
 
 
 def test_the_law_of_return() -> None:
-    """Shares and mean days against the formulas, for visits of one page."""
+    """Return rates and mean days against the formulas, for visits of one page."""
     count = 20_000
     visits = Visits(shop_of(9), count, seed=3)
     visits._patience[:] = 1
@@ -107,7 +107,7 @@ def test_what_is_shown_decides_how_often_they_come() -> None:
 
 
 def test_short_sight_costs_visits() -> None:
-    """The same customers: most clicks by page, and fewer in the end."""
+    """With the same customers, maximal clicks per page give fewer clicks in total."""
     torch.manual_seed(0)
     greedy, patient = (collect_visits(SHOP, Oracle(SHOP, 1, 20, weights=(w,)), 60, 5)
                        for w in (0.0, 1.5))
@@ -197,7 +197,7 @@ def test_slow_networks_follow() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_they_do_better_than_the_log(method: str) -> None:
-    """Clicks follow the first number of the action; a clone of the uniform log shows 0."""
+    """Clicks grow with the action's first number, whose mean in the log is 0."""
     torch.manual_seed(1)
     states, actions = torch.rand(400, 2, OBSERVATION_DIM), torch.rand(400, 2, ACTION_DIM) * 2 - 1
     log = log_of(5 + 5 * actions[..., 0], actions, states)
@@ -209,7 +209,7 @@ def test_they_do_better_than_the_log(method: str) -> None:
 
 
 def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
-    """Choice by choice; and the policy takes the best one."""
+    """Against loops over choices; the policy takes the best one."""
     log = random_steps(60)
     model = DQN(log)
     logged = {tuple(x) for x in log.actions[log.valid].tolist()}
@@ -247,7 +247,7 @@ def test_dqn_learns_what_is_worth_more_later() -> None:
 
 
 def test_subsequences_of_long_visits() -> None:
-    """Every place of a long one is drawn, and nothing beyond its end."""
+    """All positions of a long visit are drawn, and none beyond its end."""
     torch.manual_seed(0)
     log = graded_visits(SHOP, "random", 40, seed=1)
     seen = torch.zeros_like(log.steps.valid)

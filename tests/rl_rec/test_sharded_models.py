@@ -31,7 +31,7 @@ def rule_of(kind: str, scale: float = 1.0) -> OptimizerConfig:
 
 
 def build(kind: str) -> Recommender:
-    """The same weights on every rank."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(5)
     if kind == "multvae":
         return MultVAE(NUM_ITEMS, MultVAEConfig(hidden=24, dim=8, decoder_hidden=12, sampled=40))
@@ -57,7 +57,7 @@ def build(kind: str) -> Recommender:
 
 
 def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
-    """Skewed items; ranks of unequal batches, users without any item."""
+    """Batches with skewed items, of different sizes by rank, and users without items."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     size = 12 - rank
     skip = torch.randint(0, 5, (size,), generator=g)
@@ -74,7 +74,7 @@ def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
 
 
 def unsharded_losses(kind: str, world_size: int, scale: float = 1.0) -> list[float]:
-    """Mean of the ranks' losses, learning rates scaled."""
+    """Mean losses over ranks' batches in one process, with scaled learning rates."""
     engine = unsharded(build(kind).train(), rule_of(kind, scale))
     losses = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""The simulated shop: its mechanics, its gymnasium face, graded logs, and learning from a log."""
+"""The simulated shop: mechanics, gymnasium environment, graded logs, offline learning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rate(clicks: np.ndarray, pages: np.ndarray) -> float:
 
 
 def test_visits() -> None:
-    """Features stay and are one-hot by group, counters count, nobody comes back."""
+    """Features are constant and one-hot by group; counters increase; customers do not return."""
     torch.manual_seed(0)
     visits = Visits(SHOP, 200, seed=3)
     before = visits.observe()
@@ -75,7 +75,7 @@ def random_policy_actions(count: int) -> torch.Tensor:
 
 
 def test_clicks_follow_the_network() -> None:
-    """Frequencies of a repeated page against the softmax that they are drawn from."""
+    """Click frequencies of a page against the softmax of its logits."""
     visits = Visits(SHOP, 1, seed=1)
     features, action = visits.features.clone(), torch.full((1, 27), 0.2)
     seen = torch.cat([features, torch.zeros(1, 1), action], dim=1)
@@ -134,7 +134,7 @@ def test_weights_are_checked_before_they_are_read(tmp_path: Path, monkeypatch: p
 
 
 def test_virtual_taobao() -> None:
-    """The user's weights; rates as measured by others: random .019, zeros .055."""
+    """With the released weights: published click rates are .019 (random) and .055 (zeros)."""
     shop = load_virtual_taobao(real_data("virtual_taobao"))
     torch.manual_seed(0)
     log = collect_visits(shop, random_policy, 1000, 1)
@@ -160,7 +160,7 @@ def test_graded_logs_are_graded() -> None:
 
 
 def test_the_oracle_is_best() -> None:
-    """No random search finds a page with more expected clicks."""
+    """Random search finds no page with more expected clicks."""
     torch.manual_seed(0)
     visits = Visits(SHOP, 20, seed=4)
     log = collect_visits(SHOP, random_policy, 20, 4).steps
@@ -173,7 +173,7 @@ def test_the_oracle_is_best() -> None:
 
 
 def test_a_high_return_beats_the_behaviour_policy() -> None:
-    """Learned from the medium log alone; asked for much it gives more than asked for little."""
+    """Trained on the medium log; a higher target return gives more clicks."""
     log = graded_visits(SHOP, "medium", 500, seed=1)
     config = CDT4RecConfig(dim=32, layers=1, steps=16, dropout=0.0, reward_loss="mse",
                            reward_weight=0.3, gamma=1.0)

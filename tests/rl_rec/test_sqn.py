@@ -1,4 +1,4 @@
-"""SQN, SA2C and DQN: the losses against loops over steps, and what is learned of a small world."""
+"""SQN, SA2C and DQN: losses against loops over steps, and learning in a small world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_of(name: str, num_items: int, seed: int = 0, **changes: Any) -> SQN:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_their_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by step and head by head, without any of the model's helpers."""
+    """Against loops over steps and heads, without the model's helpers."""
     lengths, skip, gamma = [4, 1, 6], [1, 0, 2], 0.6
     batch = sequences(lengths, skip, num_items=13)
     model = model_of(name, 13, gamma=gamma, q_weight=0.7, negatives=0)
@@ -119,7 +119,7 @@ def world(count: int, steps: int, gamma: float) -> Sequences:
 
 
 def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[int, float]:
-    """How often each item is ranked first after histories that nothing has spoilt."""
+    """How often each item is ranked first after histories without the bait."""
     model = model_of(name, 4, seed, dim=16, gamma=gamma, steps=6, window=0, targets="all",
                      **changes)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

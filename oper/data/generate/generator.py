@@ -26,23 +26,23 @@ from oper.support.files import read_toml
 
 
 def _always(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bag lengths and weights of bags that all have `length` ids."""
+    """Bag lengths int64 [1] and weights float64 [1] of bags that all have `length` ids."""
     return np.array([length]), np.array([1.0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableModel:
-    """One table's synthetic lookups.
+    """A distribution from which the lookups of one synthetic table are drawn.
 
     Attributes:
         name: name of the table and its feature.
-        popularity: popularity of its rows by rank.
-        lengths: bag lengths int64 [P] and their weights float64 [P].
-        drift: probability that a hot rank is taken over by another row from one day to the next.
-        head: ids of the hottest ranks, int64 [H]; the other ranks are assigned to the other rows in
-            order. None = ranks are scattered by a fixed permutation.
-        fixed_bags: whether a first id always comes with the same other ids, drawn uniformly, as in
-            MLPerf's multi-hot data; otherwise the ids of a bag are independent.
+        popularity: popularity of the rows by frequency rank.
+        lengths: possible bag lengths int64 [P] and their weights float64 [P], in any scale.
+        drift: probability that a hot rank passes to another row from one day to the next.
+        head: rows of the H hottest ranks, int64 [H]; the remaining ranks are assigned to the
+            remaining rows in order. None = ranks are scattered by a fixed permutation.
+        fixed_bags: whether the first id of a bag determines the other ids (uniform over the rows),
+            as in MLPerf's multi-hot data; otherwise the ids of a bag are independent.
     """
 
     name: str
@@ -54,7 +54,6 @@ class TableModel:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
         return self.popularity.num_rows
 
     @property
@@ -64,8 +63,7 @@ class TableModel:
         return float(values @ weights / weights.sum())
 
     def draw(self, num_samples: int, day: int, key: int, rng: np.random.Generator) -> Lookups:
-        """The bags of `num_samples` samples of one day; `key` is a different number for each table.
-        """
+        """Draw `num_samples` bags of day `day`; `key` must differ between tables."""
         values, weights = self.lengths
         lengths = (np.full(num_samples, values[0]) if values.size == 1 else
                    rng.choice(values, num_samples, p=weights / weights.sum()))
@@ -87,7 +85,7 @@ class TableModel:
         in_head = ranks < self.head.size
         ids[in_head] = self.head[ranks[in_head]]
         taken = np.sort(self.head)
-        free = ranks[~in_head] - self.head.size  # the free-th row that is not in the head
+        free = ranks[~in_head] - self.head.size  # index among the rows outside the head
         ids[~in_head] = free + np.searchsorted(taken - np.arange(taken.size), free, side="right")
         return ids
 
@@ -102,13 +100,13 @@ class TableModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Synthetic lookups of several tables.
+    """Models of several tables, from which batches of synthetic lookups are drawn.
 
     Attributes:
-        name: description of the workload, which always says that it is synthetic.
-        tables: their models.
+        name: description of the workload; it contains the word "synthetic".
+        tables: one model per table.
         num_days: number of days over which the samples are spread evenly, in order.
-        seed: seed of everything random.
+        seed: seed of all random draws, in 0..2^32 - 1.
     """
 
     name: str
@@ -122,10 +120,10 @@ class Workload:
 
     def batches(self, num_samples: int, batch_size: int
                 ) -> Iterator[tuple[int, dict[str, Lookups]]]:
-        """Day and lookups of each batch in turn; equal arguments give equal ids.
+        """Yield the day and the lookups by table of each batch; equal arguments give equal ids.
 
-        A batch lies within one day. The lookups can be counted by `oper.collect` as ``{name:
-        (x.ids, x.lengths)}``.
+        A batch has up to `batch_size` of the `num_samples` samples, all of one day. To count a
+        batch with `oper.collect`, pass ``{name: (x.ids, x.lengths)}``. Raises InvalidInputError.
         """
         require("cannot draw lookups", "choose a value in this range",
                 ("num_samples", num_samples, num_samples >= 1, ">= 1"),
@@ -145,22 +143,26 @@ class Workload:
 
 
 def workload_from_stats(stats: AccessStats, seed: int = 1) -> Workload:
-    """A workload with the measured popularity of every row and the measured bag lengths."""
+    """Make a workload with the measured row popularity and bag lengths of every table."""
     return Workload(f"synthetic, after {stats.source}", tuple(
         TableModel(n, from_stats(t), bag_lengths(t), 0.0, t.head_ids)
         for n, t in stats.tables.items()), 1, seed)
 
 
 def bag_lengths(table: TableStats) -> tuple[np.ndarray, np.ndarray]:
-    """Measured bag lengths and their weights, as `TableModel` takes them; one id each if no bag was
-    counted."""
+    """Measured bag lengths and weights as in `TableModel.lengths`; length 1 if none was counted."""
     if not table.num_bags:
         return _always(1)
     return table.length_values, table.length_counts.astype(np.float64)
 
 
 def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Workload:
-    """A workload by name (`PRESETS`), from a specification (TOML) or from a statistics file.
+    """Load a workload.
+
+    Args:
+        name_or_path: a name in `PRESETS`, the path of a TOML specification (see
+            `workload_from_dict`), or the path of a statistics file.
+        seed: see `Workload`.
 
     Raises:
         InvalidInputError: there is no workload of that name, or the specification is invalid.
@@ -182,15 +184,16 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
 
 _TABLE_KEYS = {"rows", "exponent", "shift", "heavy", "length", "lengths", "weights", "drift",
                "fixed_bags", "count"}
-_MAX_TABLES = 1 << 16  # of one entry
+_MAX_TABLES = 1 << 16  # per table entry (its `count`)
 
 
 def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
-    """The workload of a parsed specification.
+    """Make a workload from a parsed specification; raises InvalidInputError if it is invalid.
 
-    ``name``, ``days`` and ``table`` entries with ``name``, ``rows``, ``exponent`` and ``shift`` of
-    the power law, ``heavy`` (shares of the hottest rows), ``length`` (ids per bag) or ``lengths``
-    with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (number of such tables).
+    Its keys are ``name``, ``days`` and ``table``. Each ``table`` entry has ``name``, ``rows``,
+    ``exponent`` and ``shift`` of the power law, ``heavy`` (access shares of the hottest rows),
+    ``length`` (ids per bag) or ``lengths`` with ``weights``, ``drift``, ``fixed_bags``, and
+    ``count`` (number of such tables); only ``name`` and ``rows`` are required.
     """
     what = "invalid workload"
     entries, days = value.get("table", []), value.get("days", 1)
@@ -210,7 +213,7 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
     require(what, "correct the file",
             ("table", entry, isinstance(entry, Mapping), "[[table]] sections"),
             ("keys of a table", sorted(keys), {"name", "rows"} <= keys <= _TABLE_KEYS | {"name"},
-             f"name, rows and of {sorted(_TABLE_KEYS)}"))
+             f"name and rows, and optionally others of {sorted(_TABLE_KEYS)}"))
     try:
         values = np.array(entry.get("lengths", [entry.get("length", 1)]), np.int64)
         weights = np.array(entry.get("weights", [1.0] * values.size), np.float64)
@@ -223,7 +226,7 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
             ("lengths, weights", (values.tolist(), weights.tolist()),
              values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0
              and weights.min(initial=0) >= 0 and bool(np.isfinite(weights).all() and weights.any()),
-             "none negative, as many weights as lengths"),
+             "lists of equal size, no negative number, and a positive finite sum of weights"),
             ("drift", drift, 0 <= drift <= 1, "0..1"),
             ("count", count, 1 <= count <= _MAX_TABLES, f"1..{_MAX_TABLES}"))
     names = [str(entry["name"])] if count == 1 else [f"{entry['name']}{k}" for k in range(count)]
@@ -232,16 +235,14 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
 
 
 def criteo_1tb() -> list[TableModel]:
-    """26 columns of the 24-day log: power laws with the published numbers of distinct and frequent
-    values."""
+    """Model Criteo 1TB by power laws, fitted to its numbers of distinct and of frequent values."""
     return [TableModel(f"C{k + 1}", fit_cardinality(published.CRITEO_1TB_ROWS, *values, 3))
             for k, values in enumerate(zip(
                 published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT, strict=True))]
 
 
 def mlperf_dlrm_v2() -> list[TableModel]:
-    """The columns of `criteo_1tb`, capped and multi-hot: first ids as there, the others drawn
-    uniformly."""
+    """Model MLPerf's multi-hot data: `criteo_1tb` capped at 40,000,000 rows, with fixed bags."""
     return [replace(t, popularity=_capped(t.popularity, min(published.MLPERF_CAP, distinct)),
                     lengths=_always(length), fixed_bags=True)
             for t, distinct, length in zip(criteo_1tb(), published.CRITEO_1TB_DISTINCT,
@@ -249,7 +250,7 @@ def mlperf_dlrm_v2() -> list[TableModel]:
 
 
 def _capped(popularity: Popularity, num_rows: int) -> Popularity:
-    """The hottest `num_rows` rows; colder values fold onto all of them evenly (id modulo rows)."""
+    """Keep the hottest `num_rows` rows; the mass of colder ones is spread evenly over these."""
     ends = np.cumsum(popularity.rows)
     if ends[-1] <= num_rows:
         return popularity
@@ -260,10 +261,9 @@ def _capped(popularity: Popularity, num_rows: int) -> Popularity:
 
 
 def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
-    """One table with `scale` times the rows of Meta's 856 tables together; batches repeat rows as
-    often as in Meta's trace.
+    """Model Meta's 2021 trace by one table with `scale` times the touched rows of its 856 tables.
 
-    A batch of 65,536 samples touches its rows as often as the published histogram says.
+    `fit_locality` fits its popularity to the published histogram of accesses per touched row.
     """
     popularity = fit_locality(
         np.array(published.META_2021_ROW_SHARES), np.array(published.META_2021_ACCESS_SHARES),
@@ -273,8 +273,7 @@ def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
 
 
 def _deeprecsys(tables: int, rows: int, length: int) -> Callable[[], list[TableModel]]:
-    """RM1 to RM3 of DeepRecSys (Gupta et al. 2020): identical tables with a power law of exponent
-    1.05 (their popularity is not published)."""
+    """Return a DeepRecSys preset (Gupta et al. 2020); its power law's exponent is assumed."""
     return lambda: [TableModel(f"t{k}", power_law(rows, 1.05), _always(length))
                     for k in range(tables)]
 

@@ -8,7 +8,7 @@ from oper.errors import require
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """A fixed pseudo-random bijection of uint64 (the finalizer of splitmix64)."""
+    """Apply the finalizer of splitmix64, a fixed bijection of uint64, to integers [n]."""
     x = values.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -16,20 +16,19 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def uniform64(values: np.ndarray) -> np.ndarray:
-    """A pseudo-random number in [0, 1) for each integer, float64; equal integers give equal
-    numbers."""
+    """Hash integers [n] to pseudo-random numbers in [0, 1), float64 [n]."""
     shifted = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
 
 
-_HOT_RANKS = 10_000  # only the popularity of that many ranks is passed on
+_HOT_RANKS = 10_000  # number of the hottest ranks that drift
 
 
 def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
-    """The row that holds each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
+    """Return the row at each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
 
-    Every night, with probability `drift`, a hot rank is taken over by a random row. `key` is a
-    different number for each table.
+    Every night a hot rank passes to a random row with probability `drift`. `key` seeds the draws
+    and must differ between tables.
     """
     hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
     holder = hot.astype(np.int64)
@@ -44,10 +43,10 @@ def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
 
 
 def scatter_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """A fixed permutation of `0..num_rows-1` that destroys the order of neighbours.
+    """Apply a fixed pseudo-random permutation of `0..num_rows-1`.
 
-    Three rounds of multiply and shift permute the numbers of `bit_length` bits; a result that is
-    too large is permuted again until it fits (cycle walking, fewer than two turns on average).
+    Three rounds of multiply and shift permute 0..2^b - 1, with 2^b the next power of two; a result
+    >= num_rows is permuted again (cycle walking, fewer than two applications on average).
 
     Args:
         ids: int64 [N], in 0..num_rows-1.
@@ -82,20 +81,23 @@ def power_law_ids(
     rng: np.random.Generator,
     scatter: bool = True,
 ) -> np.ndarray:
-    """Ids whose popularity falls with their rank k as k^-exponent, on ranks 1..num_rows.
+    """Draw ids whose probability falls with their rank k as k^-exponent, for k = 1..num_rows.
 
-    The continuous bounded power law on [1, num_rows + 1) is inverted and rounded down.
+    Ranks are drawn by inverting the continuous power law on [1, num_rows + 1) and rounding down.
 
     Args:
         num_rows: rows of the table.
-        size: ids to draw.
+        size: number of ids to draw.
         exponent: exponent of the power law; 0 = uniform, larger = more skewed.
         rng: source of randomness.
-        scatter: place rank k on a row by a permutation that depends on `num_rows` only, so that hot
-            rows are scattered, the same way in every call; otherwise rank k is row k - 1.
+        scatter: map ranks to rows by a fixed permutation (`scatter_ids`), which depends on
+            `num_rows` only; otherwise rank k is row k - 1.
 
     Returns:
         int64 [size], in 0..num_rows-1.
+
+    Raises:
+        InvalidInputError: `num_rows` < 1, `size` < 0 or `exponent` < 0.
     """
     require("cannot draw ids", "choose a value in this range",
             ("num_rows", num_rows, num_rows >= 1, ">= 1"), ("size", size, size >= 0, ">= 0"),

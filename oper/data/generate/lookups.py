@@ -1,4 +1,4 @@
-"""Synthetic lookups, counted and written."""
+"""Draw synthetic lookups, count them, and optionally write them to Parquet."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _BATCH = 1 << 14
 def count_workload(workload: Workload, num_samples: int,
                    folder: str | os.PathLike[str] | None = None, show_progress: bool = False
                    ) -> AccessStats:
-    """Statistics of `num_samples` samples of a workload, with its days as time buckets.
+    """Draw `num_samples` samples of a workload and count them; its days are the time buckets.
 
     Args:
-        workload: what to draw.
-        num_samples: number of samples.
-        folder: also write the lookups there, as ``lookups.parquet`` with a column ``day`` and one
-            list column per table; its schema's metadata says that they are synthetic.
-        show_progress: a progress bar on stderr.
+        workload: the models from which lookups are drawn.
+        num_samples: number of samples, at least 1.
+        folder: where to write the lookups too, as ``lookups.parquet`` with a column ``day`` and one
+            list column per table; the schema's metadata marks them as synthetic. None = nowhere.
+        show_progress: show a progress bar on stderr.
 
     Raises:
-        InvalidInputError: `num_samples` is 0, or `folder` already holds lookups.
+        InvalidInputError: `num_samples` < 1, or `folder` is a URL or already holds lookups.
     """
     if folder is not None:
         check_local(folder)

@@ -1,4 +1,4 @@
-"""Popularity of the rows of a synthetic table: levels of equally popular rows, and fits to data."""
+"""Row popularity of synthetic tables, as levels of equally popular rows, and fits to data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from oper.errors import InvalidInputError, require
 from oper.stats import TableStats
 from oper.support.numeric import falling_root
 
-_EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
-_RATIO = 1.01        # further levels span ranks of this ratio
-_RARE_RATE, _HEAD_EXPONENT = 0.5, 1.05  # of a fit in two parts
-_EDGES = (0, *(1 << k for k in range(16)))  # counts between the bins of published locality
+_EXPLICIT = 512      # the hottest ranks of a power law, each of which is its own level
+_RATIO = 1.01        # ratio of the first ranks of consecutive levels after these
+_RARE_RATE, _HEAD_EXPONENT = 0.5, 1.05  # accesses per rare row, law of the rest (_with_rare_rows)
+_EDGES = (0, *(1 << k for k in range(16)))  # bin edges of the published locality histogram
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    """Rows by rank, hottest first, in levels of equal probability.
+    """Access probabilities of a table's rows, as K levels of equally popular rows, hottest first.
 
     Attributes:
-        rows: int64 [K], rows of each level, all >= 1.
-        mass: float64 [K], share of the accesses that a level takes; they sum to 1.
+        rows: int64 [K], number of rows in each level, all >= 1.
+        mass: float64 [K], share of all accesses that go to each level; sums to 1.
     """
 
     rows: np.ndarray
@@ -31,7 +31,10 @@ class Popularity:
 
     @staticmethod
     def of(rows: np.ndarray, weight: np.ndarray) -> Popularity:
-        """Levels of `rows` [K] with `weight` [K] per row, in any order and scale."""
+        """Make levels from numbers of rows [K] and weights per row [K], in any order and scale.
+
+        Raises InvalidInputError unless weights are finite, >= 0 and some row has one above 0.
+        """
         rows, weight = np.asarray(rows, np.int64), np.asarray(weight, np.float64)
         order = np.argsort(-weight, kind="stable")
         rows, weight = rows[order], weight[order]
@@ -45,11 +48,10 @@ class Popularity:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
         return int(self.rows.sum())
 
     def draw(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        """Ranks int64 [size], 0 = hottest."""
+        """Draw ranks, int64 [size]; rank 0 is the hottest row."""
         ends = np.cumsum(self.mass)
         level = np.minimum(np.searchsorted(ends, rng.random(size) * ends[-1], side="right"),
                            self.rows.size - 1)
@@ -57,17 +59,22 @@ class Popularity:
         return starts[level] + (rng.random(size) * self.rows[level]).astype(np.int64)
 
     def expected(self, num_accesses: int, at_least: int = 1) -> float:
-        """Rows that `num_accesses` independent accesses touch at least `at_least` times (Poisson).
-        """
+        """Expected number of rows with >= `at_least` of `num_accesses` accesses (Poisson)."""
         return float(self.rows @ _reached(at_least, num_accesses * self.mass / self.rows))
 
 
 def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequence[float] = ()
               ) -> Popularity:
-    """Popularity (k + shift)^-exponent of ranks k = 1, 2, ... below `heavy` rows of given shares.
+    """Combine heavy hitters with a shifted power law, as FBGEMM's table benchmark does.
 
-    Heavy hitters over a shifted power law are how FBGEMM's table benchmark describes an index
-    stream. Ranks beyond the 512th are grouped into levels within which ranks differ by 1 %.
+    Args:
+        num_rows: rows of the table, heavy hitters included.
+        exponent, shift: the k-th other row has a weight of (k + shift)^-exponent, k = 1, 2, ...;
+            from the 513th on, rows whose k differ by at most 1 % share one level.
+        heavy: share of the accesses of each heavy hitter; the other rows get the remainder.
+
+    Raises:
+        InvalidInputError: an argument is out of range.
     """
     num_tail = num_rows - len(heavy)
     require(
@@ -103,10 +110,7 @@ def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
 
 
 def from_stats(table: TableStats) -> Popularity:
-    """The measured popularity of a table's rows.
-
-    Untouched rows share the Good-Turing estimate of the unseen mass.
-    """
+    """Return the measured popularity; untouched rows share the Good-Turing unseen mass."""
     values, rows = table.count_histogram()
     weight = values.astype(np.float64)
     if values.size and values[-1] == 0 and 0 < table.unseen_mass < 1:
@@ -118,17 +122,17 @@ def from_stats(table: TableStats) -> Popularity:
 
 def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
                     ) -> Popularity:
-    """The power law under which a log of this size has the published numbers of distinct values.
+    """Fit a power law to the numbers of distinct and of frequent values of a log's column.
 
-    There may be no power law with both numbers, for example for a column of few values that are
-    nearly all frequent, with some seen once or twice. Then the frequent values follow a power law,
-    and equally rare values make up the difference.
+    If no power law matches both numbers (for example, if nearly all values are frequent and a few
+    are seen once or twice), frequent values follow a power law and equally rare values make up the
+    difference.
 
     Args:
         num_accesses: rows of the log.
         num_distinct: distinct values seen.
-        num_frequent: of these the ones seen at least `at_least` times.
-        at_least: see above.
+        num_frequent: distinct values seen at least `at_least` times.
+        at_least: least count of a frequent value.
     """
     def rows_for(exponent: float) -> Popularity:
         if power_law(num_distinct, exponent).expected(num_accesses) >= num_distinct - 0.5:
@@ -153,7 +157,7 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
 
 def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
                     ) -> Popularity | None:
-    """Frequent rows by a power law, and rare rows that are accessed 0.5 times each on average."""
+    """Fit a power law plus rare rows with 0.5 expected accesses each; None if there is no fit."""
     rate = np.array([_RARE_RATE])
     rare = Popularity(np.array([1]), rate / num_accesses)
     seen, often = (rare.expected(num_accesses, k) for k in (1, at_least))
@@ -169,21 +173,20 @@ def _with_rare_rows(num_accesses: int, num_distinct: int, num_frequent: int, at_
 
 def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float, num_touched: int
                  ) -> Popularity:
-    """A popularity whose accesses repeat rows as in a published histogram.
+    """Fit a popularity to a histogram of accesses per touched row of a trace.
 
-    A trace is described by how often its touched rows occur: shares of these rows and of the
-    accesses with counts in (0, 1], (1, 2], (2, 4], ..., (2^14, 2^15], above. Rates of a Poisson
-    mixture on a grid are fitted to all shares by non-negative least squares (the multiplicative
-    updates of Lee and Seung, 2001).
+    The weights of a Poisson mixture with rates on a grid are fitted to all shares by non-negative
+    least squares (the multiplicative updates of Lee and Seung, 2001).
 
     Args:
-        row_shares, access_shares: float64 [17].
-        reuse: accesses per touched row.
-        num_touched: rows that the trace touches.
+        row_shares, access_shares: share of the touched rows, and of the accesses, that belong to
+            rows accessed (0, 1], (1, 2], (2, 4], ..., (2^14, 2^15], > 2^15 times; float64 [17].
+        reuse: mean accesses per touched row.
+        num_touched: rows of the result.
     """
     rates = np.exp(np.linspace(np.log(0.02), np.log(400_000.0), 160))
     row_part, access_part = _poisson_bins(rates)
-    # Shares of rows that were rounded to nothing are known better from the accesses.
+    # Published row shares of hot bins are rounded to 0, so access shares get a larger weight.
     weights = np.concatenate([np.full(17, 1.0), np.full(17, 3.0)])[:, None]
     matrix = np.concatenate([row_part, access_part / reuse]) * weights
     wanted = np.concatenate([row_shares / row_shares.sum(),
@@ -196,8 +199,7 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Levels with whole numbers of rows, hottest first: the remaining fraction of a row in a level
-    is moved to the next level, with its accesses."""
+    """Round row numbers to integers by moving each level's fraction of a row to the next level."""
     whole, found = [], []
     left_rows = left_mass = 0.0
     for count, rate in zip(rows.tolist(), rates.tolist(), strict=True):
@@ -213,15 +215,15 @@ def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Probability of a count in each bin, and expected accesses from it, float64 [17, K] each."""
+    """Probability that a Poisson count n lies in each bin, and E[n; n in bin]; float64 [17, K]."""
     edges = np.array(_EDGES, np.float64)[:, None]
-    # A Poisson number n, weighted by n, is one more than a Poisson number, times the mean.
+    # E[n; n > a] = rate * P(n >= a) for a Poisson number n.
     above, from_edge = _reached(edges + 1, rates), rates * _reached(edges, rates)
     return -np.diff(above, axis=0, append=0), -np.diff(from_edge, axis=0, append=0)
 
 
 def _reached(count: float | np.ndarray, rate: np.ndarray) -> np.ndarray:
-    """Probability that a Poisson number with the mean `rate` is `count` or more."""
+    """P(n >= count) for a Poisson number n with mean `rate`."""
     import torch
 
     found: np.ndarray = torch.special.gammainc(

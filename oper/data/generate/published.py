@@ -1,9 +1,10 @@
 """Published figures of real workloads, to which synthetic tables are calibrated.
 
-Criteo Kaggle (Display Advertising Challenge): distinct values of C1..C26. Criteo 1TB: the same over
-the 24 days, of all values and of those seen at least three times (dlrm, torchrec_dlrm). MLPerf
-DLRM-v2: rows (capped at 40,000,000) and ids per bag of the multi-hot data. Meta's embedding_bag
-traces of 2021: how often the rows of one batch of 65,536 samples occur (dlrm_datasets, MIT).
+Criteo Kaggle (Display Advertising Challenge): distinct values of C1..C26. Criteo 1TB: rows of the
+24 days, and by column the number of distinct values and of values seen at least three times (from
+dlrm and torchrec_dlrm). MLPerf DLRM-v2: cap on the rows of a table, and ids per bag by column.
+Meta's embedding_bag traces of 2021: histogram of accesses per touched row, as shares of the rows
+and of the accesses, in one batch of 65,536 samples (from dlrm_datasets, MIT).
 """
 
 CRITEO_KAGGLE_ROWS = (

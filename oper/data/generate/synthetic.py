@@ -1,9 +1,8 @@
 """A synthetic click log in the format of Criteo Kaggle.
 
-No row is real. The log is modelled on published facts: the number of distinct values of each
-column, skewed popularity (a bounded power law), missing fields, seven days in order. Each day other
-values take over some of the hot ranks. Labels come from a logistic model with an effect per value,
-so that a model with embeddings can learn to predict them.
+No row is real. The cardinality of each column is the published one; popularity follows a bounded
+power law that drifts over seven days, and fields are missing at typical rates. Labels come from a
+logistic model with one effect per value, which a model with embeddings can learn.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from oper.support.files import atomic_write, write_text
 from oper.support.numeric import falling_root
 
 NUM_DENSE, NUM_DAYS = 13, 7
-# Share of missing fields; columns of one group are missing together.
+# By column: its group, whose columns are missing together, and the share of missing fields.
 _MISSING = {"I1": (0, 0.45), "I10": (0, 0.45), "I12": (1, 0.77), "I3": (2, 0.21), "I4": (2, 0.21),
             "I13": (2, 0.21), "I6": (3, 0.22), "C19": (4, 0.45), "C20": (4, 0.45),
             "C25": (4, 0.45), "C26": (4, 0.45), "C22": (5, 0.76), "C3": (6, 0.03),
             "C4": (6, 0.03), "C12": (6, 0.03), "C16": (6, 0.03), "C21": (6, 0.03),
             "C24": (6, 0.03), "C6": (7, 0.12)}
-_MIN_DRIFT_ROWS = 100  # columns of fewer values do not drift
-_LINES = 1 << 15       # rows that are drawn and formatted at once
+_MIN_DRIFT_ROWS = 100  # columns with fewer values do not drift
+_LINES = 1 << 15       # rows drawn and formatted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,11 @@ class SyntheticLog:
 
     Attributes:
         num_rows: rows, spread evenly over seven days.
-        seed: seed of everything random.
-        cardinalities: values that each of C1..C26 can take.
-        click_rate: share of clicks.
-        effect: standard deviation of the log-odds over rows (the larger, the higher the best AUC).
-        drift: probability that a hot rank is taken over by another value from one day to the next.
+        seed: seed of all random draws.
+        cardinalities: number of possible values of each of C1..C26.
+        click_rate: share of rows with label 1.
+        effect: standard deviation of the log-odds over rows; larger = higher achievable AUC.
+        drift: probability that a hot rank passes to another value from one day to the next.
     """
 
     num_rows: Positive = 200_000
@@ -73,13 +72,10 @@ class SyntheticLog:
 def write_synthetic_log(
     path: str | os.PathLike[str], log: SyntheticLog | None = None, show_progress: bool = False
 ) -> Path:
-    """Write a synthetic log (gzip when `path` ends in ``.gz``), and a description next to it.
+    """Write a synthetic log to `path`, compressed by gzip if it ends in ``.gz``; returns the path.
 
-    The file ``<path>.about.json`` says that the log is synthetic and how it was made; preprocessing
-    copies that into its manifest. The same parameters always give the same bytes.
-
-    Raises:
-        InvalidInputError: a parameter is out of range.
+    ``<path>.about.json`` records that the log is synthetic, and its parameters; preprocessing
+    copies this record into its manifest. Equal parameters give equal bytes. `log` None = defaults.
     """
     log = log or SyntheticLog()
     target = Path(path)
@@ -106,24 +102,24 @@ def _compressed(file: IO[bytes], target: Path) -> Iterator[IO[bytes]]:
 
 
 class _Model:
-    """Draws rows: ranks from power laws, values from ranks and day, labels from values."""
+    """Draws ranks from power laws, maps ranks and days to values, and draws labels given these."""
 
     def __init__(self, log: SyntheticLog) -> None:
         self._log = log
         self._keys = [int(k) for k in mix64(np.arange(1, 40, dtype=np.uint64)
                                             + np.uint64(1_000_003 * log.seed))]
         sizes = np.log10(np.maximum(log.cardinalities, 2))
-        # Columns of few values are dominated by one of them; columns of millions have a hot head
-        # over a heavy tail. Each column's own offset keeps them from being alike.
+        # In columns of few values one dominates; columns of millions have a hot head and a heavy
+        # tail. A random offset per column makes exponents differ.
         wobble = uniform64(np.array(self._keys[:26], np.uint64)) * 0.3 - 0.15
         self._exponents = np.select([sizes < 3.2, sizes < 5.0], [1.35, 0.95], 1.05) + wobble
-        # Columns of 10 to 100,000 values carry most of the label: there effects can be learnt.
+        # Columns of 10 to 100,000 values get most of the weight: their effects can be learnt.
         weight = np.exp(-((sizes - 2.8) ** 2) / 3.0)
         self._weights = weight / np.sqrt((weight**2).sum()) * log.effect
         self._bias = self._calibrate()
 
     def _calibrate(self) -> float:
-        """The intercept that gives the wanted click rate, by bisection on a sample of rows."""
+        """Find the intercept that gives `click_rate`, by bisection on a sample of rows."""
         rows = np.unique(np.linspace(0, self._log.num_rows - 1, 20_000).astype(np.int64))
         log_odds = self._log_odds(*self._values(rows, np.random.default_rng((self._log.seed, 2))))
         return falling_root(lambda bias: self._log.click_rate - float(
@@ -132,11 +128,11 @@ class _Model:
     def draw(
         self, start: int, stop: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows `start..stop-1`.
+        """Draw rows `start..stop-1`.
 
         Returns:
-            labels int64 [n], dense int64 [13, n], raw categorical values uint32 [26, n], and
-            whether a field is missing, bool [39, n].
+            Labels int64 [n], dense values int64 [13, n], categorical values uint32 [26, n], and
+            masks of missing fields bool [39, n] (dense columns first).
         """
         rng = np.random.default_rng((self._log.seed, 0, start))
         ids, dense = self._values(np.arange(start, stop), rng)
@@ -155,7 +151,7 @@ class _Model:
     def _values(
         self, rows: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [26, n] in 0..cardinality-1 and dense int64 [13, n] of `rows`, int64 [n]."""
+        """Draw ids int64 [26, n], >= 0 and < cardinality, and dense values int64 [13, n]."""
         days = rows * NUM_DAYS // self._log.num_rows
         ids = np.empty((26, rows.size), np.int64)
         for c, num_rows in enumerate(self._log.cardinalities):
@@ -170,10 +166,7 @@ class _Model:
 
     def _drifted(self, column: int, num_rows: int, ranks: np.ndarray,
                  days: np.ndarray) -> np.ndarray:
-        """The value that holds each rank on its day.
-
-        Every night, each hot rank is given to a random value with probability `drift`.
-        """
+        """Map ranks int64 [n] on `days` [n] to ids int64 [n], see `holders`."""
         if num_rows < _MIN_DRIFT_ROWS:
             return ranks
         table = holders(num_rows, self._keys[column], self._log.drift, NUM_DAYS)
@@ -193,7 +186,7 @@ class _Model:
 
 
 def _to_raw(ids: np.ndarray, key: int) -> np.ndarray:
-    """A different uint32 for every id below 2^32, without any order: a 32-bit bijection."""
+    """Scramble ids below 2^32 by a bijection of uint32 that depends on `key`."""
     x = ids.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(factor)
@@ -202,7 +195,7 @@ def _to_raw(ids: np.ndarray, key: int) -> np.ndarray:
 
 def format_rows(labels: np.ndarray, dense: np.ndarray, raw: np.ndarray,
                 missing: np.ndarray) -> bytes:
-    """Rows as TAB-separated text.
+    """Format n rows as TAB-separated text.
 
     Args:
         labels: int64 [n], 0 or 1.
@@ -220,7 +213,7 @@ def format_rows(labels: np.ndarray, dense: np.ndarray, raw: np.ndarray,
 
 
 def _hexadecimal(values: np.ndarray, missing: np.ndarray) -> pa.Array:
-    """Eight lower-case digits of uint32 values, null where missing."""
+    """Format uint32 values as eight lower-case hexadecimal digits, null where missing."""
     text = values.astype(">u4").tobytes().hex().encode()
     ends = np.arange(0, len(text) + 1, 8, dtype=np.int32)
     return pa.StringArray.from_buffers(

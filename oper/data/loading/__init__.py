@@ -1,1 +1,1 @@
-"""From a preprocessed folder to batches for training."""
+"""Make training batches from a preprocessed folder."""

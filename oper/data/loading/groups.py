@@ -1,4 +1,4 @@
-"""Row groups of one split of a preprocessed folder, and their contents."""
+"""Read the Parquet row groups of one split of a preprocessed folder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _OPEN_FILES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """A column of n rows: values [L], and the offsets of the rows' bags, int64 [n + 1], beginning
-    with 0.
+    """A column of n rows, each with one value or a bag of values.
 
-    `ends` is None if every row has one value. Ids are int32 or int64, as the file has them.
+    Attributes:
+        values: values [L] of all rows; ids are int32 or int64, as in the file.
+        ends: offsets of the bags in `values`, int64 [n + 1], from 0 to L; None if each row has
+            one value (L = n).
     """
 
     values: np.ndarray
     ends: np.ndarray | None = None
 
     def part(self, start: int, stop: int) -> Column:
-        """Rows `start` to before `stop`, without a copy of the values."""
+        """Return rows `[start, stop)` as a view of the values."""
         if self.ends is None:
             return Column(self.values[start:stop])
         first, last = self.ends[start], self.ends[stop]
@@ -39,17 +41,17 @@ class Column:
 
     @property
     def lookups(self) -> Lookups:
-        """The rows as bags of ids."""
+        """The rows as `Lookups`, which share the values."""
         return Lookups(self.values, None if self.ends is None else self.lengths)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of values in each row of a column of bags, int64 [n]."""
+        """Bag length of each row, int64 [n]; only for a column of bags."""
         assert self.ends is not None
         return np.diff(self.ends)
 
     def take(self, order: np.ndarray) -> Column:
-        """Rows `order` int64 [m], in that order."""
+        """Copy the rows with the indices `order`, int64 [m], in that order."""
         if self.ends is None:
             return Column(self.values[order])
         lengths = self.lengths[order]
@@ -58,24 +60,24 @@ class Column:
 
 
 class RowGroups:
-    """The row groups of a split, in order.
+    """The G row groups of a split, in the order of files and of groups within a file.
 
     Attributes:
         folder: the folder.
         split: name of the split.
-        columns: columns to read, in the order of the result.
-        bags: those of `columns` that hold lists, the others hold one number per row.
+        columns: names of the columns that readers return.
+        bags: names of the columns that hold lists; other columns hold one number per row.
         rows: rows of each group, int64 [G].
-        digest: digest of the manifest, the names and sizes of the files, and the rows of every
-            group; differs from that of any other split or version.
+        digest: digest of the manifest, the split, the names and sizes of its files, and `rows`;
+            changes if the folder is written again with other contents.
     """
 
     def __init__(self, folder: Folder, split: str, columns: tuple[str, ...],
                  bags: frozenset[str]) -> None:
-        """Find the row groups; raises InvalidInputError or FileFormatError.
+        """List the row groups; raises InvalidInputError or FileFormatError.
 
-        Files that are as large as the manifest says are not opened, except for the first: opening
-        the thousands of a large folder takes seconds.
+        Only the first file is opened, and files whose size differs from the manifest's: opening all
+        of a folder's thousands of files would take seconds.
         """
         self.folder, self.split, self.columns, self.bags = folder, split, columns, bags
         self._places: list[tuple[Path, int]] = []
@@ -93,36 +95,33 @@ class RowGroups:
         self.rows = np.array(rows, np.int64)
         if self.num_rows != folder.rows[split]:
             raise FileFormatError(f"cannot read {str(folder.path)!r}", f"{split} rows",
-                                  self.num_rows, f"{folder.rows[split]} as the manifest says",
+                                  self.num_rows, f"{folder.rows[split]} as in the manifest",
                                   "preprocess again")
         known = json.dumps([folder.manifest, split, files, rows], sort_keys=True)
         self.digest = hashlib.sha256(known.encode()).hexdigest()[:32]
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split."""
         return int(self.rows.sum())
 
     def place(self, group: int) -> tuple[Path, int]:
-        """The file of a group, and the group's number in it."""
+        """Return the file that contains a group, and the group's index in that file."""
         return self._places[group]
 
 
 def _told(folder: Folder, name: str, size: int) -> list[int] | None:
-    """Rows of the row groups of a file of `size` bytes, by the manifest; None if the manifest
-    describes another file."""
+    """Derive the rows of each row group from the manifest; None if the file's size differs."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
     full, rest = divmod(rows, folder.row_group_rows)
-    if known != size or full > size:  # no group takes less than a byte
+    if known != size or full > size:  # a group takes at least a byte: the manifest is damaged
         return None
     return [folder.row_group_rows] * full + [rest] * (rest > 0)
 
 
 class GroupReader:
-    """Reads row groups, with a few files kept open; for one thread.
+    """Reads and checks row groups (types, nulls, ids in range, number of rows); not thread-safe.
 
-    Checks everything that a damaged or edited file could violate: nulls, types, ids outside their
-    tables, the number of rows.
+    Keeps up to 16 files open.
     """
 
     def __init__(self, groups: RowGroups) -> None:
@@ -134,7 +133,7 @@ class GroupReader:
         self._files: dict[Path, pq.ParquetFile] = {}
 
     def read(self, group: int) -> dict[str, Column]:
-        """The columns of a group; raises FileFormatError."""
+        """Read all columns of a row group; raises FileFormatError."""
         part, number = self.groups.place(group)
         table = self._table(part, number)
         if table.num_rows != self.groups.rows[group]:
@@ -165,13 +164,15 @@ class GroupReader:
         kind = array.type
         if is_bags:
             if not pa.types.is_list(kind) or array.null_count:
-                raise FileFormatError(what, name, str(kind), "lists without nulls", again)
+                raise FileFormatError(what, name, f"{kind}, {array.null_count} null rows",
+                                      "lists, none null", again)
             kind = kind.value_type
         number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not is_ids)
-        if not number or (array.values if is_bags else array).null_count:
-            raise FileFormatError(what, name, f"{array.type}, {array.null_count} nulls",
-                                  "lists of ids" if is_bags else "one number per row, none null",
-                                  again)
+        nulls = (array.values if is_bags else array).null_count
+        if not number or nulls:
+            raise FileFormatError(
+                what, name, f"{array.type}, {nulls} null values",
+                f"{'lists of ' * is_bags}{'integers' if is_ids else 'numbers'}, none null", again)
         ends = None
         if is_bags:
             ends = np.asarray(array.offsets.to_numpy(), np.int64)
@@ -180,7 +181,7 @@ class GroupReader:
         values = array.to_numpy(zero_copy_only=False)
         if is_ids and values.dtype not in (np.int32, np.int64):
             values = values.astype(np.int64)
-        # A negative id is a large unsigned one, so that one pass sees both bounds.
+        # As unsigned integers, negative ids exceed the limit too: one pass checks both bounds.
         if limit is not None and values.size and (
                 int(values.view(f"u{values.itemsize}").max()) >= limit):
             raise FileFormatError(what, f"ids of {name}", (int(values.min()), int(values.max())),
@@ -189,7 +190,7 @@ class GroupReader:
 
 
 def joined(parts: list[Column]) -> Column:
-    """The rows of several columns, one after the other."""
+    """Concatenate the rows of several columns of the same kind."""
     if len(parts) == 1:
         return parts[0]
     values = np.concatenate([p.values for p in parts])

@@ -1,4 +1,4 @@
-"""From columns of rows to batches with a KeyedJaggedTensor."""
+"""Make batches with a KeyedJaggedTensor from columns of rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from oper.support.own_rows import note_own_rows
 
 
 def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.Tensor) -> Any:
-    """A TorchRec ``Batch``.
+    """Make a TorchRec ``Batch`` of B samples.
 
     Args:
         dense: float32 [B, D].
-        features: arguments of the KeyedJaggedTensor. Missing offsets are computed here, so that the
-            time is not charged to a training engine.
+        features: arguments of the KeyedJaggedTensor. Offsets are computed here if not given, so
+            that their time counts as loading, not as training.
         labels: float32 [B].
 
     Raises:
@@ -45,10 +45,10 @@ class Assembly:
     """Makes batches from windows of rows.
 
     Attributes:
-        columns: Parquet columns that it needs.
-        bags: those of them that hold lists.
-        weights: Parquet column with the per-sample weights of each sparse column.
-        deduplicate: sparse columns of which equal bags in a batch are stored once.
+        columns: names of the Parquet columns to read.
+        bags: names of the columns that hold lists.
+        weights: by sparse column, the name of the Parquet column with its per-sample weights.
+        deduplicate: sparse columns whose equal bags in a batch are stored once.
     """
 
     def __init__(self, folder: Folder, weights: Mapping[str, str], deduplicate: Sequence[str]
@@ -58,12 +58,12 @@ class Assembly:
         require(what, "name sparse columns of the folder",
                 ("columns of weights, deduplicate", unknown, not unknown,
                  f"sparse columns, of {list(folder.sparse)}"))
-        require(what, "equal bags may differ in their weights: leave one out",
+        require(what, "leave one of them out: equal bags may differ in their weights",
                 ("weights, deduplicate", (dict(weights), tuple(deduplicate)),
                  not weights or not deduplicate, "one of them"))
-        require(what, "name columns of weights",
+        require(what, "map sparse columns to columns of weights",
                 ("weights", dict(weights), not set(weights.values()) & set(folder.sparse),
-                 "columns of numbers, no sparse ones"))
+                 "values that are names of numeric columns, not of sparse ones"))
         self.folder, self.weights, self.deduplicate = folder, dict(weights), tuple(deduplicate)
         self.columns = tuple(dict.fromkeys(
             (folder.label, *folder.dense, *folder.sparse, *weights.values())))
@@ -71,10 +71,10 @@ class Assembly:
                                                     if n in folder.multi_hot)])
 
     def batches(self, window: Window, size: int, wanted: Sequence[int], pin: bool) -> list[Any]:
-        """Some batches of a window.
+        """Make the batches of a window with the numbers `wanted`, see `torchrec_batch`.
 
         Args:
-            window: the rows; batch k has up to `size` rows from index k * size on.
+            window: the rows; batch k has the rows `window.order[k * size:(k + 1) * size]`.
             size: samples of a full batch.
             wanted: numbers of batches, ascending. Batches beyond the last row are empty.
             pin: whether to use page-locked memory.
@@ -97,7 +97,6 @@ class Assembly:
 
     def _features(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
                   pin: bool) -> list[dict[str, Any]]:
-        """Arguments of each batch's KeyedJaggedTensor."""
         keys = self.folder.sparse
         columns = {n: [joined(pieces)] if n in self.bags else pieces
                    for n, pieces in window.columns.items()}
@@ -145,13 +144,12 @@ class Assembly:
         if own[0].ends is not None and ids[0].ends is not None and not np.array_equal(
                 own[0].ends, ids[0].ends):
             raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
-                                  f"lengths of {self.weights[name]}", "different",
-                                  f"one weight per id of {name}", "write the column again")
+                                  f"bag lengths of {self.weights[name]!r}", "different",
+                                  f"those of {name!r}, one weight per id", "write the column again")
         return _floats(own), own[0].ends
 
 
 def _floats(pieces: Sequence[Column]) -> list[np.ndarray]:
-    """A column's values as float32."""
     return [p.values.astype(np.float32, copy=False) for p in pieces]
 
 
@@ -161,19 +159,19 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tenso
 
 def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tensor,
                   lengths: torch.Tensor, per_key: Sequence[int]) -> dict[str, Any]:
-    """Arguments of a KeyedJaggedTensor in which equal bags of some keys are stored once.
+    """Make the arguments of a KeyedJaggedTensor in which equal bags of some keys are stored once.
 
     Args:
-        keys: the features, C of them.
-        chosen: the features whose bags are compared; distinct bags keep the order of their first
+        keys: names of the C features.
+        chosen: names of the features to deduplicate; distinct bags are in the order of their first
             occurrence.
         values: int64 [L], key by key.
         lengths: int32 [C, B].
-        per_key: values of each key.
+        per_key: number of values of each key.
 
     Returns:
-        Values and lengths of the distinct bags, their number by key, and ``inverse_indices``: the
-        keys, and the index of each sample's bag, int64 [C, B].
+        Values and lengths of the distinct bags, the number of bags and of values by key, and
+        ``inverse_indices``: the keys, and the index of each sample's bag, int64 [C, B].
     """
     size = lengths.shape[1]
     own = torch.arange(size)
@@ -182,12 +180,12 @@ def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tens
     for c, name in enumerate(keys):
         if name in chosen:
             ids, ends = parts[c].numpy(), np.concatenate([[0], np.cumsum(found[c].numpy())])
-            # As texts of 8 bytes per id, which Arrow numbers in the order in which they come.
+            # Each bag becomes a binary value; Arrow numbers these by first occurrence.
             bags = pa.Array.from_buffers(pa.large_binary(), size, [
                 None, pa.py_buffer(8 * ends.astype(np.int64)), pa.py_buffer(ids)])
             places = bags.dictionary_encode().indices.to_numpy()
             first = np.unique(places, return_index=True)[1]
-            if len(first) == size:  # in the order in which they come: each has its own place
+            if len(first) == size:  # no two bags are equal
                 strides.append([size])
                 counts.append(parts[c].numel())
                 continue

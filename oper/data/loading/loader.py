@@ -1,4 +1,4 @@
-"""Batches for PyTorch and TorchRec, from row groups that each rank reads itself."""
+"""`Loader`: TorchRec batches from a preprocessed folder; each rank reads its own row groups."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class LoaderOptions:
     """How a rank's batches are made.
 
     Attributes:
-        batch_size: samples per rank.
-        window: rows that are shuffled together, rounded down to whole batches (at least one). Row
-            groups come in random order too. 0 = no shuffle: the folder's order.
+        batch_size: samples per rank and batch.
+        window: number of rows that are shuffled together, rounded down to a multiple of the batch
+            size (at least one batch). Row groups are shuffled too. 0 = the folder's order.
         seed: seed of the shuffle, combined with the epoch.
         drop_last: leave out incomplete last batches (see `Loader`).
-        share: how data is divided among ranks: ``"rows"``: each rank reads different row groups;
+        share: how data is divided among ranks. ``"rows"``: each rank reads different row groups.
             ``"batches"``: every rank reads all rows and takes its part of each global batch, so
             global batches do not depend on the number of ranks.
-        rank, world_size: which share to read; None = those of `torch.distributed` where it is
-            initialized when the loader is made, else 0 of 1.
-        prefetch: windows to read ahead (in groups of `interleave` windows), each on a separate
-            thread; 0 = none.
-        pin_memory: make batches in page-locked memory; None = if there is a CUDA device. Worker
-            processes of a DataLoader never do: give it ``pin_memory=True`` instead.
-        weights: name of the Parquet column that holds the per-sample weights of a sparse column,
-            one number per id. Other columns then have weights of 1.
-        interleave: windows whose batches take turns. Worker processes of a DataLoader then read
-            separate windows instead of all reading every window, if their number divides this one.
-        group_by: a sparse column of one id each, a session or a user: within a window its rows stay
-            together, in the folder's order. "" = none.
-        deduplicate: sparse columns of which equal bags in a batch are stored once, as a variable
-            batch per feature with ``inverse_indices`` in the KJT.
+        rank, world_size: the share to read; None = those of `torch.distributed` if it is
+            initialized when the loader is created, else rank 0 of 1.
+        prefetch: number of groups of `interleave` windows to read ahead, each on its own thread;
+            0 = none.
+        pin_memory: make batches in page-locked memory; None = if a CUDA device is available.
+            Ignored in worker processes of a DataLoader: pass ``pin_memory=True`` to it instead.
+        weights: by sparse column, the name of the Parquet column with its per-sample weights, one
+            number per id. Sparse columns without an entry get weights of 1.
+        interleave: number of consecutive windows whose batches alternate. If it is a multiple of a
+            DataLoader's `num_workers`, each worker reads only some of the windows, not all.
+        group_by: name of a sparse column with one id per row, such as a session or user: within a
+            window, rows with equal ids are adjacent and in the folder's order. "" = none.
+        deduplicate: sparse columns whose equal bags in a batch are stored once, with
+            ``inverse_indices`` and a variable batch size per feature in the KeyedJaggedTensor.
     """
 
     batch_size: int
@@ -68,7 +68,7 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         what = "cannot make a loader"
-        require(what, "give both", ("rank, world_size", (self.rank, self.world_size),
+        require(what, "set both", ("rank, world_size", (self.rank, self.world_size),
                                     (self.rank is None) == (self.world_size is None),
                                     "both or none"))
         top = (1 << 31) - 1
@@ -88,43 +88,42 @@ class LoaderOptions:
 
 
 class Loader(IterableDataset):  # type: ignore[type-arg]
-    """The batches of one rank, from a split of a preprocessed folder.
+    """Iterable dataset with the batches of one rank, from a split of a preprocessed folder.
 
-    Iterating gives the batches of one epoch, TorchRec ``Batch`` objects of B samples:
+    One iteration yields the batches of one epoch, TorchRec ``Batch`` objects of B samples:
 
     - ``dense_features`` float32 [B, D];
     - ``sparse_features``, a KeyedJaggedTensor with one key per sparse column, values int64 and
-      lengths int32. All features share one values tensor, which the shuffle writes directly;
+      lengths int32;
     - ``labels`` float32 [B].
 
     **Shares.** The row groups of an epoch, in random order if there is a window, form one sequence
-    of rows, and each rank takes a contiguous part of it; parts differ by at most one row. So every
-    row occurs once per epoch, and a rank reads its own row groups only, of which the first and the
-    last may be shared with a neighbour. With ``share="batches"`` the sequence is cut into global
-    batches of ``batch_size * world_size`` rows instead, of which each rank takes its part: runs on
-    different numbers of ranks see the same samples in the same steps.
+    of rows, of which each rank takes a contiguous part; parts differ by at most one row. So every
+    row occurs once per epoch, and a rank reads only the row groups of its part, of which it may
+    share the first and the last with its neighbours. With ``share="batches"`` the sequence is cut
+    into global batches of ``batch_size * world_size`` rows instead, and each rank takes its part of
+    every global batch: runs on different numbers of ranks use the same samples in the same steps.
 
-    **Number of batches.** All ranks give ``len(loader)`` batches. The last one may be incomplete,
-    or empty on a rank that has no rows left. With `drop_last` an incomplete last batch is left out
-    on all ranks: ``num_dropped`` rows per epoch, which with a window are different rows in each
-    epoch.
+    **Number of batches.** Every rank yields ``len(loader)`` batches. The last one may be incomplete
+    (or empty, on a rank without rows left). With `drop_last`, all ranks leave out an incomplete
+    last batch: ``num_dropped`` rows per epoch, different ones in each epoch if there is a window.
 
-    **Order.** Which rows a batch has, and in what order, depends only on the folder, seed,
-    epoch, rank, world size, batch size, window, `interleave` and `group_by`.
+    **Order.** The rows of a batch and their order depend only on the folder, `share`, seed, epoch,
+    rank, world size, batch size, window, `interleave` and `group_by`.
 
     **Workers.** ``DataLoader(loader, batch_size=None, num_workers=N)`` gives the same batches in
-    the same order for every N: each worker makes its own share of them. Since batches are then sent
-    between processes, the threads of `prefetch` are the cheaper way to read ahead; and unless
-    `interleave` is a multiple of N, each worker has to decompress every window of the rank.
+    the same order for every N: each worker makes 1/N of them. Batches are then sent between
+    processes, which costs more than the threads of `prefetch`; and unless `interleave` is a
+    multiple of N, each worker has to decompress every window of the rank.
 
-    **Epochs.** `set_epoch` chooses the epoch of the next iteration, as that of
-    ``DistributedSampler`` does; it reaches persistent workers as well.
+    **Epochs.** `set_epoch` chooses the epoch of the next iteration, as in
+    ``DistributedSampler``, including that of persistent workers.
 
     **Resuming.** `state_dict` is a small JSON-serializable object, the same on all ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str, options: LoaderOptions) -> None:
-        """Open a split.
+        """Open a split; rows are read only when iterating.
 
         Args:
             path: a folder that ``oper preprocess`` wrote.
@@ -133,7 +132,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
         Raises:
             FileFormatError: the folder or its files are damaged or incomplete.
-            InvalidInputError: no such split, or an option names a column that does not fit.
+            InvalidInputError: `path` is a URL, there is no such split, or an option names an
+                unsuitable column.
         """
         self.folder, self.split, self.options = Folder.open(path, allow_raw=True), split, options
         self.rank, self.world_size = _share(options)
@@ -141,32 +141,32 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._check_group()
         self._groups = RowGroups(self.folder, split, self._assembly.columns,
                                  self._assembly.bags)
-        # In shared memory, for workers that outlive an epoch.
+        # In shared memory, so that set_epoch() takes effect in persistent workers.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._resume: tuple[int, int, list[int] | None] = (0, 0, None)  # epoch, batch, worker
-        self._next = 0  # the batch after the one that was given last
-        self._turn = 0  # only the iterator that was begun last moves `_next`
+        self._next = 0  # number of the batch after the last one returned
+        self._turn = 0  # number of the current iterator; earlier ones no longer change `_next`
 
     def _check_group(self) -> None:
         name = self.options.group_by
         single = [n for n in self.folder.sparse if n not in self.folder.multi_hot]
-        require("cannot make a loader", "name one",
+        require("cannot make a loader", "name such a column, or leave group_by empty",
                 ("group_by", name, name in ("", *single),
-                 f"a sparse column of one id each, of {single}"))
+                 f"a sparse column with one id per row, one of {single}"))
 
     @property
     def num_rows(self) -> int:
-        """Rows of the split, of all ranks together."""
+        """Number of rows of the split, over all ranks."""
         return self._groups.num_rows
 
     @property
     def num_dropped(self) -> int:
-        """Rows that an epoch leaves out, of all ranks together; 0 without `drop_last`."""
+        """Number of rows that an epoch leaves out, over all ranks; 0 without `drop_last`."""
         kept = len(self) * self.options.batch_size * self.world_size
         return self.num_rows - kept if self.options.drop_last else 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same on all ranks."""
+        """Number of batches per epoch, the same on all ranks."""
         size = self.options.batch_size
         if self.options.drop_last:
             return self.num_rows // self.world_size // size
@@ -174,13 +174,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
     @property
     def epoch(self) -> int:
-        """The epoch being iterated, or the next one."""
+        """The epoch of the current or the next iteration."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which has its own order.
+        """Choose the epoch (int >= 0) of the next iteration, which determines the order of rows.
 
-        Choosing the epoch of a loaded state keeps the position in it.
+        After `load_state_dict`, choosing the state's own epoch keeps the loaded position.
         """
         require("cannot set the epoch", "count epochs from 0",
                 ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "an integer >= 0"))
@@ -190,8 +190,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch from its beginning, or, after a state was loaded, once from its
-        position."""
+        """Iterate over the epoch; after `load_state_dict`, once from the loaded position."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         epoch, first, of = self._resume
@@ -202,14 +201,14 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
             first += worker
         elif of != [worker, workers]:
             raise InvalidInputError("cannot resume", "worker, workers", [worker, workers],
-                                    f"{of} as when the state was saved",
+                                    f"{of}, the worker that saved the state",
                                     "use the same num_workers, or a state of the main process")
         self._turn += 1
         self._next = min(first, len(self))
         return self._batches(range(first, len(self), workers), self.epoch, self._turn)
 
     def _batches(self, wanted: range, epoch: int, turn: int) -> Iterator[Any]:
-        """Some batches of an epoch."""
+        """Yield the batches with the numbers `wanted` of an epoch."""
         options = self.options
         by_rows = options.share == "rows"
         order = EpochOrder(
@@ -236,7 +235,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         together = (list(numbers) for _, numbers in itertools.groupby(
             wanted, lambda k: order.place(k)[0] // options.interleave))
         for batches in _ahead(make, together, options.prefetch):
-            while batches:  # what has been given is not kept
+            while batches:  # popped, so that returned batches can be freed
                 if turn == self._turn:
                     self._next = min(next(number) + wanted.step, len(self))
                 yield batches.pop(0)
@@ -248,29 +247,29 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         return torch.cuda.is_available() if wish is None else wish
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """The position of this loader, JSON-serializable; valid for every rank.
+        """Return the position of this loader as a JSON-serializable dict, valid for every rank.
 
         Args:
-            num_batches: batches of the epoch used so far. None = those that this object has
-                returned, which is right if it is iterated in this process; batches read ahead do
-                not count. Behind a DataLoader with workers this object returns none itself, so
-                count them there. StatefulDataLoader asks its workers and needs no count.
+            num_batches: number of batches of the epoch used so far. None = the number that this
+                object has returned; batches read ahead do not count. Pass it if a DataLoader with
+                workers iterates copies of this object; StatefulDataLoader does not need it.
         """
         info = get_worker_info()
         if num_batches is None:
             num_batches = self._next
         require("cannot save the loader's state", "count within the epoch",
                 ("num_batches", num_batches, type(num_batches) is int
-                 and 0 <= num_batches <= len(self), f"0..{len(self)}"))
+                 and 0 <= num_batches <= len(self), f"an integer in 0..{len(self)}"))
         return {**self._identity(), "epoch": self.epoch, "batch": num_batches,
                 "worker": [info.id, info.num_workers] if info else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch at which a state was taken: the next iteration begins there.
+        """Make the next iteration start after the last batch that the state counts.
 
         Raises:
-            InvalidInputError: it is not such a state, or it has another folder, split, world size,
-                seed, or option on which batches depend; nothing is then changed.
+            InvalidInputError: `state` is not a loader's state, or its loader had another folder,
+                split, world size, seed or other option that affects batches; this loader is then
+                unchanged.
         """
         what = "cannot load the loader's state"
         expected = self._identity()
@@ -282,7 +281,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         for name, value in expected.items():
             if state[name] != value or type(state[name]) is not type(value):
                 raise InvalidInputError(
-                    what, name, state[name], f"{value!r} of this loader", _REMEDIES.get(
+                    what, name, state[name], f"{value!r} as in this loader", _REMEDIES.get(
                         name, "create the loader with the same options, or start an epoch with "
                         "set_epoch()"))
         epoch, batch, worker = state["epoch"], state["batch"], state["worker"]
@@ -292,13 +291,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                    f"an integer in 0..{most}") for name, value, most in (
                        ("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self)))),
                 ("worker", worker, worker is None or [type(x) for x in pair] == [int, int],
-                 "null, or number and count"))
+                 "None, or a worker's number and the number of workers"))
         self._turn += 1
         self._epoch.fill_(epoch)
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)
 
     def _identity(self) -> dict[str, Any]:
-        """Everything that determines the batches, except for rank, epoch and position."""
+        """Return everything that determines the batches, except for rank, epoch and position."""
         options, world_size = self.options, self.world_size
         whole = options.share == "batches"  # the number of ranks is then free
         return {"kind": _STATE_KIND, "version": _STATE_VERSION, "split": self.split,
@@ -309,7 +308,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                 "drop_last": options.drop_last, "interleave": options.interleave,
                 "group_by": options.group_by,
                 "weights": dict(options.weights), "deduplicate": list(options.deduplicate),
-                # The shuffle is NumPy's, whose future releases may draw other numbers.
+                # Another release of NumPy may draw other numbers from the same seed.
                 "shuffle": np.random.default_rng(options.seed).permutation(8).tolist()}
 
 
@@ -322,7 +321,7 @@ _REMEDIES = {
 
 
 def _share(options: LoaderOptions) -> tuple[int, int]:
-    """Rank and world size."""
+    """Return rank and world size, see `LoaderOptions`."""
     if options.rank is not None and options.world_size is not None:
         return options.rank, options.world_size
     distributed = torch.distributed
@@ -333,7 +332,7 @@ def _share(options: LoaderOptions) -> tuple[int, int]:
 
 def _ahead(make: Callable[[list[int]], list[Any]], together: Iterable[list[int]], prefetch: int
            ) -> Iterator[list[Any]]:
-    """``make(numbers)`` for groups of batch numbers, `prefetch` groups ahead, each on a thread."""
+    """Map `make` over groups of batch numbers, running `prefetch` groups ahead on threads."""
     if not prefetch:
         yield from map(make, together)
         return

@@ -12,19 +12,20 @@ from oper.data.loading.groups import Column, GroupReader, RowGroups
 
 
 class EpochOrder:
-    """The rows of row groups that a rank reads in an epoch, window by window.
+    """Assigns row ranges to the windows of a rank in an epoch, and batches to windows.
 
     Attributes:
-        batches_per_window: whole batches of a window; only a rank's last window has fewer rows.
+        batches_per_window: batches of a window; only a rank's last window may have fewer.
     """
 
     def __init__(self, rows: np.ndarray, batch_size: int, window: int, seed: tuple[int, int],
                  share: tuple[int, int], together: int = 1) -> None:
-        """Arrange the row groups for a rank and an epoch.
+        """Order the row groups of an epoch and take a rank's contiguous share of their rows.
 
         Args:
             rows: rows of each row group, int64 [G].
-            batch_size, window: samples of a batch; rows of a window, 0 = no shuffle.
+            batch_size: samples of a batch.
+            window: rows of a window; 0 = no shuffle.
             seed: seed and epoch.
             share: rank and world size.
             together: number of windows whose batches alternate.
@@ -35,17 +36,17 @@ class EpochOrder:
         self._ends = np.cumsum(rows[self._order])
         total, (rank, world_size) = int(rows.sum()), share
         self._first, self._last = (total * k // world_size for k in (rank, rank + 1))
-        # Without a shuffle a window is what is read at once.
+        # Without a shuffle, a window is only the unit of reading.
         self.batches_per_window = max(1, (window or 1 << 17) // batch_size)
         self._size = self.batches_per_window * batch_size
         full = (self._last - self._first) // self._size
         self._together, self._in_turns = together, full // together * together
 
     def place(self, batch: int) -> tuple[int, int]:
-        """The window of a batch, and the batch's number there.
+        """Return the window of a batch of the epoch, and the batch's number in that window.
 
-        In each group of interleaved windows, the first batches of all windows come first, then the
-        second ones, and so on; windows left over at the end come one after the other.
+        The batches of each group of `together` windows are taken round-robin from its windows;
+        windows that do not fill a group come one after the other at the end.
         """
         each, together = self.batches_per_window, self._together
         if batch >= self._in_turns * each:
@@ -54,8 +55,7 @@ class EpochOrder:
         return block * together + turn % together, turn // together
 
     def pieces(self, window: int) -> list[tuple[int, int, int]]:
-        """The row ranges that make up a window: group, first row, row after the last; [] after the
-        last window."""
+        """List the row ranges of a window as (group, start, stop); empty after the last window."""
         start = self._first + window * self._size
         stop = min(start + self._size, self._last)
         found = []
@@ -70,7 +70,7 @@ class EpochOrder:
         return found
 
     def shuffled(self, window: int, num_rows: int) -> np.ndarray:
-        """Indices of the rows of a window in random order, int32 [num_rows]."""
+        """Permute the row indices of a window, int32 [num_rows]; identity without a shuffle."""
         if not self._shuffles:
             return np.arange(num_rows, dtype=np.int32)
         rng = np.random.default_rng(np.random.SeedSequence(
@@ -78,8 +78,7 @@ class EpochOrder:
         return rng.permutation(num_rows).astype(np.int32)
 
     def grouped(self, window: int, keys: np.ndarray) -> np.ndarray:
-        """Indices, int32 [n], that put rows of equal key (int [n]) together, keys in random order.
-        """
+        """Order rows by key (`keys` int [n]), with the keys in random order; indices int32 [n]."""
         distinct, inverse = np.unique(keys, return_inverse=True)
         order = self.shuffled(window, distinct.size)
         turn = np.empty(distinct.size, np.int32)
@@ -89,19 +88,20 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Rows by column, and the order in which to use them, int32 [n].
+    """The rows of a window and their shuffled order.
 
-    A column consists of one or more pieces, in the folder's order.
+    Attributes:
+        columns: by name, the pieces of a column in the folder's order, to be concatenated.
+        order: indices of the rows in the order in which batches use them, int32 [n].
     """
 
     columns: dict[str, list[Column]]
     order: np.ndarray
 
     def of_rank(self, batch_size: int, rank: int, world_size: int) -> Window:
-        """A rank's parts of global batches of `batch_size * world_size` rows, one after the other.
+        """Return a rank's rows of all global batches of `batch_size * world_size` rows.
 
-        Parts of an incomplete last batch are as equal as possible, the first ranks taking one row
-        more if they cannot be equal.
+        An incomplete last batch is divided evenly; the first ranks take one row more if needed.
         """
         full = self.order.size // (batch_size * world_size)
         whole, rest = np.split(self.order, [full * batch_size * world_size])
@@ -111,22 +111,21 @@ class Window:
 
 
 class WindowReader:
-    """Reads the windows of one rank and epoch; by any number of threads at once.
+    """Reads the windows of one rank and epoch; thread-safe.
 
-    A row group that continues in the next window is kept for it, so windows read in sequence or
-    concurrently read each group once.
+    Row groups that two windows share are cached, so that neighbouring windows read them once.
     """
 
     def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str, num_near: int
                  ) -> None:
-        """Prepare to read windows; those read at the same time must be at most `num_near` apart."""
+        """Prepare to read; windows read concurrently should be at most `num_near` apart."""
         self._groups, self._order, self._group_by = groups, order, group_by
         self._own, self._lock = threading.local(), threading.Lock()
         self._kept: dict[int, Future[dict[str, Column]]] = {}
         self._most_kept = num_near + 1
 
     def read(self, window: int) -> Window:
-        """The rows of a window, empty after the rank's last row; raises FileFormatError."""
+        """Read a window, empty after the rank's last row; raises FileFormatError."""
         pieces = self._order.pieces(window)
         if not pieces:
             none, bags = np.zeros(0, np.int32), self._groups.bags
@@ -134,7 +133,7 @@ class WindowReader:
                            for n in self._groups.columns}, none)
         found = {group: self._group(group, stop - start < self._groups.rows[group])
                  for group, start, stop in pieces}
-        # In the folder's order, that of time where there is one.
+        # In the folder's order, which is by time for logs with times.
         columns = {n: [found[group][n].part(start, stop) for group, start, stop in sorted(pieces)]
                    for n in self._groups.columns}
         if self._group_by:
@@ -144,13 +143,13 @@ class WindowReader:
             window, sum(stop - start for _, start, stop in pieces)))
 
     def _group(self, group: int, is_shared: bool) -> dict[str, Column]:
-        """The columns of a group; one that windows share is read by the first that needs it."""
+        """Return the columns of a group; a shared one is read by the first thread that needs it."""
         if not is_shared:
             return self._read(group)
         with self._lock:
             kept = self._kept.pop(group, None)
             future: Future[dict[str, Column]] = kept or Future()
-            self._kept[group] = future  # behind those that were needed earlier
+            self._kept[group] = future  # at the end: the first entries are evicted first
             while len(self._kept) > self._most_kept:
                 del self._kept[next(iter(self._kept))]
         if kept is None:

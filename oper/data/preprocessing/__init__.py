@@ -1,1 +1,1 @@
-"""From a raw log to a preprocessed folder: a job, its tasks and its output."""
+"""Preprocess raw logs into Parquet folders with vocabularies."""

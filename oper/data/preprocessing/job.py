@@ -1,4 +1,4 @@
-"""A preprocessing job: its tasks, in the order in which the participating processes take them."""
+"""A preprocessing job: reading, counting and writing tasks, which several processes can share."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from oper.errors import FileFormatError, InvalidInputError, require
 from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
-_PLAN = "plan.json"  # in a work folder: what the job was estimated to need
-_RAW_TABLES = "raw.json"  # in a stage: what the manifest tells of columns of raw ids
+_PLAN = "plan.json"  # in the work folder: estimated disk, memory and time of the job
+_RAW_TABLES = "raw.json"  # in the stage: manifest entries of columns of raw ids
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
-    """The error for an output folder that holds an earlier output (`is_ours`) or other files."""
+    """Make the error for a folder that has an earlier output (`is_ours`) or other files."""
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(what, "output", target, "a new or empty folder",
@@ -56,7 +56,7 @@ def occupied(target: str, is_ours: bool) -> InvalidInputError:
 
 @dataclass(slots=True)
 class Job(JobSpec):
-    """One preprocessing job, and the folder with its work so far."""
+    """One preprocessing job, whose work in progress is kept in a folder next to the output."""
 
     _began: bool = False
     _is_large: bool = False
@@ -67,18 +67,16 @@ class Job(JobSpec):
 
     @property
     def folder(self) -> WorkFolder:
-        """The folder of work in progress."""
         return WorkFolder(self.target, self.identity())
 
     @property
     def stage(self) -> Stage:
-        """The files of the units that have been read."""
         if self._stage is None:
             self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
         return self._stage
 
     def read_manifest(self) -> dict[str, Any]:
-        """The manifest in the output folder, or an empty one."""
+        """Read the manifest in the output folder; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, FileFormatError):
             found = read_json(self.target / MANIFEST, "no manifest")
             if isinstance(found, dict):
@@ -86,18 +84,17 @@ class Job(JobSpec):
         return {}
 
     def is_there(self) -> bool:
-        """Whether this same job has been done before and need not be repeated."""
+        """Whether the output folder holds the result of this job and `force` is off."""
         return not self.options.force and self.read_manifest().get("job") == self.identity()
 
     def check_target(self) -> None:
-        """Raise InvalidInputError if the output folder holds something that must not be replaced.
-        """
+        """Raise InvalidInputError if the output folder must not be replaced."""
         target = self.target
         if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
             raise InvalidInputError(
                 "cannot write the preprocessed folder", "output", str(target),
-                "a folder that a finished one can take the place of, neither a mount point nor "
-                "the current folder", "name a new folder inside it")
+                "a folder that can be replaced, neither a mount point nor the current folder",
+                "name a new folder inside it")
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             return
         is_ours = self.read_manifest().get("kind") == FOLDER_KIND
@@ -105,19 +102,19 @@ class Job(JobSpec):
             raise occupied(str(target), is_ours)
 
     def outcome(self) -> dict[str, Any]:
-        """The manifest once this same job, begun by this call, is done; empty before."""
+        """Return the manifest if this object has begun the job and it is done; else empty."""
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the work folder, a new one or that of an interrupted run, while the block runs."""
+        """Lock the work folder, a new one or an interrupted run's, while the block runs."""
         with self.folder.opened(self.options.force, self._begin):
             self._began, self._is_large = True, is_large(self.paths)
             yield
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the work folder that another process has opened while the block runs."""
+        """Lock the work folder, which another process has opened, while the block runs."""
         return self.folder.joined()
 
     def _begin(self, work: Path) -> None:
@@ -139,7 +136,7 @@ class Job(JobSpec):
         return need
 
     def run(self) -> None:
-        """Take part in the job until it is done."""
+        """Run tasks of the job that no other process has claimed, until all are done."""
         try:
             self._take_part()
         except FileNotFoundError:  # another process has moved the output and cleared the work
@@ -159,7 +156,7 @@ class Job(JobSpec):
             share({"counted": lambda: None}, tasks)
         by_rows = split.by == "rows"
         sizes = self._bytes() if by_rows else [rows for _, _, rows in self._spans]
-        # Units that have been written are removed at once, but after they are marked as done.
+        # The stage files of a unit are removed as soon as its writing task is marked as done.
         self._share("writing", {f"write-{k:06d}": partial(self._write, k, split)
                                 for k in range(len(sizes))}, sizes, self._drop if by_rows else None)
         share({"finished": lambda: self._finish(split)}, tasks)
@@ -169,8 +166,7 @@ class Job(JobSpec):
 
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
                done: Callable[[str], None] | None = None) -> None:
-        """Run tasks together with other processes; `sizes`, in bytes or rows, are for the progress
-        bar."""
+        """Share tasks with other processes; `sizes` (bytes or rows) drive the progress bar."""
         unit = "" if sizes else " columns"
         sizes = sizes or [1] * len(tasks)
         weight = dict(zip(tasks, sizes, strict=True))
@@ -184,7 +180,7 @@ class Job(JobSpec):
             share(tasks, self.work / "tasks", tell)
 
     def _bytes(self) -> list[int]:
-        """Approximate bytes of every unit in its file."""
+        """Approximate number of bytes of the input that each unit reads."""
         sizes = {p: store.size(p) for p in self.paths}
         return [max(1, (u.stop or sizes[u.path]) - u.start)
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
@@ -231,9 +227,9 @@ class Job(JobSpec):
             return split_by_time(self.recipe, merger.slices, *self.shares)
 
     def _count(self, column: int, split: Split) -> None:
-        """Merge the counts of one column's values in the training part into its vocabulary.
+        """Merge one column's value counts in the training part and write its vocabulary.
 
-        With a finished vocabulary these are the counts of the values that it lacks.
+        With a finished vocabulary, copy it and write the counts of values that it lacks.
         """
         name = self.recipe.sparse[column]
         folder = self.work / "vocabulary" / f"{column:03d}"
@@ -267,7 +263,7 @@ class Job(JobSpec):
             Vocabulary(folder).write_parquet(target)
 
     def _train_counts(self, column: int, split: Split) -> Iterator[tuple[Distinct, int]]:
-        """The values of a column in the training part of every chunk, and how many there are."""
+        """Yield, by chunk, a column's distinct values in the training part and its access count."""
         stage = self.stage
         for k, first_row in enumerate(self._first_rows[:-1]):
             for chunk, about in enumerate(stage.record(k)["chunks"]):
@@ -280,7 +276,7 @@ class Job(JobSpec):
                 yield found, int(found.counts.sum()) + found.num_missing
 
     def vocabulary(self, name: str) -> Vocabulary | RawKeys:
-        """The vocabulary of a column, once counted, or the keys of raw ids."""
+        """Open the vocabulary of a counted column, or `RawKeys` if ids stay raw."""
         if name not in self._vocabularies:
             number = self.recipe.sparse.index(name)
             self._vocabularies[name] = RawKeys(name) if self.options.raw_ids else Vocabulary(
@@ -288,7 +284,7 @@ class Job(JobSpec):
         return self._vocabularies[name]
 
     def _write(self, k: int, split: Split) -> None:
-        """Write the k-th unit, or span of time."""
+        """Write the k-th unit (split by rows) or the k-th span of time (split by time)."""
         writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
                         self.options)
         self.stage.note(f"{k:06d}.rows.json", writer.write_unit(k, self._first_rows[k])
@@ -307,14 +303,14 @@ class Job(JobSpec):
         os.rename(self.work / "out", self.target)
 
     def _tables(self) -> dict[str, dict[str, Any]]:
-        """Facts about each sparse column's values, for the manifest."""
+        """The manifest's ``tables``: facts about the values of each sparse column."""
         if self.options.raw_ids:
             return self.stage.noted(_RAW_TABLES)
         found = {name: self.vocabulary(name) for name in self.recipe.sparse}
         return {name: asdict(v.facts) for name, v in found.items() if isinstance(v, Vocabulary)}
 
     def manifest(self, split: Split) -> dict[str, Any]:
-        """The manifest: everything that a reader of the folder needs to know."""
+        """Make the manifest of the finished job."""
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):

@@ -31,15 +31,16 @@ ABOUT_SUFFIX = ".about.json"  # a file next to a log that describes it
 
 def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int],
              tables: dict[str, dict[str, Any]], unseen: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a finished job.
+    """Make the manifest of a finished job, JSON-serializable.
 
     Args:
         job: the job.
         split: the boundaries of the log's parts.
-        records: the records of the units.
+        records: the record of each unit, see `Stage.record`.
         rows: rows by split.
-        tables: facts about the values of each sparse column.
-        unseen: values that a finished vocabulary lacks, by sparse column.
+        tables: by sparse column, facts about its values (`VocabularyFacts`, or those of raw ids).
+        unseen: by sparse column, number of distinct values and of accesses in the training part
+            that a finished vocabulary lacks, and their share of the accesses.
     """
     recipe, options, raw = job.recipe, job.options, job.options.raw_ids
     found = dict.fromkeys(job.paths, 0)
@@ -95,7 +96,7 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
 
 
 def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
-    """Identifies the assignment of rows to values; a model can continue only with an equal one."""
+    """Return an id of the mapping from values to rows; checkpoints load only if it is equal."""
     if job.finished is not None:
         return job.finished.numbering
     if job.options.raw_ids:
@@ -108,20 +109,19 @@ def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
               tables: dict[str, dict[str, Any]], split: Split) -> list[str]:
-    """Reasons why a result is useless, or nearly so, although nothing has failed; one sentence
-    each."""
-    found = [f"the {part} part is empty although {share} of the rows was asked for: the log is too "
+    """List reasons, one sentence each, why a result is nearly useless although nothing failed."""
+    found = [f"the {part} part is empty although {share} of the rows was requested: the log is too "
              "short" + (", or its last minute alone holds more" if split.by == "time" else "")
              for part, share in shares.items() if share and not rows[part]]
-    found += [f"column {name!r} has no value of its own, all share row 0 of its table: lower "
-              "--min-count" for name, table in tables.items() if table.get("num_rows") == 1]
+    found += [f"all values of column {name!r} share row 0 of its table: lower --min-count"
+              for name, table in tables.items() if table.get("num_rows") == 1]
     if not recipe.names("label"):
-        found.append(f"there is no label, {recipe.label!r} is 1 in every row: a click model learns "
-                     "nothing from that (its AUC is undefined), a recommender may")
+        found.append(f"the log has no label, so {recipe.label!r} is 1 in every row: a click model "
+                     "learns nothing from it (its AUC is undefined); a recommender needs no label")
     leaks = {c.name for layout in recipe.layouts for label in layout.of("label")
              for c in layout.columns if c.kind in ("dense", "sparse")
              and set(c.sources) & set(label.sources)}
-    found += [f"column {name!r} is made of the label's column: a model reads the answer from it"
+    found += [f"feature {name!r} is read from the label's column: it leaks the label to a model"
               for name in sorted(leaks)]
     if "unix_ms" in {c.parse for layout in recipe.layouts for c in layout.of("time")} and (
             split.by == "time" and split.start >= 0 and split.start + split.span < 2 * _YEAR_S):
@@ -130,15 +130,14 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
 
 
 def parts_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and rows of every Parquet file, so that a reader of a few rows need not open all files.
-    """
+    """Return bytes and rows of each Parquet file, by ``SPLIT/FILE``."""
     found = sorted(p for split in SPLITS for p in (folder / split).glob("part-*.parquet"))
     return {str(p.relative_to(folder)): (p.stat().st_size, pq.read_metadata(p).num_rows)
             for p in found}
 
 
 def _about(path: str) -> dict[str, Any]:
-    """The description in the file next to a log; empty for logs without one."""
+    """Read the description in ``PATH.about.json`` next to a log; empty if there is none."""
     with contextlib.suppress(FileNotFoundError, FileFormatError):
         about = {} if store.is_url(path) else read_json(path + ABOUT_SUFFIX, "nothing about a log")
         if isinstance(about, dict):

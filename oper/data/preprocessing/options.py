@@ -1,4 +1,4 @@
-"""How a log is preprocessed."""
+"""Options of preprocessing."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Rows = Annotated[int, Rule(lambda x: x >= 2, ">= 2, row 0 and another one")]
 
 @dataclass(frozen=True, slots=True)
 class PreprocessOptions:
-    """How a log is preprocessed.
+    """Options of preprocessing, checked on creation (InvalidInputError).
 
     Attributes:
         min_count: values seen less often in the training part share row 0; None = the recipe's.
-        valid, test: shares of the rows, at the end, that are the validation and the test part; None
-            = the recipe's.
-        max_bad: most malformed rows that are left out and reported; more are an error.
-        max_rows: most rows per table, row 0 included; None = no limit.
-        hash_rows: rows of each table into which values are hashed instead of building vocabularies.
-        vocabulary: a folder whose finished vocabulary is applied instead of building one: an
-            earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
-            0; ``unseen/COLUMN.parquet`` lists those of the training part.
-        raw_ids: keep ids as 64-bit keys for dynamic tables, without a vocabulary: integers as they
-            are, strings as 64-bit hashes (see `oper.data.vocabulary.raw_keys`).
-        layout: name of the files' layout; None = detect.
-        force: replace an earlier output, drop work that was begun with other settings.
+        valid, test: shares of the rows, in [0, 1), for the validation and the test part, which
+            follow the training part in this order; None = the recipe's.
+        max_bad: number of malformed rows that may be left out and reported; more are an error.
+        max_rows: maximum number of rows per table, row 0 included; None = no limit.
+        hash_rows: rows of each table, if values are hashed; None = build vocabularies.
+        vocabulary: a folder whose vocabulary is applied instead of building one: an earlier output,
+            or the output of ``oper vocabulary extend``. Values that it lacks share row 0, and
+            ``unseen/COLUMN.parquet`` lists those of the training part.
+        raw_ids: keep ids as 64-bit keys for dynamic tables, without a vocabulary: integers
+            unchanged, strings as 64-bit hashes (see `oper.data.vocabulary.raw_keys`).
+        layout: name of the files' layout in the recipe; None = detect.
+        force: replace an earlier output, or unfinished work with other settings.
         num_workers: number of processes on this machine.
         num_ray_workers: number of additional processes on a Ray cluster that shares the file
             system.
         row_group_rows: rows of a Parquet row group.
-        part_rows: rows of a Parquet file.
+        part_rows: rows after which a new Parquet file is begun.
         compression: compression of the Parquet files, ``"none"`` (fastest to read) or ``"zstd"``
             (about a third as large).
-        unit_bytes: approximate bytes of text of the units into which large files, plain or
-            compressed by gzip, are cut.
-        check_disk: refuse to begin when the disk is estimated to be too small.
-        show_progress: a progress bar on stderr.
+        unit_bytes: approximate bytes of text per unit of work; larger files, plain or compressed
+            by gzip, are split.
+        check_disk: raise if the disk is estimated to be too small.
+        show_progress: show a progress bar on stderr.
     """
 
     min_count: Positive | None = None
@@ -76,9 +76,9 @@ class PreprocessOptions:
              "below 2^31 and without max_rows"))
         own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
                                   if (v := getattr(self, n))}
-        require(what, "the finished vocabulary has settled them: leave them out",
+        require(what, "leave them out: the finished vocabulary has settled them",
                 ("options with a vocabulary", own, self.vocabulary is None or not own,
                  "none of them"))
         given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
-        require(what, "raw ids have no vocabulary: leave them out",
+        require(what, "leave them out: raw ids have no vocabulary",
                 ("options with raw_ids", given, not self.raw_ids or not given, "none of them"))

@@ -1,10 +1,14 @@
-"""From a raw log to Parquet with ids in hotness order.
+"""`preprocess`: convert a raw log to Parquet with ids in frequency order.
 
-Three phases, each made of tasks that any number of processes share: read every unit (a part of a
-file) once into codes on disk, merge the value counts of the training part column by column into
-vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. Work in
-progress is kept in a folder next to the output, so an interrupted run continues where it stopped,
-and the output does not depend on the number of processes or interruptions.
+A job has three phases, whose tasks several processes can share:
+
+1. Read each unit (a file or a part of one) once, and stage its rows on disk as codes.
+2. Merge the value counts of the training part into one vocabulary per column.
+3. Write the staged rows with ids.
+
+Memory does not grow with the log. Work in progress is kept in a folder next to the output, so that
+an interrupted run can resume. The output depends neither on interruptions nor on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -47,26 +51,27 @@ def preprocess(
     output: str | os.PathLike[str],
     options: PreprocessOptions | None = None,
 ) -> dict[str, Any]:
-    """Preprocess a log into the folder `output`; returns its manifest.
-
-    The manifest's `problems` list reasons why the output is useless although nothing failed (an
-    empty part, a table with row 0 only, no label, or a label that is also a feature); they are
-    logged as warnings.
+    """Preprocess a log into the folder `output`.
 
     The first part of the log is for training, the last parts are for validation and test.
-    Vocabularies and their order come from the training part only. `output` appears complete or not
-    at all; work in progress is kept in ``.NAME.work`` next to it, which is locked while a process
-    works in it. Processes that run the same call at the same time (under torchrun, as an array job,
-    ...) share the work; each returns when all of it is done.
+    Vocabularies and their order come from the training part only. `output` is written atomically;
+    work in progress is kept in ``.NAME.work`` next to it, which is locked while in use. Processes
+    that run the same call at the same time (under torchrun, as an array job, ...) share the work;
+    each returns when all of it is done.
 
     Args:
         recipe: how the log is read.
-        inputs: a file (plain, or packed by gzip, zstd or bzip2), folder or pattern, here or in a
-            store (``s3://...``), or a pipe (``-``); or several, which are one log in this order.
-        output: the folder to write, here or in a store. Output for a store is made in the folder
-            for temporary files and uploaded when it is complete, the manifest last. If several
-            processes on one machine run the same call, one of them uploads it.
-        options: see `PreprocessOptions`.
+        inputs: a file (plain, or compressed by gzip, zstd or bzip2), folder or pattern, local or in
+            a store (``s3://...``), or a pipe (``-``); or several, which form one log in this order.
+        output: the folder to write, local or in a store. Output for a store is made in a temporary
+            folder and uploaded when it is complete, the manifest last. If several processes on one
+            machine run the same call, one of them uploads it.
+        options: see `PreprocessOptions`; None = the defaults.
+
+    Returns:
+        The manifest. Its ``problems`` are reasons why the output is nearly useless although nothing
+        failed (an empty part, a table with row 0 only, no label, a feature that leaks the label),
+        which are also logged as warnings.
 
     Raises:
         InvalidInputError: an input is missing, `output` holds something else or another run is
@@ -75,30 +80,30 @@ def preprocess(
     """
     options = options or PreprocessOptions()
     if not store.is_url(output):
-        target = Path(os.path.realpath(output))  # a link stays, and what it names is written
+        target = Path(os.path.realpath(output))  # a symbolic link is kept and its target written
         with store.spooled(inputs, target) as names:
             return _preprocess(recipe, names, target, options)
     url = os.fspath(output)
     folder = _local_folder(url)
-    # Another run may write to the same place; it must find its files until it has put them there.
+    # Marked as used, so that a run with the same destination does not remove the files.
     with used(folder), store.spooled(inputs, folder / "out") as names:
         return _into_store(recipe, names, _Place(url, folder, _manifest_in(url)), options)
 
 
 def _local_folder(url: str) -> Path:
-    """The local folder in which outputs for a URL are made, each in a folder named by its job."""
+    """Return the local folder of outputs for a URL, each of which is in a subfolder by job."""
     name = hashlib.sha256(store.full_name(url).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of an output in a store.
+    """The destination of an output in a store.
 
     Attributes:
         url: URL of the folder.
-        local: the temporary folder in which outputs for it are made.
-        manifest: manifest of an output that is already there; empty if there is none.
+        local: the temporary folder in which the output is made.
+        manifest: manifest of the output that the store already holds; empty if there is none.
     """
 
     url: str
@@ -107,8 +112,10 @@ class _Place:
 
 
 def _manifest_in(url: str) -> dict[str, Any]:
-    """The manifest of the output in a folder of a store, or an empty one; raises InvalidInputError
-    if the folder contains something else."""
+    """Read the manifest in a folder of a store; empty if the folder is empty or does not exist.
+
+    Raises InvalidInputError if the folder contains something else.
+    """
     plain, mark, query = url.partition("?")
     there, found = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", None
     held = store.files_below(url)
@@ -132,7 +139,7 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: P
     if manifest is place.manifest:
         return manifest
     target = local / manifest["job"] / "out"
-    # One after another on this machine: two would remove each other's files.
+    # One upload at a time on this machine: each removes the files that it finds.
     with alone(local / "upload.lock"), WorkFolder(target, manifest["job"]).alone():
         now = _manifest_in(url)
         if now != place.manifest:  # another run was faster
@@ -147,10 +154,9 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: P
 
 def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions,
                 place: _Place | None = None) -> dict[str, Any]:
-    """`preprocess` into a local folder, from files that can be read more than once.
+    """Preprocess re-readable `inputs` into a local folder.
 
-    If the output at `place` is already that of this same job, nothing is done and its manifest is
-    returned.
+    Returns the existing manifest, without work, if `output` or `place` has the result of this job.
     """
     paths = find_inputs(recipe, inputs)
     _check_apart(paths, str(output) if place is None else place.url)
@@ -163,12 +169,12 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
     if place and place.manifest and not options.force:
         if place.manifest.get("job") != job.identity():
             raise occupied(store.full_name(place.url), True)
-        _log.info("%s is there already, of the same inputs and settings",
+        _log.info("%s already exists, with the same inputs and settings",
                   store.full_name(place.url))
         return _told(place.manifest)
     if job.is_there():
-        # A process of the same job that comes late, or the same command again.
-        _log.info("%s is there already, of the same inputs and settings", job.target)
+        # Another process has finished this job in the meantime, or the command was repeated.
+        _log.info("%s already exists, with the same inputs and settings", job.target)
         return _told(job.read_manifest())
     job.check_target()
     if job.finished is not None:
@@ -197,15 +203,14 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
 
 
 def _told(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Log the problems of a result as warnings; returns the manifest."""
+    """Log the problems in `manifest` as warnings; returns it."""
     for problem in manifest.get("problems", []):
         _log.warning("warning: %s", problem)
     return manifest
 
 
 def _check_apart(paths: Sequence[str], output: str) -> None:
-    """Raise InvalidInputError for inputs inside the output, which would be read as part of the log
-    and, with ``--force``, removed."""
+    """Raise InvalidInputError for inputs inside the output, which ``--force`` would remove."""
     folder = store.full_name(output).rstrip("/") + "/"
     inside = [p for p in paths if store.full_name(
         p if store.is_url(p) else os.path.realpath(p)).startswith(folder)]

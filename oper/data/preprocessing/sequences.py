@@ -1,4 +1,4 @@
-"""From a preprocessed folder of events to one of sequences: a row for each user or session."""
+"""Convert a preprocessed folder of events to one of sequences, with one row per user or session."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from oper.data.preprocessing.writing import PartWriter
 from oper.errors import InvalidInputError, require
 from oper.support.files import new_folder, write_text
 
-_ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
-_MAX_FILES = 256         # open at once
+_ROWS_AT_ONCE = 1 << 20  # target number of events in memory, limited by _MAX_FILES
+_MAX_FILES = 256         # maximum number of files open at once
 _BATCH_ROWS = 1 << 16
 
 
 @dataclass(slots=True)
 class _Sequences:
-    """The sequences to make from a folder's events, and how many events they have by split."""
+    """Makes sequences from a folder's events; `events` counts the events kept, by split."""
 
     folder: Folder
     by: str
@@ -39,18 +39,16 @@ class _Sequences:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Columns that are read."""
         own = self.folder
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
     def single(self, users: np.ndarray) -> np.ndarray:
-        """Whether each id belongs to a single user, bool [n]: rare and unseen users share row 0,
-        missing users another row."""
+        """Whether each id is of one user, bool [n]; false for rare, unseen and missing users."""
         found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
         return found
 
     def make(self, split: str, table: pa.Table) -> pa.Table:
-        """The sequences, one row per user, from a table that has all events of its users."""
+        """Make one row per user from a table that has all events of its users."""
         own = self.folder
         users = table.column(self.by).to_numpy()
         rows = np.flatnonzero(self.single(users))
@@ -87,27 +85,27 @@ def write_sequences(
     min_length: int = 1,
     compression: str = "none",
 ) -> dict[str, Any]:
-    """Write the sequences of a folder's users (or sessions), for `oper.data.Loader`.
+    """Convert a folder of events to a folder with one row per user (or session), for `Loader`.
 
-    Every user with events in a part (train, valid, test) becomes one row of it: the user's id, and
-    for every other sparse column the bag of its ids in these events, in order of time if the log
-    has times, otherwise in the order of the log. Label, dense columns and time are those of the
-    last event. Users that share a row (rare, unseen or missing ones) are left out. Tables and their
-    rows stay as they are. Events are sorted on disk: about a million of them are in memory at once,
-    or 1/256 of the part's if that is more.
+    Every user with events in a part (train, valid, test) becomes one row of that part: the user's
+    id, and for every other sparse column the bag of its ids in these events, in order of time if
+    the log has times, otherwise in the order of the log. Label, dense columns and time are those of
+    the last event. Users that share a row (rare, unseen or missing ones) are left out. Ids and
+    table sizes do not change. Events are partitioned by user on disk, so that about a million (or
+    1/256 of the part, if that is more) are in memory at once.
 
     Args:
         path: a folder that ``oper preprocess`` wrote.
-        output: the folder to write.
-        by: the sparse column of users or sessions, one id per row.
-        columns: sparse columns of one id per row to keep as well; None = all.
-        max_length: keep only this many of a user's latest events; None = all.
-        min_length: users with fewer events in a part are left out there.
+        output: the folder to write, which must not exist.
+        by: name of the sparse column of users or sessions, with one id per row.
+        columns: other sparse columns to keep, each with one id per row; None = all.
+        max_length: number of a user's latest events to keep; None = all.
+        min_length: least number of events in a part; users with fewer are left out of that part.
         compression: compression of the Parquet files, ``"none"`` or ``"zstd"``.
 
     Returns:
-        The manifest of the new folder; ``sequences`` in it gives the number of events of each part,
-        kept and in total.
+        The manifest of the new folder; its ``sequences["events"]`` has, by part, the number of
+        events kept and in total.
 
     Raises:
         InvalidInputError: a column or length is unsuitable, users share hashed rows, `output`
@@ -122,9 +120,9 @@ def write_sequences(
         if name not in single:
             is_named = name in (by, *(columns or ()))
             raise InvalidInputError(
-                what, "column", name, f"a sparse column of one id per row, of {single}",
-                "name one of them" if is_named else "leave it out, by naming the columns to keep: "
-                "nothing would tell the ids of one event from those of the next")
+                what, "column", name, f"a sparse column with one id per row, one of {single}",
+                "name one of them" if is_named else "leave it out by naming the columns to keep: "
+                "in a sequence of bags, the ids of one event cannot be told from the next event's")
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))
@@ -154,7 +152,7 @@ def write_sequences(
 
 
 def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
-    """The events of a split, in tables each of which has all events of its users."""
+    """Yield the events of a split in tables, each of which has all events of its users."""
     folder = made.folder
     count = min(_MAX_FILES, max(1, -(-folder.rows[split] // _ROWS_AT_ONCE)))
     if count == 1:
@@ -173,7 +171,7 @@ def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
                 break
             writers = writers or [pa.ipc.new_stream(file, batch.schema) for file in files]
             users = batch.column(made.by).to_numpy()
-            # What rare users have done together may be much of the log: it would be held at once.
+            # The events of users that share a row would all be in one file and may be too many.
             numbers = np.where(made.single(users), users % count, -1)
             for k, writer in enumerate(writers):
                 writer.write_batch(batch.filter(pa.array(numbers == k)))
@@ -185,7 +183,7 @@ def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
 
 
 def _manifest(made: _Sequences, rows: dict[str, int], options: PreprocessOptions) -> dict[str, Any]:
-    """The manifest of the sequences, except for the sizes of its files."""
+    """Make the manifest of the new folder, except for ``parts``."""
     old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
     kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]
     return {
@@ -196,7 +194,7 @@ def _manifest(made: _Sequences, rows: dict[str, int], options: PreprocessOptions
         "split": {**old["split"], "buckets": 1},
         "columns": {**old["columns"], "sparse": kept, "multi_hot": list(made.columns)},
         "tables": {n: old["tables"][n] for n in kept},
-        "ids_in_hotness_order": False,  # users count once, and not all events are there
+        "ids_in_hotness_order": False,  # each user occurs once, and some events are left out
         "sequences": {"of": made.by, "folder": os.path.abspath(made.folder.path),
                       "max_length": made.max_length, "min_length": made.min_length,
                       "events": {s: [n, made.folder.rows[s]] for s, n in made.events.items()}}}

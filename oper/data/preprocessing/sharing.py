@@ -1,8 +1,8 @@
-"""Tasks that any number of processes share through a folder.
+"""Share tasks among processes through a folder.
 
-A task is claimed by a lock on a file, which the kernel releases when its holder dies, and done when
-a marker says so. Every process that runs the same list of tasks takes one that is neither done nor
-claimed; the number of processes need not be known.
+A process claims a task by locking the task's lock file, which the kernel unlocks if the process
+dies, and creates a marker file when the task is done. Each process repeatedly runs a task that is
+neither done nor claimed; the number of processes need not be known.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
 
     Args:
         tasks: functions by name, in the order in which to try them. An interrupted task is run
-            again, so it must tolerate what an earlier attempt left.
-        folder: folder of locks and markers, on a file system that the processes share.
-        tell: called with the name of every task once it is done.
+            again, so it must tolerate files of an earlier attempt.
+        folder: folder of lock and marker files, on a file system that the processes share.
+        tell: called with the name of each task once it is done, by whichever process.
     """
     left = dict(tasks)
     pause = 0.01
@@ -45,13 +45,13 @@ def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
 
 
 def is_done(folder: Path, name: str) -> bool:
-    """Whether a task has been done."""
+    """Whether the marker file of a task exists."""
     return (folder / f"{name}.done").exists()
 
 
 @contextlib.contextmanager
 def _claim(path: Path) -> Iterator[bool]:
-    """Whether this process holds the lock `path` inside the block."""
+    """Try to lock `path` while the block runs; yields whether it succeeded."""
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,13 +20,15 @@ from oper.errors import require
 
 @dataclass(slots=True)
 class JobSpec:
-    """What determines the output of a preprocessing job.
+    """Everything that determines the output of a preprocessing job.
 
     Attributes:
-        recipe, paths, units: the log.
+        recipe: how the log is read.
+        paths: the files of the log, in order.
+        units: the files or parts of files that are read as one task each, in order.
         target: the output folder.
-        options: how it is preprocessed.
-        finished: the vocabulary that is applied instead of building one.
+        options: how the log is preprocessed.
+        finished: the vocabulary that is applied; None = build one.
     """
 
     recipe: Recipe
@@ -38,12 +40,11 @@ class JobSpec:
 
     @property
     def work(self) -> Path:
-        """The folder of work in progress."""
         return work_folder(self.target)
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
-        """Shares of the validation and the test part."""
+        """Shares of the validation and the test part; raises InvalidInputError."""
         found = []
         for name in ("valid", "test"):
             value = getattr(self.options, name)
@@ -55,13 +56,13 @@ class JobSpec:
 
     @property
     def min_count(self) -> int:
-        """Least count of a value with its own row; rarer values share row 0."""
+        """Least count of a value with a row of its own; rarer values share row 0."""
         if self.finished is not None:
             return self.finished.min_count
         return self.options.min_count or self.recipe.min_count
 
     def identity(self) -> str:
-        """A digest of everything that the output depends on."""
+        """Return a digest of everything that determines the contents of the output."""
         options, files = self.options, [*self.paths, *(join.file for join in self.recipe.joins)]
         about = [FOLDER_VERSION, asdict(self.recipe), [asdict(u) for u in self.units],
                  [(store.full_name(p), *store.stamp(p)) for p in files],

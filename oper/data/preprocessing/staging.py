@@ -1,8 +1,8 @@
-"""First pass: stores a unit's rows on disk as codes for the distinct values of each chunk.
+"""First pass: parse each unit of the log once and stage it on disk in dictionary-encoded chunks.
 
-Text is parsed once. Of every chunk two files are kept: the distinct raw values of each column with
-their counts, and the rows with codes (0 = missing, k + 1 = the k-th distinct value) in the
-narrowest integers. Later passes look up distinct values instead of rows.
+Each chunk has two files: the distinct raw values of each column with their counts, and the rows
+with codes (0 = missing, k + 1 = the k-th distinct value) in the narrowest integer type. Later
+passes process distinct values instead of rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from oper.support import native
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distinct:
-    """The distinct values of one column in one chunk.
+    """The K distinct values of one column in one chunk.
 
     Attributes:
         values: integers or bytes (NumPy kind ``S``) [K], ascending.
-        counts: int64 [K].
-        num_missing: missing fields.
+        counts: number of occurrences of each value, int64 [K].
+        num_missing: number of missing fields.
     """
 
     values: np.ndarray
@@ -50,15 +50,14 @@ class Distinct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coded:
-    """One column of one chunk: codes (integers [L]) and, for bags, their lengths int32 [n]."""
+    """One column of a chunk of n rows: codes, integers [L], and bag lengths int32 [n] or None."""
 
     codes: np.ndarray
     lengths: np.ndarray | None
 
 
 def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
-    """Codes and distinct values of a column; `expected` is their approximate number (0 =
-    unknown)."""
+    """Dictionary-encode a column; `expected` is the approximate number of distinct values or 0."""
     if pa.types.is_integer(ids.values.type):
         codes, distinct, counts = native.encode(*_integers(ids.values), expected)
         return Coded(codes, ids.lengths), Distinct(distinct, counts[1:], int(counts[0]))
@@ -77,7 +76,7 @@ def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
 
 
 def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """The integers [L] of an array, its validity bitmap, and the array's offset in the bitmap."""
+    """Return an array's integers [L], its validity bitmap (None = all valid) and bit offset."""
     valid, values = array.buffers()
     dtype = array.type.to_pandas_dtype()
     numbers = np.frombuffer(values, dtype)[array.offset:array.offset + len(array)]
@@ -85,32 +84,31 @@ def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:
 
 
 class Stage:
-    """The files of the first pass in a work folder."""
+    """Writes and reads the files of the first pass in a work folder."""
 
     def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
-        """Write to and read from `folder`; a large log is kept out of the page cache."""
+        """Use `folder`; the input of a large log (`is_large`) is kept out of the page cache."""
         self._folder, self.is_large = folder, is_large
         self._recipe, self._derived = recipe, Derived(recipe)
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
     def record(self, number: int) -> dict[str, Any]:
-        """The record of a unit that has been read."""
+        """Return the record (rows, malformed rows, chunks, ...) of a unit that has been read."""
         return self.noted(f"{number:06d}.json")
 
     def noted(self, name: str) -> dict[str, Any]:
-        """Read what `note` has written; raises FileFormatError if it is damaged."""
+        """Read the JSON file that `note` wrote as `name`; raises FileFormatError if damaged."""
         path = self._folder / name
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise FileFormatError("cannot continue an interrupted run", "file", str(path),
                                   f"a complete file ({error})",
-                                  "run the command again, which starts from scratch") from None
+                                  "run the command again; it starts from scratch") from None
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Minutes since 1970 in which a unit has rows, ascending, and the number of rows in each.
-        """
+        """Ascending minutes since 1970 in which a unit has rows, and rows in each; int64 [K]."""
         with (self._folder / f"{number:06d}.minutes").open("rb") as file:
             return np.load(file), np.load(file)
 
@@ -147,10 +145,10 @@ class Stage:
         return Passing(unit.path, unit.start if is_text else 0, self.is_large and is_text)
 
     def note(self, name: str, value: Any) -> None:
-        """Write a file of JSON, whole or not at all.
+        """Write `value` as JSON, atomically but without fsync.
 
-        Like the rows it need not survive a crash of the machine, so it is not synced: waiting for
-        the disk would take longer than all other work on a unit.
+        Staged files need not survive a crash of the machine, and waiting for the disk would take
+        longer than all other work on a unit.
         """
         path = self._folder / name
         draft = path.with_suffix(f".{os.getpid()}")
@@ -189,47 +187,46 @@ class Stage:
         return self._folder / f"{number:06d}-{chunk:06d}.{kind}"
 
     def distinct(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Distinct:
-        """The distinct values of one column in a chunk; `about` is its entry in the record."""
+        """Read a column's distinct values in a chunk; `about`: the chunk's entry in the record."""
         file = _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column])
         return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
 
     def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
-        """The distinct values of one column in a chunk, without their counts."""
+        """Read the values of `distinct` only, without counts."""
         return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
 
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers in the unit, malformed rows not counted, and times (empty if there are none);
-        int64 [n] each."""
+        """Row numbers in the unit (not counting malformed rows) and times in seconds, int64 [n].
+
+        The array of times is empty for a log without times.
+        """
         file = _Arrays(self._path(number, chunk, "rows"))
         file.next()
         return np.arange(about["first"], about["first"] + about["rows"]), file.next()
 
     def codes(self, number: int, chunk: int, about: dict[str, Any], column: int) -> Coded:
-        """The codes of one column."""
+        """Read the codes of one column of a chunk."""
         file = _Arrays(self._path(number, chunk, "rows"), about["codes"][column])
         return Coded(file.next(), file.next() if about["bags"][column] else None)
 
     def numbers(self, number: int, chunk: int, about: dict[str, Any]
                 ) -> tuple[np.ndarray, np.ndarray]:
-        """Labels int8 [n] and dense columns float32 [D, n]."""
+        """Read labels int8 [n] and dense columns float32 [D, n] of a chunk."""
         file = _Arrays(self._path(number, chunk, "rows"))
         labels = file.next()
         file.next()
         return labels, file.next()
 
     def drop(self, number: int) -> None:
-        """Remove the rows and values of a unit that have been written elsewhere."""
+        """Remove the chunk files of a unit whose rows are in the output."""
         for chunk in range(len(self.record(number)["chunks"])):
             for kind in ("rows", "distinct"):
                 self._path(number, chunk, kind).unlink(missing_ok=True)
 
 
 class _Arrays:
-    """The arrays of a file, one ``.npy`` after the other, from position `at` on.
-
-    They are memory-mapped: none is copied, and those that are not used cost nothing.
-    """
+    """Reads consecutive memory-mapped ``.npy`` arrays of a file, from byte `at` on."""
 
     def __init__(self, path: Path, at: int = 0) -> None:
         with path.open("rb") as file:
@@ -241,30 +238,30 @@ class _Arrays:
         at, count = self._memory.tell(), math.prod(shape)
         self._memory.seek(at + count * dtype.itemsize)
         found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)
-        return np.require(found, requirements="A")  # of a file of odd lengths it is a copy
+        return np.require(found, requirements="A")  # copies an array at an unaligned position
 
 
-_KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "texts"}
+_KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "strings"}
 
 
 def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: Sequence[str]
              ) -> list[str]:
-    """The kind of the values of each sparse column: NumPy kind ``"i"``, ``"u"`` or ``"S"``.
+    """Return the NumPy kind of each sparse column's values: ``"i"``, ``"u"`` or ``"S"``.
 
-    It is ``""`` if all fields are missing.
+    The kind is ``""`` for a column whose fields are all missing.
 
     Args:
-        records: records of the units.
+        records: record of each unit, see `Stage.record`.
         paths: file of each unit.
         columns: names of the sparse columns.
 
     Raises:
-        InvalidInputError: a column has values of two kinds, so that equal ones would get different
-            ids, or lists in one file and single values in another.
+        InvalidInputError: a column has values of two kinds, or lists in one file and single values
+            in another.
     """
     found = []
     for k, name in enumerate(columns):
-        kinds: dict[str, str] = {}  # by kind the first file that has it
+        kinds: dict[str, str] = {}  # by kind, the first file with such values
         forms: dict[str, str] = {}
         for record, path in zip(records, paths, strict=True):
             for chunk in record["chunks"]:
@@ -284,17 +281,14 @@ def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: S
 
 def too_many_bad(count: int, max_bad: int, listed: list[str],
                  advice: str = "correct the log or raise --max-bad") -> None:
-    """Raise FileFormatError about too many malformed rows."""
+    """Raise FileFormatError: `count` malformed rows exceed `max_bad`; `listed` are examples."""
     raise FileFormatError(
         f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; {advice}; "
         f"the first: {'; '.join(listed)}")
 
 
 def _chunks(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """Pieces combined into chunks of about `size` rows.
-
-    A piece of that many rows is passed on before the next one is read.
-    """
+    """Combine consecutive pieces into chunks of at least `size` rows, except for the last one."""
     pending: list[Rows] = []
     lines = 0
     for rows in pieces:

@@ -1,4 +1,4 @@
-"""A dry run: the first rows of a log pass through all of preprocessing, and nothing is kept."""
+"""Dry run: preprocess the first rows of a log in a temporary folder and report the result."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _BLOCK_BYTES = 1 << 17
 
 
 def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) -> dict[str, Any]:
-    """Preprocess about the first 10,000 rows, and estimate the needs of the whole log.
+    """Preprocess about the first 10,000 rows, and estimate the needs of the entire log.
 
     Returns:
-        ``rows`` by part, ``bad_rows``, ``split``, ``tables`` and ``problems`` as a manifest of
-        these rows has them; ``columns``, facts about each column's fields in them; and
-        ``plan``, see `oper.data.reading.estimate.Needs`.
+        ``rows``, ``bad_rows``, ``split``, ``tables`` and ``problems`` of the manifest of these
+        rows; ``layout``, the name of the first file's layout; ``columns``, one dict per column with
+        its name, kind, parse, transform and the facts of `looks_of`; and ``plan``, the fields of
+        `oper.data.reading.estimate.Needs`.
 
     Raises:
-        InvalidInputError, FileFormatError: as in `preprocess`; also if the log consists of ``.npy``
-            arrays.
+        InvalidInputError: as in `preprocess`, or the log consists of ``.npy`` arrays.
+        FileFormatError: as in `preprocess`.
     """
     with (tempfile.TemporaryDirectory(prefix="oper-dry-run-") as work,
           store.spooled(inputs, Path(work) / "out") as names):
@@ -72,8 +73,11 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
 
 
 def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
-    """Facts about each column, from the first rows of a file: ``type`` as inferred by pyarrow,
-    ``missing`` (share), ``distinct``, and an ``example``. Empty for a format without columns."""
+    """Describe the columns of a file by its first rows; empty for a format without columns.
+
+    Returns, by column, ``type`` (as inferred by pyarrow), ``missing`` (share of the rows),
+    ``distinct`` (number of values, None for lists) and ``example`` (up to 40 characters).
+    """
     table = _table(path, layout)
     found = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -87,7 +91,7 @@ def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
 
 
 def _table(path: str, layout: Layout) -> pa.Table:
-    """The first rows as pyarrow reads them, with the file's own names or the recipe's."""
+    """Read the first rows; pyarrow infers types, names are the file's or the layout's."""
     if layout.format == "parquet":
         batches = list(open_parquet(path).iter_batches(ROWS))[:1]
         return pa.Table.from_batches(batches) if batches else pa.table({})
@@ -106,7 +110,7 @@ def _table(path: str, layout: Layout) -> pa.Table:
 
 
 def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
-    """Blocks of whole records, including the header, until there are that many."""
+    """Read blocks of complete records, header included, until they have `num_rows` records."""
     blocks: list[bytes] = []
     found = 0
     for block in read_blocks(Unit(path), replace(layout, header=False), block_bytes=_BLOCK_BYTES):
@@ -118,12 +122,11 @@ def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
 
 
 def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple[str, int]:
-    """A copy of the first rows of a file, as plain text or Parquet, and their approximate
-    number."""
+    """Copy a file's first rows to plain text or Parquet; returns the path and approximate rows."""
     if layout.format == "npy":
         raise InvalidInputError("cannot make a dry run", "format", "npy", "text or Parquet",
                                 "leave --dry-run out: the format of such files is fixed")
-    # Folders NAME=VALUE of the path are columns.
+    # Folders NAME=VALUE in the path are columns of a partitioned data set.
     partition = [p for p in path.split("/")[:-1] if "=" in p]
     target = folder.joinpath(*partition) / os.path.basename(path.partition("?")[0])
     target.parent.mkdir(parents=True)

@@ -15,9 +15,9 @@ from oper.support.processes import end_with_parent
 
 @contextlib.contextmanager
 def local(job: Job, count: int) -> Iterator[None]:
-    """Run `count` more processes that take part in `job` while the block runs.
+    """Run `count` more local processes that take part in `job`, and join them after the block.
 
-    They end with it; one that fails or dies leaves its task to the others.
+    If the block raises, they are killed. The task of a process that dies is run by another one.
     """
     context = multiprocessing.get_context("spawn")
     quiet = replace(job, options=replace(job.options, show_progress=False))
@@ -42,8 +42,8 @@ def local(job: Job, count: int) -> Iterator[None]:
 def on_ray(job: Job, count: int) -> Iterator[None]:
     """Run `count` Ray tasks that take part in `job` while the block runs.
 
-    A running cluster is used if there is one (RAY_ADDRESS), otherwise one is started on this
-    machine. Inputs and output must have the same paths everywhere.
+    They use the running cluster if there is one (see RAY_ADDRESS), otherwise one started on this
+    machine. Inputs and output must have the same paths on all machines.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -77,10 +77,7 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
 
 
 def run_quietly(job: Job) -> None:
-    """Run the job in a worker, suppressing its errors.
-
-    The process that waits for the job meets the same errors and raises them.
-    """
+    """Run the job in a worker; the main process runs the failed tasks again and raises errors."""
     with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
         job.run()
 

@@ -1,8 +1,8 @@
-"""The folder of work in progress next to an output, and the processes that use it.
+"""The folder of work in progress next to an output.
 
-Any number of processes of one job (the same inputs and settings) work in it together; a process of
-another job is refused while one of them runs. Each holds a shared lock on a file inside, which the
-kernel releases when the process ends, however it ends.
+Any number of processes of one job (the same inputs and settings) can use it together; while one
+does, processes of other jobs are refused. Each user holds a shared lock on a file in the folder,
+which the kernel releases when the process exits or dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _ABOUT = "job.json"
 
 
 def work_folder(target: Path) -> Path:
-    """The folder of work in progress of the output `target`."""
     return target.parent / f".{target.name}.work"
 
 
@@ -40,17 +39,18 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
-        """Use the folder inside the block: a new one, or an existing one of this same job.
+        """Use the folder while the block runs; it is created, or contains earlier work of this job.
 
-        If an `OperError` leaves the block, the folder is removed; after any other end, such as by a
-        signal, the same job can continue in it.
+        If the block raises `OperError`, the last user removes the folder. After other exceptions or
+        the death of the process, a later run of the same job resumes in it.
 
         Args:
-            force: drop unfinished work that another job, which has ended, left there.
-            begin: fills a new folder.
+            force: remove unfinished work of another job, unless that job is running.
+            begin: fills a newly created folder.
 
         Raises:
-            InvalidInputError: another job is at work, or has left unfinished work without `force`.
+            InvalidInputError: another job is running, or has left unfinished work and `force` is
+                not set.
         """
         self._target.parent.mkdir(parents=True, exist_ok=True)
         with self.alone():
@@ -72,10 +72,10 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Use the folder, which another process of this job has opened, inside the block.
+        """Use the folder, which another process of this job has opened, while the block runs.
 
         Raises:
-            FileNotFoundError: none has done so, or the work is finished.
+            FileNotFoundError: no process has opened it, or the job is finished.
         """
         with self.alone():
             if self._about().get("job") != self._job:
@@ -85,21 +85,17 @@ class WorkFolder:
             yield
 
     def finish(self, put: Callable[[], None]) -> None:
-        """Put the output in its place by calling `put`, and remove the folder.
-
-        No other process reads the output in the meantime (`alone`).
-        """
+        """Call `put`, which moves the output to its place, and remove the folder, both `alone`."""
         with self.alone():
             put()
             self._remove()
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A block during which no other process reads, enters or removes the folder, or replaces
-        the output."""
+        """Exclude other processes from opening or removing the folder and replacing the output."""
         return alone(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:
-        """The job, host and process that began the work in the folder; empty if there is none."""
+        """Read job, host and process that created the folder; empty if it does not exist."""
         try:
             found: dict[str, Any] = json.loads((self.path / _ABOUT).read_text())
         except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +105,7 @@ class WorkFolder:
         return found
 
     def _use(self) -> BinaryIO:
-        """An open file that marks the folder as in use until it is closed."""
+        """Mark the folder as in use until the returned file is closed."""
         file = (self.path / _ABOUT).open("r+b")
         fcntl.flock(file, fcntl.LOCK_SH)
         return file
@@ -123,14 +119,14 @@ class WorkFolder:
         return False
 
     def _check_unused(self, about: dict[str, Any], force: bool) -> None:
-        """Raise InvalidInputError if another job needs the contents of the folder."""
+        """Raise InvalidInputError if another job is running, or its work is not to be removed."""
         if about and self._is_used():
             who = f"process {about.get('process')} on {about.get('host')}"
             raise InvalidInputError(
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
-                f"a run with other inputs or settings, started by {who}, uses "
-                f"{str(self.path)!r}: wait until it ends, or choose another folder")
+                f"wait until {who} ends, or choose another folder: it writes with other inputs or "
+                f"settings and uses {str(self.path)!r}")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",
@@ -148,9 +144,9 @@ class WorkFolder:
             "job": self._job, "host": socket.gethostname(), "process": os.getpid()}))
 
     def _remove(self) -> None:
-        """Remove the folder; once it is renamed no process can add files to it."""
+        """Remove the folder, renamed first so that other processes no longer find it."""
         waste = self.path.with_name(f"{self.path.name}.{os.getpid()}.{time.monotonic_ns()}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, waste)
-        for _ in range(3):  # a process that looks for work may just have made a file
+        for _ in range(3):  # another process may add a file that it was about to create
             shutil.rmtree(waste, ignore_errors=True)

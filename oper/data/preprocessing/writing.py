@@ -1,4 +1,4 @@
-"""Last pass: staged units to Parquet parts with ids."""
+"""Last pass: write the staged rows to Parquet parts, with ids in place of raw values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oper.data.vocabulary.building import Slices, Vocabulary
 from oper.data.vocabulary.raw_keys import RawKeys
 
 _DAY = 86400
-_PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
+_PART = "\0part"  # temporary column with `Split.parts`; names of real columns contain no zero byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Split:
     """The boundaries of a log's parts and time buckets.
 
     Attributes:
-        by: ``"rows"`` or ``"time"``.
-        first_valid, first_test: first row number (by rows) or second (by time) of the parts.
-        start: start of the first bucket: 0 (by rows), or a second (by time).
+        by: ``"rows"`` or ``"time"``: places of rows are row numbers, or seconds since 1970.
+        first_valid, first_test: first place of the validation and of the test part.
+        start: first place of the first bucket.
         span: number of rows or seconds that the buckets cover.
         buckets: number of buckets.
     """
@@ -46,17 +46,17 @@ class Split:
     buckets: int
 
     def parts(self, place: np.ndarray) -> np.ndarray:
-        """0 (train), 1 (valid) or 2 (test) of rows by their number or second: int8 [n]."""
+        """Map places [n] to parts, int8 [n]: 0 = train, 1 = valid, 2 = test."""
         return ((place >= self.first_valid).astype(np.int8) + (place >= self.first_test))
 
     def bucket(self, place: np.ndarray) -> np.ndarray:
-        """Time buckets of rows, int8 [n], or int16 if there are more than 127 buckets."""
+        """Map places [n] to time buckets, int8 [n], or int16 for more than 127 buckets."""
         found = (place - self.start) * self.buckets // self.span
         return found.astype(np.int8 if self.buckets <= 127 else np.int16)
 
 
 def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction) -> Split:
-    """The split of a log in order of time."""
+    """Split a log that is in order of time by row numbers; shares are of `num_rows`."""
     last = int(num_rows * test)
     first_test = num_rows - last
     return Split("rows", first_test - int(num_rows * valid), first_test, 0, max(1, num_rows),
@@ -64,20 +64,23 @@ def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction
 
 
 def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fraction) -> Split:
-    """The split of a log with times: at whole minutes, with no share above the requested one.
+    """Split a log by time at full minutes.
+
+    The rows of test, and of valid and test together, are as many as possible without exceeding the
+    requested shares; valid alone may exceed its share if a minute at its end has many rows.
 
     Args:
-        recipe: number or length of the buckets.
-        slices: minutes since 1970 in which there are rows, int64 [K], ascending, and rows of each,
-            int64 [K]; one such pair per slice, with at least one minute in all.
-        valid, test: shares of the rows.
+        recipe: gives the number or the length of the buckets.
+        slices: yields pairs of ascending minutes since 1970 that have rows, int64 [K], and the
+            number of rows in each, int64 [K]; at least one minute in total.
+        valid, test: requested shares of the rows.
     """
     total, begin, end = 0, 0, 0
     for minutes, counts in slices():
         begin = begin if total else int(minutes[0])
         end, total = int(minutes[-1]) + 1, total + int(counts.sum())
     wanted = [int(total * test), int(total * test) + int(total * valid)]
-    cuts = [end, end]  # the first minute from which on there are at most that many rows
+    cuts = [end, end]  # first minutes of test and valid: at most `wanted` rows are from there on
     before = 0
     for minutes, counts in slices():
         after = total - before - np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -97,14 +100,14 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
 
 
 def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
-    """Cut a log's time into spans of whole minutes with about `num_rows` rows each.
+    """Divide a log's time into spans of full minutes with about `num_rows` rows each.
 
     Args:
         slices: as for `split_by_time`.
-        num_rows: rows of a span, unless a single minute has more.
+        num_rows: approximate rows of a span; a minute is never divided.
 
     Returns:
-        First second, the second after the last, and rows of each span, ascending.
+        (start, stop, rows) of each span `[start, stop)` in seconds since 1970, ascending.
     """
     spans: list[tuple[int, int, int]] = []
     before, previous = 0, -1
@@ -136,15 +139,15 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes units, or spans of time, one after the other or in different processes.
+    """Writes the rows of a unit, or of a span of time, to Parquet parts.
 
     Attributes:
-        stage: the rows; a chunk of a log that is split by time is in order of time.
+        stage: the staged rows; if the log is split by time, each chunk is sorted by time.
         recipe: names of the columns.
         split: boundaries of the parts.
         vocabulary: opens a column's vocabulary, or its `RawKeys` if ids stay raw.
-        output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
-        options: row groups, parts and compression.
+        output: folder whose subfolders ``train``, ``valid`` and ``test`` get the files.
+        options: row group and file sizes, and compression.
     """
 
     stage: Stage
@@ -155,16 +158,16 @@ class Writer:
     options: PreprocessOptions
 
     def write_unit(self, number: int, first_row: int) -> dict[str, int]:
-        """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
+        """Write a unit that begins with row `first_row` of the log; returns rows by split."""
         return self._write(number, (
             self._table(RowRange(number, chunk, about, 0, about["rows"]), first_row)
             for chunk, about in enumerate(self.stage.record(number)["chunks"]) if about["rows"]))
 
     def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
-        """Write the rows of the seconds `[first, last)` of all units in order of time.
+        """Write all rows of the seconds `[first, last)`, sorted by time; returns rows by split.
 
-        Rows of one second keep the order of the log. Each chunk is in order of time, so a span is a
-        contiguous range of every chunk. Returns rows by split.
+        Rows of one second keep the order of the log. Since chunks are sorted by time, a span is a
+        contiguous range of each chunk.
         """
         every = (RowRange(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
                  for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
@@ -198,7 +201,7 @@ class Writer:
 
     def _in_order(self, ranges: Sequence[RowRange], first: int, last: int
                   ) -> Iterator[pa.Table]:
-        """Tables of ranges that lie between two seconds, in order of time, of bounded size."""
+        """Yield rows of `ranges` (in seconds `[first, last)`) as sorted tables of limited size."""
         num_rows = sum(x.stop - x.start for x in ranges)
         if last - first <= 1:
             yield from (self._table(x, 0) for x in ranges)
@@ -214,7 +217,7 @@ class Writer:
             yield table
 
     def _table(self, x: RowRange, first_row: int) -> pa.Table:
-        """The rows of a range with ids, and the part to which each belongs."""
+        """Make the output rows of a range, with the temporary column `_PART`."""
         rows = slice(x.start, x.stop)
         numbers, times = self.stage.place(x.unit, x.chunk, x.about)
         place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
@@ -228,12 +231,12 @@ class Writer:
             columns[self.recipe.time] = times[rows]
         columns[_PART] = self.split.parts(place)
         arrays = [pa.array(c) for c in columns.values()]
-        # Nothing is null: readers and writers then need not look.
+        # Declared as never null, so that readers and writers skip null checks.
         return pa.Table.from_arrays(arrays, schema=pa.schema(
             [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
 
     def _ids(self, x: RowRange, k: int, name: str) -> Any:
-        """The ids of the k-th sparse column: int32 (raw ones int64), or lists of them."""
+        """Look up the ids of the k-th sparse column: int32 (raw ids int64), or lists of these."""
         coded = self.stage.codes(x.unit, x.chunk, x.about, k)
         values = self.stage.values(x.unit, x.chunk, x.about, k)
         codes, lengths = coded.codes[x.start:x.stop], None
@@ -241,7 +244,7 @@ class Writer:
             begin = int(coded.lengths[:x.start].sum())
             lengths = coded.lengths[x.start:x.stop]
             codes = coded.codes[begin:begin + int(lengths.sum())]
-        if codes.size * 4 < values.size:  # of a short range only the values that it has
+        if codes.size * 4 < values.size:  # a short range: look up only the values in it
             there, codes = np.unique(codes, return_inverse=True)
             ids = self.vocabulary(name).lookup(values[there[there > 0] - 1])
             ids = ids if there.size and there[0] == 0 else ids[1:]
@@ -251,7 +254,7 @@ class Writer:
 
 
 def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
-    """The rows of a part; contiguous ones without a copy."""
+    """Select the rows where `keep` is true, as a view if they are contiguous."""
     at = np.flatnonzero(keep)
     if at[-1] - at[0] + 1 == at.size:
         return table.slice(int(at[0]), at.size)
@@ -264,12 +267,11 @@ def _as_column(coded: Coded, ids: np.ndarray) -> Any:
 
 
 class PartWriter:
-    """Writes tables as Parquet parts with row groups of equal size, whatever the sizes of the
-    tables given."""
+    """Writes tables of any sizes as Parquet files with row groups of equal size."""
 
     def __init__(self, folder: Path, unit: int, options: PreprocessOptions,
                  sparse: Collection[str], is_large: bool = False) -> None:
-        """Write into `folder`; a large log is kept out of the page cache."""
+        """Write to `folder`; the files of a large log (`is_large`) stay out of the page cache."""
         self._folder, self._unit, self._options, self._is_large = folder, unit, options, is_large
         self._sparse = set(sparse)  # columns of ids
         self._writer: pq.ParquetWriter | None = None
@@ -316,16 +318,16 @@ class PartWriter:
                 self._end_part()
 
     def _encodings(self, schema: pa.Schema) -> dict[str, Any]:
-        """How columns are encoded: data that is read many times should be fast to read."""
+        """Choose encodings of columns that are fast to read, since data is read many times."""
         if self._options.compression == "none":
-            # Ids and numbers as they are: a dictionary would cost time and save little of the
-            # ids, and unpacking costs those who train more than reading the bytes.
+            # Ids and floats in plain encoding: dictionaries save little on ids, and decoding costs
+            # a training run more time than reading the additional bytes.
             return {"compression": "none", "use_dictionary": [
                 f.name for f in schema
                 if f.name not in self._sparse and not pa.types.is_floating(f.type)]}
-        # zstd finds little in ids but their empty upper bytes, which lie together once the bytes
-        # are split; at a level far below 1 it takes these almost as well in two thirds of the
-        # time. Numbers repeat: a dictionary takes three quarters off, and zstd hardly more.
+        # Ids compress mainly by their zero upper bytes, which byte stream split makes adjacent;
+        # level -20 compresses these almost as well as level 1 in two thirds of the time. Floats
+        # repeat: a dictionary removes three quarters of the bytes, and zstd hardly more.
         paths = {f.name: f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name
                  for f in schema}
         ids = [path for n, path in paths.items() if n in self._sparse]
@@ -337,21 +339,22 @@ class PartWriter:
 
 
 def _values(of: pa.DataType) -> pa.DataType:
-    """The type of a column, or of its elements if it contains lists."""
     return of.value_type if pa.types.is_list(of) else of
 
 
 def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
                 column: int) -> np.ndarray | None:
-    """Counts of codes, int64 [K + 1], in the training part of a chunk; None if all of it is for
-    training.
+    """Count a column's codes in the training rows of a chunk; None if all its rows are training.
 
     Args:
-        stage: the rows.
+        stage: the staged rows.
         split: boundaries of the parts.
-        where: the unit, the chunk, and the number of the unit's first row.
+        where: the unit, the chunk, and the row number in the log of the unit's first row.
         about: the chunk's entry in the unit's record.
         column: index of the sparse column.
+
+    Returns:
+        int64 [up to K + 1], K = distinct values of the chunk; codes past the end have count 0.
     """
     number, chunk, first_row = where
     if split.by == "rows":

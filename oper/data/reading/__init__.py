@@ -1,1 +1,1 @@
-"""Reading of raw logs: files, formats, fields and rows."""
+"""Read raw logs of any supported format into rows."""

@@ -1,7 +1,7 @@
-"""From text or Arrow columns to labels, numbers, ids and times; malformed fields are identified.
+"""Convert text or Arrow columns to labels, numbers, ids and times.
 
-A column is converted whole by pyarrow and NumPy. If the column contains a value that is not
-allowed, this raises `MalformedError`, and `is_valid` then checks the fields one by one.
+pyarrow and NumPy convert an entire column at once. If it contains a malformed value, they raise
+`MalformedError`, and `is_valid` checks the text fields one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXPECTED = {
     "threshold": "a number", "among": "text",
     "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
-    "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped
+    "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped columns
 }
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _FIELD = {
@@ -51,7 +51,7 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 
 class MalformedError(Exception):
-    """A column contains a value that is not allowed in it."""
+    """A column contains a malformed value; the text is the column's name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class Ids:
 
     Attributes:
         values: Arrow integers or binary [L], null where missing.
-        lengths: int32 [n], values per row; None = one each.
+        lengths: number of values in each row, int32 [n]; None = one value per row.
     """
 
     values: pa.Array
@@ -68,14 +68,17 @@ class Ids:
 
 
 def arrow_type(column: Column) -> pa.DataType:
-    """The Arrow type as which a text column is read."""
+    """Return the Arrow type in which pyarrow's CSV reader reads a text column."""
     if column.missing or column.multi:
         return pa.binary()
     return _ARROW_TYPES[column.parse]
 
 
 def _prepared(column: Column, array: pa.Array) -> pa.Array:
-    """The column in the type of its `parse`, with missing fields as null; raises MalformedError."""
+    """Cast a column to the Arrow type of its `parse`, with null for missing fields.
+
+    Raises MalformedError.
+    """
     wanted = _ARROW_TYPES[column.parse]
     if column.missing and pa.types.is_binary(array.type):
         array = _null_where(pc.is_in(array, _bytes(column.missing)), array)
@@ -95,7 +98,7 @@ def _bytes(texts: Sequence[str]) -> pa.Array:
 
 
 def _null_where(chosen: pa.Array, array: pa.Array) -> pa.Array:
-    """The column with the chosen strings replaced by null."""
+    """Replace the binary values where `chosen` is true by null."""
     return pc.if_else(chosen, pa.scalar(None, pa.binary()), array)
 
 
@@ -105,18 +108,18 @@ def _require(ok: bool, column: Column) -> None:
 
 
 def _numbers(column: Column, array: pa.Array) -> np.ndarray:
-    """Numbers [n], 0 for null; raises MalformedError for numbers that are not finite."""
+    """Convert numbers to NumPy [n], null to 0; raises MalformedError if one is not finite."""
     values = array.fill_null(0).to_numpy(zero_copy_only=False)
     _require(bool(np.isfinite(values).all()), column)
     return values
 
 
 def labels(column: Column, array: pa.Array) -> np.ndarray:
-    """Labels of a column, int8 [n], 0 or 1; raises MalformedError."""
+    """Convert a label column to int8 [n], 0 or 1; raises MalformedError."""
     _require(array.null_count == 0, column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.binary())
-    if column.parse == "binary" and not pa.types.is_binary(array.type):  # of a Parquet file
+    if column.parse == "binary" and not pa.types.is_binary(array.type):  # from a Parquet file
         _require(pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
                  or pa.types.is_boolean(array.type), column)
         numbers = array.cast(pa.float64() if not pa.types.is_boolean(array.type) else pa.int8())
@@ -138,20 +141,18 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:
-    """Numbers of a dense column, float32 [n], transformed, 0 where missing; raises MalformedError.
-    """
+    """Convert a dense column to transformed float32 [n], missing to 0; raises MalformedError."""
     return transformed(column, _numbers(column, _prepared(column, array)).astype(np.float32))
 
 
 def transformed(column: Column, values: np.ndarray) -> np.ndarray:
-    """Numbers after the column's transform, float32 [n]; raises MalformedError if one is not
-    finite."""
-    _require(bool(np.isfinite(values).all()), column)  # beyond float32
+    """Apply the column's transform to float32 [n]; raises MalformedError if one is not finite."""
+    _require(bool(np.isfinite(values).all()), column)  # numbers beyond float32 are infinite
     return np.log1p(np.maximum(values, 0)) if column.transform == "log1p" else values
 
 
 def ids(column: Column, array: pa.Array) -> Ids:
-    """Raw values of a sparse column; raises MalformedError."""
+    """Convert a sparse column to raw values; raises MalformedError."""
     array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
@@ -162,8 +163,7 @@ def ids(column: Column, array: pa.Array) -> Ids:
 
 
 def _typed(array: pa.Array) -> pa.Array:
-    """The same array in a type that can be read: an array without a type (all null) or with string
-    views becomes strings, and lists of fixed length become ordinary lists."""
+    """Cast null arrays to binary, views to strings or binary, fixed-size lists to lists."""
     kind = array.type
     if pa.types.is_null(kind):
         return array.cast(pa.binary())
@@ -175,7 +175,7 @@ def _typed(array: pa.Array) -> pa.Array:
 
 
 def _split(column: Column, array: pa.Array) -> Ids:
-    """Values of fields such as ``3|17|4``; a missing field is an empty bag."""
+    """Split fields such as ``3|17|4`` into ids; a missing field becomes an empty bag."""
     array = _null_where(pc.is_in(array, _bytes(("", *column.missing))), array)
     try:
         parts = pc.split_pattern(array.cast(pa.string()), column.multi)
@@ -188,7 +188,7 @@ def _split(column: Column, array: pa.Array) -> Ids:
 
 
 def _whole(column: Column, array: pa.Array) -> pa.Array:
-    """The values as integers or binary, checked."""
+    """Check values and convert them to integers or binary; raises MalformedError."""
     kind = array.type
     if pa.types.is_fixed_size_binary(kind):
         return _hexadecimal(column, array)
@@ -217,13 +217,13 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     bounds = pc.min_max(lengths)
     _require((bounds["max"].as_py() or 0) <= MAX_TEXT_BYTES
              and not (_text(array) == 0).any(), column)
-    if bounds["min"].as_py() == 0:  # of a Parquet or JSON file: an empty text is a missing field
+    if bounds["min"].as_py() == 0:  # in Parquet or JSON files an empty string is a missing field
         array = _null_where(pc.equal(lengths, 0), array)
     return array
 
 
 def _text(array: pa.Array) -> np.ndarray:
-    """The bytes of a binary array's own values; its buffer may contain other bytes as well."""
+    """Return the concatenated bytes of a binary array's values (a slice of its buffer)."""
     _, offsets, text = array.buffers()
     if not len(array) or text is None:
         return np.zeros(0, np.uint8)
@@ -232,24 +232,23 @@ def _text(array: pa.Array) -> np.ndarray:
 
 
 def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
-    """uint32 of eight lower-case hexadecimal digits each; raises MalformedError."""
+    """Parse values of eight lower-case hexadecimal digits to uint32; raises MalformedError."""
     whole = array.fill_null(b"0" * 8)
     text = whole.buffers()[1].to_pybytes()[8 * whole.offset:8 * (whole.offset + len(whole))]
     try:
         numbers = binascii.unhexlify(text)
     except binascii.Error as error:
         raise MalformedError(column.name) from error
-    _require(binascii.hexlify(numbers) == text, column)  # of capital letters it is another text
+    _require(binascii.hexlify(numbers) == text, column)  # refuses upper-case digits
     values = np.frombuffer(numbers, ">u4").astype(np.uint32)
     return pa.array(values, mask=array.is_null().to_numpy(zero_copy_only=False))
 
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
-    """Times of a column, int64 [n], in seconds since 1970 (UTC), rounded down; raises
-    MalformedError."""
+    """Convert a time column to whole seconds since 1970 (UTC), int64 [n]; raises MalformedError."""
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
-    if pa.types.is_timestamp(array.type):  # of a Parquet file: any unit and zone
+    if pa.types.is_timestamp(array.type):  # from a Parquet file: any unit and zone
         array = array.cast(pa.timestamp("us", array.type.tz))
     elif pa.types.is_integer(array.type) and column.parse in ("unix", "unix_ms"):
         array = array.cast(pa.float64(), safe=False)
@@ -270,7 +269,10 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def hours(column: Column, values: np.ndarray) -> np.ndarray:
-    """Seconds since 1970 of numbers YYMMDDHH in this century; raises MalformedError."""
+    """Convert integers YYMMDDHH [n], years 2000 to 2099, to seconds since 1970, int64 [n].
+
+    Raises MalformedError if a date or hour does not exist.
+    """
     _require(bool(((values >= 0) & (values < 10**8)).all()), column)
     days, hour = np.divmod(values, 100)
     distinct, inverse = np.unique(days, return_inverse=True)
@@ -286,7 +288,7 @@ def hours(column: Column, values: np.ndarray) -> np.ndarray:
 
 
 def is_valid(column: Column, field: bytes) -> bool:
-    """Whether one text field is a value that its column may hold."""
+    """Whether one text field is a valid value of its column."""
     if column.kind == "skip":
         return True
     if not field or field.decode("utf-8", "replace") in column.missing:
@@ -335,8 +337,10 @@ _COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equ
 
 
 def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
-    """Whether each field fulfils a condition; raises InvalidInputError for a value of another
-    type."""
+    """Compare each field with `value`, missing fields to false.
+
+    Raises InvalidInputError, which names `path`, if `value` cannot be cast to the column's type.
+    """
     try:
         return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -1,8 +1,8 @@
-"""Cut points of gzip files: positions at which a reader can begin.
+"""Seek points of gzip files, from which parts of a file can be decompressed in parallel.
 
 Decompression can begin at a position if the 32 KiB of text before it are known. One pass over a
-file stores them for every 32 MiB of text in a hidden file next to it, in indexed_gzip's format,
-which rapidgzip writes and reads.
+file stores this window for every 32 MiB of text in a hidden index file next to it, in the format of
+indexed_gzip, which rapidgzip writes and reads.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from oper.errors import FileFormatError, OperError
 from oper.support.locks import alone
 
 _log = logging.getLogger(__name__)
-_SPACING = 1 << 25  # of text: a reader holds about so much, and all windows of the file
+_SPACING = 1 << 25  # bytes of text per point; a reader holds about as much, and all windows
 _HEADER = np.dtype([("magic", "S5"), ("version", "u1"), ("flags", "u1"), ("packed", "<u8"),
                     ("text", "<u8"), ("spacing", "<u4"), ("window", "<u4"), ("points", "<u4")])
 _POINT = np.dtype([("packed", "<u8"), ("text", "<u8"), ("bit", "u1"), ("has_window", "u1")])
 
 
 def _index(path: str) -> Path:
-    """The file of cut points for this version of the file, identified by size and modification
-    time."""
+    """Return the path of a file's index, whose name contains the file's size and mtime."""
     size, changed = store.stamp(path)
     return Path(path).with_name(f".{Path(path).name}.{size:x}-{changed:x}.gzidx")
 
 
 def make(path: str, num_threads: int = 1) -> bool:
-    """Store the cut points of a gzip file unless there are any; returns whether there are now.
+    """Make the index of a gzip file unless it exists; returns whether it exists now.
 
-    There are none for a file in a store, without rapidgzip, in a folder that cannot be written, or
-    for a file with several members or damage. Processes that do the same at the same time wait for
-    the first one.
+    No index is made without rapidgzip, for a file in a store, in a read-only folder, or with
+    several members or damage. Concurrent calls for one file wait for the first one.
     """
     if store.is_url(path):
         return False
@@ -49,8 +47,8 @@ def make(path: str, num_threads: int = 1) -> bool:
     if index.exists():
         return True
     if importlib.util.find_spec("rapidgzip") is None:
-        _log.warning("%s is read as a whole; pip install 'oper[data]' has its parts read in "
-                     "parallel", path)
+        _log.warning("%s is read by one process; pip install 'oper[data]' lets several processes "
+                     "read it in parallel", path)
         return False
     draft = index.with_suffix(f".{os.getpid()}")
     try:
@@ -61,17 +59,16 @@ def make(path: str, num_threads: int = 1) -> bool:
             finally:
                 draft.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("%s is read as a whole: its cut points cannot be stored next to it (%s)", path,
+        _log.warning("%s is read by one process: its index cannot be written next to it (%s)", path,
                      error)
     return index.exists()
 
 
 def _write(path: str, target: Path, num_threads: int) -> bool:
-    """Unpack a file once and write its cut points; returns whether it consists of one complete
-    member."""
+    """Decompress a file and write its index; returns False if damaged or of several members."""
     import rapidgzip  # type: ignore[import-not-found]
 
-    _log.info("%s is unpacked once to note where it can be cut", path)
+    _log.info("%s is decompressed once to make an index for parallel reading", path)
     try:
         with rapidgzip.open(path, parallelization=num_threads) as file:
             piece = bytearray(1 << 22)
@@ -79,9 +76,9 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
                 pass
             text_bytes = file.tell()
             file.export_index(str(target))
-    except (RuntimeError, ValueError):  # reading the whole file will report what is wrong
+    except (RuntimeError, ValueError):  # the error is reported when the file is read
         return False
-    # rapidgzip takes the end of a file that was cut short for the end of its text.
+    # rapidgzip accepts truncated files; the last 4 bytes are the text's size modulo 2^32.
     with open(path, "rb") as raw:
         raw.seek(-4, os.SEEK_END)
         if int.from_bytes(raw.read(), "little") != text_bytes % (1 << 32):
@@ -91,7 +88,7 @@ def _write(path: str, target: Path, num_threads: int) -> bool:
 
 
 def _thin(path: Path) -> None:
-    """Keep one point in every `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
+    """Keep one seek point per `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
     data = np.fromfile(path, np.uint8)
     header = data[:_HEADER.itemsize].view(_HEADER)[0].copy()
     start = _HEADER.itemsize + int(header["points"]) * _POINT.itemsize
@@ -107,16 +104,16 @@ def _thin(path: Path) -> None:
 
 
 def text_bytes(path: str) -> int:
-    """Bytes of text of a file whose cut points `make` has stored."""
+    """Return the decompressed size in bytes of a file whose index `make` has made."""
     return int(np.fromfile(_index(path), _HEADER, 1)["text"][0])
 
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[BinaryIO]:
-    """Open the text of a file whose cut points `make` has stored, seekable to any position.
+    """Open the decompressed text, seekable, of a file whose index `make` has made.
 
     Raises:
-        FileFormatError: the file or its cut points are damaged.
+        FileFormatError: the file or its index is damaged.
     """
     import rapidgzip
 

@@ -1,4 +1,4 @@
-"""Columns derived from those of the log: joined from side tables, or crossed."""
+"""Derived columns: joins with side tables, and feature crosses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from oper.errors import FileFormatError, InvalidInputError
 
 
 class Derived:
-    """Adds a recipe's joined and crossed columns to rows; side tables are read once, when needed.
+    """Adds a recipe's joined and crossed columns to rows; side tables are read on first use.
 
     Attributes:
-        unmatched: for each join, the number of rows whose key the side table lacks, missing keys
-            included.
+        unmatched: for each join, the number of rows so far whose key is missing or not in the side
+            table.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -34,11 +34,11 @@ class Derived:
         self.unmatched = [0] * len(recipe.joins)
 
     def add(self, rows: Rows) -> Rows:
-        """The rows with the recipe's joined and crossed columns added.
+        """Return the rows with the recipe's joined and crossed columns added.
 
         Raises:
             FileFormatError: a side table has malformed rows or a repeated key.
-            InvalidInputError: a key column or a crossed one has several ids per row.
+            InvalidInputError: a key column or a crossed column has lists of ids.
         """
         recipe = self._recipe
         if self._tables is None:
@@ -55,7 +55,7 @@ class Derived:
 
 
 class _SideTable:
-    """The rows of a side table, followed by a row of missing fields."""
+    """A side table in memory, with a last row of missing fields for keys without a match."""
 
     def __init__(self, join: Join) -> None:
         recipe = Recipe(join.file, join.file, (join.layout,))
@@ -75,15 +75,14 @@ class _SideTable:
         self._keys = _single(table.sparse[at], join.key)
         distinct = pc.count_distinct(self._keys, mode="only_valid").as_py()
         if distinct < len(self._keys) - self._keys.null_count:
-            raise FileFormatError(f"cannot join {join.file!r}", f"different keys {join.key!r}",
-                                  distinct,
-                                  f"{len(self._keys) - self._keys.null_count}, one row each",
-                                  "leave one row of each key in the file")
+            raise FileFormatError(f"cannot join {join.file!r}", f"distinct keys {join.key!r}",
+                                  distinct, f"{len(self._keys) - self._keys.null_count}, "
+                                  "as many as rows with a key", "keep one row per key in the file")
         kept = replace(table, sparse=tuple(x for k, x in enumerate(table.sparse) if k != at))
         self._rows = concat([kept, _missing_row(kept)])
 
     def of(self, keys: pa.Array) -> tuple[Rows, int]:
-        """The rows of these keys, and the number of keys that the table lacks."""
+        """Return the rows of `keys` [n], and the number of keys that are not in the table."""
         known = self._keys if keys.type == self._keys.type else self._keys.cast(keys.type)
         at = pc.index_in(keys, value_set=known, skip_nulls=True)
         last = self._rows.labels.size - 1
@@ -91,7 +90,7 @@ class _SideTable:
 
 
 def _missing_row(like: Rows) -> Rows:
-    """One row of missing fields, with the same columns as the given rows."""
+    """Make one row of missing fields with the columns of `like`."""
     none = [Ids(pa.nulls(1, x.values.type)) if x.lengths is None else Ids(
         x.values[:0], np.zeros(1, np.int32)) for x in like.sparse]
     return Rows(1, np.zeros(1, np.int64), np.zeros(1, np.int8),
@@ -99,7 +98,7 @@ def _missing_row(like: Rows) -> Rows:
 
 
 def _single(ids: Ids, name: str) -> pa.Array:
-    """The values of a column of one id each; raises InvalidInputError."""
+    """Return the values of a column with one id per row; raises InvalidInputError for lists."""
     if ids.lengths is not None:
         raise InvalidInputError("cannot join or cross a column", "column", name, "one id per row",
                                 "name a column without lists")
@@ -107,12 +106,12 @@ def _single(ids: Ids, name: str) -> pa.Array:
 
 
 def _crossed(cross: Cross, columns: dict[str, Ids]) -> Ids:
-    """Hashes of the values of several columns, integers below ``cross.rows``."""
+    """Hash the combined values of several columns to integers in 0..cross.rows - 1."""
     names: Sequence[str] = cross.of
     state = np.zeros(len(columns[names[0]].values), np.uint64)
     for name in names:
         values = _single(columns[name], name).dictionary_encode()
-        hashes = np.append(hash64(as_numpy(values.dictionary)), np.uint64(0))  # the last: missing
+        hashes = np.append(hash64(as_numpy(values.dictionary)), np.uint64(0))  # last = missing
         codes = values.indices.fill_null(len(values.dictionary)).to_numpy()
         state = mix64(state + hashes[codes] + np.uint64(1))
     return Ids(pa.array((state % np.uint64(cross.rows)).astype(np.int64)))

@@ -1,4 +1,4 @@
-"""Which layout of a recipe a file has, and how files are cut into units of work."""
+"""Detect which layout of a recipe a file has, and divide files into units of work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from oper.data.reading.text import split_line
 from oper.data.recipe import Layout, Recipe
 from oper.errors import FileFormatError, InvalidInputError
 
-_UNIT_ROWS = 1 << 20  # of a Parquet file, about
+_UNIT_ROWS = 1 << 20  # approximate rows of a unit of a Parquet file
 
 
 def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
-    """The files to read, in order; raises InvalidInputError."""
+    """Expand `inputs` to the files to read, in order; raises as `expand_inputs` does."""
     paths = [p for p in expand_inputs(inputs) if not is_companion(p, recipe.layouts)]
     if not paths:
         raise InvalidInputError("cannot read the log", "inputs", list(inputs),
@@ -26,19 +26,19 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
 
 def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int,
                num_threads: int = 1) -> list[Unit]:
-    """Cut files into units of work; the same files always give the same units.
+    """Divide files into units of work; equal files give equal units.
 
     Args:
         recipe: the recipe.
         paths: the files, in order.
-        asked: name of the layout; None = detect it for each file.
-        unit_bytes: approximate bytes of text of a unit; files with quotes, and compressed files
-            other than gzip, stay whole.
-        num_threads: threads that look for cut points of a gzip file.
+        asked: name of the layout of all files; None = detect it for each file.
+        unit_bytes: approximate bytes of text of a unit; text files with quoted fields, and files
+            compressed other than by gzip, are one unit each.
+        num_threads: number of threads that index a gzip file, see `oper.data.reading.cuts`.
 
     Raises:
         FileFormatError: a file has none of the recipe's layouts.
-        InvalidInputError: it could have several.
+        InvalidInputError: a file fits several layouts, or `asked` does not exist.
     """
     units: list[Unit] = []
     for path in paths:
@@ -64,7 +64,7 @@ def _parquet_units(path: str, layout: Layout) -> list[Unit]:
 
 
 def choose_layout(recipe: Recipe, path: str) -> Layout:
-    """The layout that a file has; raises FileFormatError or InvalidInputError."""
+    """Detect the layout of a file; raises as `plan_units` does."""
     if is_parquet(path) or is_arrays(path):
         kind = "parquet" if is_parquet(path) else "npy"
         found = [x for x in recipe.layouts if x.format == kind]
@@ -101,8 +101,7 @@ def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
 
 
 def _fit(layout: Layout, line: str) -> int:
-    """How well a file's first line fits a layout: 0 = not at all, 1 = its columns fit, 2 =
-    everything fits."""
+    """Score how a first line fits a layout: 0 = not, 1 = number of columns, 2 = values too."""
     if not line:
         return 1
     wanted = [c.sources for c in layout.columns if c.kind != "skip"]

@@ -1,4 +1,4 @@
-"""The disk, memory and time that a job will need, from the first lines of its files."""
+"""Estimate a job's disk, memory and time from the first rows of its files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from oper.data.recipe import Recipe
 from oper.tables import format_bytes
 
 _SAMPLE_BYTES = 1 << 22
-# One core on Criteo text (39 fields at 200 MB/s), and on text that pyarrow parses; gzip.
+# Measured on one core: seconds per field of plain text (Criteo, 39 fields at 200 MB/s) and of text
+# that pyarrow parses; bytes of gzip text per second.
 _FIELD_S, _OTHER_FIELD_S, _UNPACKED_BYTES_PER_S = 30e-9, 90e-9, 300e6
-_LEAST_MEMORY = 224 << 20  # of a worker: the interpreter, pyarrow, and a block
+_LEAST_MEMORY = 224 << 20  # per worker: the interpreter, pyarrow, and a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Needs:
         work_bytes: disk space of the work folder when all units have been read.
         output_bytes: disk space of the output without compression.
         memory_bytes: peak memory of each worker.
-        core_seconds: processor time of all workers together, modelled with the time per field on
-            the machine on which the constants were measured.
+        core_seconds: total processor time of all workers, modelled from the time per field measured
+            on a reference machine.
     """
 
     rows: int
@@ -39,15 +40,15 @@ class Needs:
 
     @property
     def disk_bytes(self) -> int:
-        """Peak disk space in bytes.
+        """Bound on the peak disk space: work folder plus output.
 
-        If the split is by rows, a unit's part of the work folder is removed once the unit is
-        written.
+        The peak is lower if the split is by rows, since each unit's files in the work folder are
+        removed once it is written.
         """
         return self.work_bytes + self.output_bytes
 
     def text(self, free: int | None = None) -> str:
-        """The estimate as text; `free`: free bytes on the disk."""
+        """Format the estimate in one line; `free`: free bytes on the disk, None = omit."""
         return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work_bytes)} while "
                 f"working, {format_bytes(self.output_bytes)} to keep"
                 + ("" if free is None else f"; {format_bytes(free)} free")
@@ -57,7 +58,7 @@ class Needs:
 
 
 def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
-    """Estimate the needs of a job, assuming that its rows are like the first ones of each file.
+    """Estimate the needs of a job by extrapolating from the first rows of each file.
 
     `id_bytes` is the size of an id in the output.
     """
@@ -67,10 +68,10 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
         layout, found = recipe.layout(unit.layout), _sampled(unit, recipe)
         count, ids = found.rows, found.ids + num_added
         rows += count
-        # Codes of 1 to 4 bytes; distinct values with counts at most as large as the text itself.
+        # Codes take 1 to 4 bytes; distinct values with their counts take less than the text.
         work += count * (9 + 4 * num_dense + 4 * found.num_bags + 3 * ids
                          + min(0.5 * found.row_bytes, 6 * ids))
-        # Parquet tells by about a quarter of a byte per id where bags begin.
+        # Parquet's repetition levels take about a quarter of a byte per id of a bag.
         output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + id_bytes * ids
                            + (0.25 * ids if found.num_bags else 0))
         plain = layout.format == "text" and not layout.quote and len(layout.separator) == 1
@@ -83,8 +84,7 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """Estimates for a file: rows, bytes per row, ids per row over all columns, number of bag
-    columns, and whether it is compressed."""
+    """Estimates for one file; `ids` is per row over all columns, `unpacked` = is compressed."""
 
     rows: int
     row_bytes: float

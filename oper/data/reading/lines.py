@@ -1,4 +1,4 @@
-"""Whole lines of several log files, plain or compressed, in blocks of bounded size."""
+"""Read plain or compressed log files as blocks of complete lines, of bounded size."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ _MARK = b"\xef\xbb\xbf"  # byte order mark
 _FEED = 0x0A
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
           b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PAR1": "Parquet"}
-_COMPRESSED = {"gzip": "gzip", "zstd": "zstd", "bzip2": "bz2"}  # formats, with Arrow's names
+_COMPRESSED = {"gzip": "gzip", "zstd": "zstd", "bzip2": "bz2"}  # pyarrow's name by format
 Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of one file that one worker reads.
+    """A file or a part of one, which is read as one task.
 
     Attributes:
         path: the file.
         layout: name of its layout in the recipe.
-        start: first row group of a Parquet file, first byte of text: a line that begins earlier
-            belongs to the unit before.
-        stop: the end of that range; None = the end of the file. For a gzip file both are positions
-            in its text, see `oper.data.reading.cuts`; files compressed in other ways are not cut.
+        start: first row group of a Parquet file, or first byte of text. The unit has the lines that
+            begin in its range. For a gzip file, positions are those of the decompressed text.
+        stop: end of the range (exclusive); None = the end of the file.
     """
 
     path: str
@@ -50,12 +49,12 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Whole lines of one unit.
+    """Consecutive complete lines of one unit.
 
     Attributes:
         path: the file.
-        data: the lines; each ends with a line feed, also if the file's last line does not.
-        first_row: number of the first line in the unit (0-based, a header left out).
+        data: the lines, each with a line feed (added to the file's last line if it has none).
+        first_row: index of the first line in the unit (0-based, not counting a header).
     """
 
     path: str
@@ -64,25 +63,24 @@ class Block:
 
     @functools.cached_property
     def num_lines(self) -> int:
-        """Number of lines of the block."""
         return self.data.count(b"\n")
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
-    """Sort key under which ``day_2`` comes before ``day_10``."""
+    """Sort key that compares runs of digits as numbers: ``day_2`` comes before ``day_10``."""
     return [(0, int(word), "") if word[0] in "0123456789" else (1, 0, word)
             for word in re.findall(r"[0-9]+|[^0-9]+", text)]
 
 
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files named by `inputs`, in order.
+    """Expand names, patterns, folders and URLs to the paths of files, in order.
 
-    A pattern stands for its matches and a folder for its files, in natural order, including
-    subfolders but not names that begin with ``.`` or ``_``. Names may be URLs of a store.
+    A pattern stands for its matches; a folder stands for the files in it and its subfolders except
+    names that begin with ``.`` or ``_``. Both are expanded in the order of `natural_key`.
 
     Raises:
         InvalidInputError: there is no input, a pattern has no match, a file is missing or named
-            twice, a folder is empty, an input is a device, or a store does not answer.
+            twice, a folder is empty, an input is not a regular file, or a store does not respond.
     """
     what = "cannot read the log"
     paths: list[str] = []
@@ -91,10 +89,10 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
                  else _local_files(name))
         require(what, "check the path",
                 ("input", name, bool(found), "an existing file, a folder of files, or a pattern"))
-        # A file is read more than once, and its size is asked for.
-        require(what, "write what comes through it into a file first",
+        # Files are read more than once, and their sizes must be known.
+        require(what, "write its data to a file first",
                 *(("input", file, store.is_url(file) or os.path.isfile(file),
-                   "an ordinary file, or a pipe as the only input") for file in found))
+                   "a regular file, or a pipe as the only input") for file in found))
         paths += found
     real = [p if store.is_url(p) else os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
@@ -104,7 +102,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def _local_files(name: str) -> list[str]:
-    """The local files that a name denotes."""
+    """Expand a local file, folder or pattern; empty if nothing matches."""
     path = Path(name)
     if path.is_dir():
         found = [str(p) for p in path.rglob("*") if p.is_file()
@@ -120,12 +118,15 @@ def _local_files(name: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's text and the raw file below it (whose position tells the progress)."""
+    """Open a file's decompressed text, and the raw file, whose position measures progress.
+
+    Raises FileFormatError if the file is damaged or compressed in another way.
+    """
     with store.open_input(path) as raw:
         kind = _kind(raw)
         if kind not in ("plain", *_COMPRESSED):
             raise FileFormatError(f"cannot read {path!r}", "format", kind,
-                                  f"plain text, {', '.join(_COMPRESSED)}", "unpack it")
+                                  f"plain text, {', '.join(_COMPRESSED)}", "decompress it")
         try:
             if kind == "plain":
                 yield raw, raw
@@ -145,7 +146,7 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextlib.contextmanager
 def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """As `open_text`, for a unit; the first of the two files can seek to `Unit.start`."""
+    """As `open_text`, but if the unit is a part of a file, both files can seek to `Unit.start`."""
     if (unit.start or unit.stop is not None) and _kind_of(unit.path) == "gzip":
         with cuts.open_text(unit.path) as text:
             yield text, text
@@ -155,8 +156,7 @@ def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _kind(raw: BinaryIO) -> str:
-    """The compression of a file, detected from its first bytes; leaves the file at its
-    beginning."""
+    """Detect the compression of an open file by its first bytes, and rewind it."""
     start = raw.read(8)
     raw.seek(0)
     return next((k for magic, k in _MAGIC.items() if start.startswith(magic)), "plain")
@@ -168,24 +168,23 @@ def _kind_of(path: str) -> str:
 
 
 def first_line(path: str, encoding: str = "utf-8") -> str:
-    """The first line of a file without its end (and a byte order mark); empty for an empty file."""
+    """Read a file's first line without line end and byte order mark; empty for an empty file."""
     with open_text(path) as (text, _):
         line = text.readline(MAX_LINE_BYTES).removeprefix(_MARK)
     return line.rstrip(b"\r\n").decode(encoding, "replace")
 
 
 def is_empty(path: str) -> bool:
-    """Whether a file holds no text: it is empty, also when decompressed, or only has a byte order
-    mark."""
+    """Whether a file, decompressed, has no text except possibly a byte order mark."""
     with open_text(path) as (text, _):
         return not text.read(len(_MARK) + 1).removeprefix(_MARK)
 
 
 def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int = 1) -> list[Unit]:
-    """Cut a text file into units of about `unit_bytes` each; one with quoted fields is not cut.
+    """Divide a text file into units of about `unit_bytes` bytes of text each.
 
-    Among compressed files only gzip files larger than `unit_bytes` are cut: one pass with
-    `num_threads` threads stores their cut points, see `oper.data.reading.cuts`.
+    Files with quoted fields, and files compressed other than by gzip, are one unit. A gzip file
+    larger than `unit_bytes` is first indexed with `num_threads` threads (`oper.data.reading.cuts`).
     """
     size = store.size(path)
     if layout.quote or size <= unit_bytes:
@@ -202,19 +201,18 @@ def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int =
 
 
 def first_of_each_file(units: Sequence[Unit]) -> list[Unit]:
-    """The units that begin the files, in order."""
     return list({u.path: u for u in reversed(units)}.values())[::-1]
 
 
 def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
                 block_bytes: int = 1 << 21) -> Iterator[Block]:
-    """All lines of a unit, in order.
+    """Yield all lines of a unit, in order.
 
     Args:
-        unit: file and range; a unit that is not the file's first begins after a line feed.
-        layout: says whether the file's first line is a header, which is skipped, and how fields are
-            quoted: records that contain line feeds are kept whole.
-        progress: called with the numbers of file bytes read.
+        unit: file and range.
+        layout: defines whether the file's first line is a header, which is skipped, and the quotes;
+            quoted records that contain line feeds are not divided between blocks.
+        progress: called with the number of file bytes read since the last call.
         block_bytes: approximate size of a block.
 
     Raises:
@@ -229,12 +227,12 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
 
 def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int = 1 << 19
                ) -> Iterator[memoryview]:
-    """The text of the blocks of `read_blocks`, without counting lines.
+    """Yield the text of the blocks of `read_blocks`, without counting lines.
 
-    All blocks use the same memory, so that it stays in the processor's cache: a block is valid
-    until the next one is requested.
+    All blocks use the same memory, which so stays in the processor's cache; a block is valid until
+    the next one is requested.
     """
-    # A line that the block before left over, the block, and the end of the unit's last line.
+    # Room for an incomplete line of the previous block, a block, and the rest of the last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)
     view = memoryview(memory)
     with _open_unit(unit) as (text, raw):
@@ -247,7 +245,7 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
             if left is not None:
                 left -= num
                 if num and left == 0 and memory[size + num - 1] != _FEED:
-                    line = text.readline(2 * MAX_LINE_BYTES)  # the last line begins inside
+                    line = text.readline(2 * MAX_LINE_BYTES)  # rest of the unit's last line
                     view[size + num:size + num + len(line)] = line
                     num += len(line)
             progress(raw.tell() - at)
@@ -269,22 +267,20 @@ def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int 
 
 
 def _fill(text: BinaryIO, view: memoryview, size: int, count: int) -> int:
-    """Read at most `count` bytes into the buffer at position `size`; returns their number, 0 only
-    at the end of the file."""
+    """Read up to `count` bytes into `view[size:]`; returns their number, 0 at the file's end."""
     return cast(io.BufferedIOBase, text).readinto(view[size:size + count]) if count else 0
 
 
 def _seek(text: BinaryIO, raw: BinaryIO, unit: Unit) -> int | None:
-    """Go to the first line that begins in the unit; returns the bytes left in the unit, None = the
-    rest of the file."""
+    """Seek to the unit's first line; returns the bytes left in the unit, None = the file's rest."""
     if unit.start:
         raw.seek(unit.start - 1)
-        text.readline()  # to the end of the line that holds the byte before
+        text.readline()  # skips the line that contains the byte before the unit
     return None if unit.stop is None else max(0, unit.stop - raw.tell())
 
 
 def line_of(unit: Unit, layout: Layout, row: int) -> int:
-    """Number in its file (1-based) of the line that is row `row` of a unit."""
+    """Return the line number in the file (1-based) of row `row` (0-based) of a unit."""
     lines = row + 1 + (layout.header and unit.start == 0)
     if unit.start:
         with _open_unit(unit) as (file, _):
@@ -298,23 +294,26 @@ def line_of(unit: Unit, layout: Layout, row: int) -> int:
 
 
 def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: Layout) -> int:
-    """The end of the last whole line (record) in a part of the memory."""
+    """Return the end of the last complete line (record) in `memory[begin:end]`, `begin` if none.
+
+    Raises FileFormatError if the rest is longer than `MAX_LINE_BYTES`.
+    """
     begin, end = part
     cut = max(begin, memory.rfind(b"\n", begin, end) + 1)
     if layout.quote:
         is_open = _is_open(memory[begin:cut], layout)
-        while cut > begin and is_open:  # back to the last line feed that stands outside of quotes
+        while cut > begin and is_open:  # back to the last line feed outside of quotes
             stop, cut = cut, max(begin, memory.rfind(b"\n", begin, cut - 1) + 1)
             is_open ^= _is_open(memory[cut:stop], layout)
     if end - cut > MAX_LINE_BYTES:
         raise FileFormatError(f"cannot read {path!r}", "line_bytes", end - cut,
                               f"<= {MAX_LINE_BYTES}",
-                              "close the quote that was left open, or pass a text file")
+                              "close an unclosed quote, or pass a text file")
     return cut
 
 
 def _is_open(data: bytearray, layout: Layout) -> bool:
-    """Whether `data` holds an odd number of quotes."""
+    """Whether `data` contains an odd number of quotes, not counting escaped ones."""
     quote, escape = layout.quote.encode(), layout.escape.encode()
     if escape:
         data = data.replace(escape * 2, b"").replace(escape + quote, b"")

@@ -1,7 +1,7 @@
-"""Plain text: lines whose fields are numbers, parsed by the compiled library into columns.
+"""Fast path for unquoted text with numeric fields, parsed into columns by the compiled library.
 
-The library parses lines that are certainly well-formed. The remaining lines go through
-`parse_block`, which handles every form and error, and their rows are merged in order.
+The library parses lines that are certainly well-formed. `parse_block`, which handles every valid
+form and every error, parses the other (irregular) lines; rows of both are merged in order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from oper.support import native
 _SKIP, _BIT, _INTEGER, _DECIMAL, _HEX32, _WHOLE, _NUMBER = range(7)
 _ALL = (-(10**18), 10**18)
 _SECONDS = convert.TOP_SECONDS - 1
-# How a field is parsed by (kind, parse) of its column: what the library does, bounds, type of what
-# it writes, type of the ids. An integer outside of the bounds is for `parse_block` to judge.
+# By (kind, parse) of a column: the library's parser, bounds of integers, dtype that the library
+# writes, Arrow type of ids. A line with an integer out of bounds is irregular.
 _PARSES: dict[tuple[str, str], tuple[int, tuple[int, int], Any, Any]] = {
     ("skip", ""): (_SKIP, _ALL, None, None),
     ("label", "binary"): (_BIT, _ALL, np.int8, None),
@@ -42,7 +42,7 @@ _PARSES: dict[tuple[str, str], tuple[int, tuple[int, int], Any, Any]] = {
     ("time", "unix_ms"): (_INTEGER, (-1000 * _SECONDS, 1000 * _SECONDS), np.int64, None),
     ("time", "yymmddhh"): (_INTEGER, (10**7, 10**8 - 1), np.int64, None),
 }
-_MANY = 8  # a block of which more than an eighth is irregular is converted as a whole
+_MANY = 8  # if more than 1/8 of its lines are irregular, `parse_block` parses the entire block
 
 
 class _Field(ctypes.Structure):
@@ -55,7 +55,7 @@ class _Field(ctypes.Structure):
 
 
 def is_plain(text: TextLayout) -> bool:
-    """Whether the library parses every column of a layout."""
+    """Whether the library can parse every column of a layout."""
     layout = text.layout
     return (not layout.quote and len(layout.separator) == 1
             and not text.also and not layout.filter and all(
@@ -65,13 +65,13 @@ def is_plain(text: TextLayout) -> bool:
 
 
 def read_plain(unit: Unit, text: TextLayout, progress: Progress, reuse: bool) -> Iterator[Rows]:
-    """The rows of a unit of a file of a plain layout, in pieces of `piece_rows` lines.
+    """Yield the rows of a unit whose layout `is_plain`, in pieces of `piece_rows` lines.
 
     Args:
         unit: file and range.
         text: layout of the file.
-        progress: called with the numbers of file bytes read.
-        reuse: reuse the same memory: rows are valid until the next ones are requested.
+        progress: called with the number of file bytes read since the last call.
+        reuse: reuse the memory of a piece, which is then valid only until the next is requested.
     """
     piece = _Piece(unit.path, text, 0)
     for data in read_lines(unit, text.layout, progress):
@@ -90,7 +90,7 @@ def read_plain(unit: Unit, text: TextLayout, progress: Progress, reuse: bool) ->
 
 
 class _Piece:
-    """Columns that are being filled."""
+    """Buffers for the columns of one piece, into which lines are parsed until it is full."""
 
     def __init__(self, path: str, text: TextLayout, first_line: int) -> None:
         self.path, self.text = path, text
@@ -119,13 +119,12 @@ class _Piece:
         self.begin(first_line)
 
     def begin(self, first_line: int) -> None:
-        """Empty the piece; its next line is number `first_line` of the unit."""
+        """Empty the piece; its first line will be line `first_line` of the unit."""
         self.first_line, self.num_lines, self.num_rows = first_line, 0, 0
         self._others: list[Rows] = []
 
     def take(self, data: memoryview, at: int) -> int:
-        """Parse lines of `data` from position `at` on until the piece is full; returns the bytes
-        parsed."""
+        """Parse lines of `data[at:]` until the piece is full; returns the bytes parsed."""
         rows, lines, num = (ctypes.c_int64(x) for x in (self.num_rows, self.num_lines, 0))
         text = np.frombuffer(data, np.uint8)[at:]
         taken: int = native.library().oper_data_parse(
@@ -155,7 +154,7 @@ class _Piece:
             bad=tuple(replace(b, row=int(numbers[b.row])) for b in found.bad)))
 
     def _convert_times(self, stop: int) -> bool:
-        """Convert the times of new rows; returns False if one is not a valid time."""
+        """Convert the times of rows from `num_rows` to `stop`; returns False if one is invalid."""
         for column in self.text.layout.of("time"):
             part = slice(self.num_rows, stop)
             raw = self._outs[column.name][part]
@@ -169,7 +168,7 @@ class _Piece:
         return True
 
     def finish(self) -> Rows:
-        """The rows of the piece."""
+        """Return the rows of the piece, with those of irregular lines merged in order."""
         text, count = self.text, self.num_rows
         columns = {c.name: c for c in text.columns if c.kind != "skip"}
         others = self._others

@@ -1,5 +1,4 @@
-"""A check of the first records before any work, so that an error that affects all records is
-reported at once."""
+"""Check the first records of a log before work begins, to report systematic errors early."""
 
 from __future__ import annotations
 
@@ -16,17 +15,16 @@ from oper.data.reading.rows import BadRow
 from oper.data.reading.text import separator_advice, split_line
 from oper.data.recipe import Column, Recipe
 
-_FILES = 4  # that are looked into
+_FILES = 4  # number of files whose first records are checked
 
 
 def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> None:
-    """Refuse a log whose first records contain more than `max_bad` malformed ones.
-
-    Everything in these records that a full pass would refuse is refused here, with a remedy.
+    """Read the first records of up to 4 files and raise the errors that a full pass would raise.
 
     Raises:
-        FileFormatError: there are too many malformed rows, or a file has other columns.
-        InvalidInputError: a column has a type that it may not have.
+        FileFormatError: a file has more than `max_bad` malformed rows in its first records (the
+            message suggests a remedy), or other columns.
+        InvalidInputError: a column of a Parquet file has an unsupported type.
     """
     for unit in first_of_each_file(units)[:_FILES]:
         rows = read_first(unit, recipe)
@@ -40,7 +38,7 @@ def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
     column = next((c for c in layout.columns if c.name == bad.column), None)
     found = ""
     if layout.format not in ("text", "parquet"):
-        pass  # no single field shows what is wrong
+        pass  # a malformed record does not show what to change in the recipe
     elif column is None:
         line = first_line(unit.path, layout.encoding)
         if len(split_line(line, layout)) != len(layout.columns):
@@ -62,7 +60,7 @@ _TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
 
 
 def _time_parse(column: Column, value: str) -> str:
-    """The `parse` under which a malformed time would be valid; empty if there is none."""
+    """Find the `parse` under which a malformed time would be valid; empty if there is none."""
     number = _number(value)
     if number is not None:
         found = ("unix" if abs(number) < TOP_SECONDS else
@@ -76,15 +74,17 @@ def _time_parse(column: Column, value: str) -> str:
 
 
 def _other_parse(column: Column, value: str) -> tuple[str, str]:
-    """The `parse` under which a malformed value would be valid, as a command-line flag and as a
-    recipe entry; empty if there is none."""
+    """Find the `parse` under which a malformed value would be valid.
+
+    Returns it as a command-line flag and as a recipe entry; both are empty if there is none.
+    """
     number = _number(value)
     if column.kind == "label" and number is not None:
-        return ("--threshold with the least number that is a 1",
-                'parse = "threshold" and threshold = the least number that is a 1')
+        return ("--threshold with the least number of the label 1",
+                'parse = "threshold" and threshold = the least number of the label 1')
     if column.kind == "label":
-        return (f"--among with the texts that are a 1, such as {value!r}",
-                f'parse = "among" and positive = the texts that are a 1, such as {value!r}')
+        return (f"--among with the strings of the label 1, such as {value!r}",
+                f'parse = "among" and positive = the strings of the label 1, such as {value!r}')
     if column.kind == "dense" and number is not None and column.parse == "int":
         return "", 'parse = "float"'
     if column.kind == "sparse" and column.parse not in ("integral", "string"):

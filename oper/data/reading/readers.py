@@ -1,4 +1,4 @@
-"""The rows of units of work, whatever the format of their files."""
+"""Read units of work of any file format as rows."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ from oper.data.recipe import Column, Layout, Recipe, conditions
 from oper.errors import FileFormatError, InvalidInputError
 
 _BATCH_ROWS = 1 << 16
-_FIRST_ROWS = 1000        # of a Parquet file, looked at before work begins
-_FIRST_BYTES = 1 << 17    # of a text file
-_Parse = Callable[[bytes, np.ndarray], Rows]  # lines, and their numbers in the unit
+_FIRST_ROWS = 1000        # rows of a Parquet file that `read_first` reads
+_FIRST_BYTES = 1 << 17    # bytes of a text file that `read_first` reads
+_Parse = Callable[[bytes, np.ndarray], Rows]  # parses lines, given their numbers in the unit
 
 
 def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
               reuse: bool = False) -> Iterator[Rows]:
-    """The rows of a unit, piece by piece.
+    """Yield the rows of a unit, piece by piece.
 
     Args:
         unit: the unit to read.
         recipe: how to read it.
-        progress: called with the numbers of bytes read from text files.
-        reuse: memory may be reused: rows are valid until the next ones are requested.
+        progress: called with the number of bytes read from a text file since the last call.
+        reuse: allow a piece to be valid only until the next one is requested (memory is reused).
 
     Raises:
         FileFormatError: the file is damaged, or has other columns than the recipe.
+        InvalidInputError: a filter does not fit the file, or ``.npy`` files are missing or remote.
     """
     layout = recipe.layout(unit.layout)
     if layout.format == "parquet":
@@ -65,7 +66,7 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
 
 
 def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
-    """Some of the first rows of a unit, read at once; None if it has none.
+    """Read some of the first rows of a unit; None if it has no rows.
 
     Raises:
         FileFormatError: as for `read_unit`.
@@ -103,7 +104,7 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
 
 
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
-    """A malformed row as text for a message: file, line, column, value found and value expected."""
+    """Describe a malformed row for a message: file, row, column, value found and expected."""
     layout = recipe.layout(unit.layout)
     is_text = layout.format in ("text", "jsonl", "bags")
     row = line_of(unit, layout, bad.row) if is_text else bad.row + 1
@@ -112,7 +113,7 @@ def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
 
 
 def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
-    """How the lines of a unit are split; None if they are not delimited text."""
+    """Return how the lines of a unit are split; None if it is not delimited text."""
     layout = recipe.layout(unit.layout)
     if layout.format != "text":
         return None
@@ -123,7 +124,7 @@ def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
 
 
 def _parser(unit: Unit, recipe: Recipe, text: TextLayout | None) -> Callable[[Block], Rows]:
-    """The function that turns the blocks of lines of a unit into rows."""
+    """Return the function that parses blocks of lines of a unit."""
     if text is not None:
         return partial(parse_block, text=text)
     layout = recipe.layout(unit.layout)
@@ -149,12 +150,12 @@ def _arrow_columns(layout: Layout, table: pa.Table, path: str
 
 _OBJECT_TYPES = {"string": pa.string(), "among": pa.string(), "iso": pa.string(),
                  "iso_zone": pa.string(), "hex32": pa.string()}
-# Of ids: a float64 holds integers below 2^53 only.
+# Ids are not read as float64, which is exact only for integers below 2^53.
 _OBJECT_IDS = {"int": pa.int64(), "uint32": pa.int64(), "uint64": pa.uint64()}
 
 
 def _object_type(column: Column) -> pa.DataType:
-    """The Arrow type as which a field of a JSON object is read."""
+    """Return the Arrow type in which a field of JSON objects is read."""
     if column.multi:
         return pa.string()
     if column.kind == "sparse" and column.parse in _OBJECT_IDS:
@@ -163,7 +164,7 @@ def _object_type(column: Column) -> pa.DataType:
 
 
 def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
-    """Rows from lines with one JSON object each."""
+    """Return a parser of lines with one JSON object each."""
     wanted = [c for c in layout.columns if c.kind != "skip"]
     schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
@@ -186,7 +187,7 @@ def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
 
 
 def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: _Parse) -> Rows:
-    """The rows of a block of lines; malformed ones are found by halving."""
+    """Parse a block of lines; malformed lines are isolated by bisection (`by_halves`)."""
     lines = block.data.split(b"\n")[:-1]
 
     def some(start: int, stop: int) -> Rows:
@@ -203,8 +204,7 @@ def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: _Parse) -> Ro
 
 
 def _bags(recipe: Recipe, layout: Layout) -> _Parse:
-    """Rows from lines with one user's items each; the layout defines the meaning of the first
-    number."""
+    """Return a parser of lines with one user's items each (see `Layout.first`)."""
     first = layout.first
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:
@@ -244,17 +244,17 @@ def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout) -> Iterator[Rows]:
 
 def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
             ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-    """Tables of the layout's columns with the numbers of their rows, filtered ones left out.
+    """Yield tables of the layout's columns after the filter, with row numbers from 0 before it.
 
-    Columns that the file lacks may be folders ``NAME=VALUE`` in its path (partitions as in Hive and
-    Spark); their values are strings.
+    Columns that the file lacks are read from folders ``NAME=VALUE`` in its path (partitions as in
+    Hive and Spark), as strings.
 
     Args:
         file: the file.
         path: its path.
-        layout: which columns, and the filter.
-        group: a row group; None = all.
-        size: rows that are read at once.
+        layout: columns to read, and the filter.
+        group: row group to read; None = all.
+        size: maximum number of rows per table.
     """
     filters = conditions(layout)
     wanted = dict.fromkeys([n for c in layout.columns for n in c.sources if c.kind != "skip"]
@@ -266,7 +266,7 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
     unknown = [n for n, _, _ in filters if n not in held and n not in folders]
     if unknown:
         raise InvalidInputError(f"cannot filter {path!r}", "columns", unknown,
-                                f"columns of the file, of {held[:20]}",
+                                f"columns of the file, such as {held[:20]}",
                                 "name columns of the file in the filter")
     first = 0
     for batch in file.iter_batches(size, row_groups=None if group is None else [group],
@@ -294,7 +294,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, rows: np.ndarray
                 ) -> Rows:
-    """Rows of Arrow columns; malformed ones are found by halving."""
+    """Convert Arrow columns to rows; malformed rows are isolated by bisection (`by_halves`)."""
     dense, sparse = recipe.names("dense"), recipe.names("sparse")
 
     def some(start: int, stop: int) -> Rows:
@@ -311,7 +311,7 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
 
 
 def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
-    """``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``) with ``X_dense.npy``, ``X_labels.npy``."""
+    """Read ``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``), ``X_dense.npy``, ``X_labels.npy``."""
     base = unit.path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     dense, labels = (_load(f"{base}_{name}.npy") for name in ("dense", "labels"))
     names = recipe.names("sparse")
@@ -342,7 +342,7 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
 
 
 def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> BadRow:
-    """The error in a row of arrays: in its label [], or in the first bad one of its numbers [D]."""
+    """Describe the error in a row: its label, or the first non-finite one of its numbers [D]."""
     if label not in (0, 1):
         return BadRow(row, recipe.label, str(label), convert.EXPECTED["binary"])
     k = int(np.isfinite(dense).argmin())
@@ -350,7 +350,7 @@ def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> 
 
 
 def num_arrays_rows(path: str) -> int:
-    """Number of rows of a day of ``.npy`` arrays, from its labels; raises as reading does."""
+    """Number of rows of a day of ``.npy`` arrays, from its labels; raises as `read_unit` does."""
     base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     return len(_load(f"{base}_labels.npy"))
 
@@ -364,7 +364,7 @@ def _load(path: str) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise InvalidInputError(
-            "cannot read arrays", "path", path, "an existing file next to the others",
+            "cannot read arrays", "path", path, "an existing file",
             "put the day's dense, sparse and labels files into one folder") from None
     except (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError) as error:
         raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
@@ -372,7 +372,11 @@ def _load(path: str) -> np.ndarray:
 
 
 class _Members:
-    """The members ``0.npy``, ``1.npy``, ... of a multi-hot ``.npz``, read row by row."""
+    """The members ``0.npy``, ``1.npy``, ... of a multi-hot ``.npz``, read in blocks of rows.
+
+    Attributes:
+        shape: numbers of rows and of members.
+    """
 
     def __init__(self, path: str, count: int) -> None:
         self._path = path
@@ -380,7 +384,7 @@ class _Members:
             archive = zipfile.ZipFile(path)
             self._files = [archive.open(f"{k}.npy") for k in range(count)]
             heads = [read_header(file) for file in self._files]
-        # RuntimeError: a damaged directory calls a member encrypted, or compressed in another way.
+        # RuntimeError: a damaged directory marks a member as encrypted or oddly compressed.
         except (zipfile.BadZipFile, KeyError, RuntimeError, ValueError, OSError) as error:
             raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
                                   f"a complete .npz with members 0..{count - 1}",
@@ -388,33 +392,34 @@ class _Members:
         bad = [h for h in heads if len(h[0]) != 2 or h[1] or h[2].kind not in "iu"
                or h[0][0] != heads[0][0][0]]
         if bad:
-            raise FileFormatError(f"cannot read {path!r}", "member", bad[0],
-                                  "integers [rows, ids per bag]", "make the file again")
+            raise FileFormatError(
+                f"cannot read {path!r}", "shape, Fortran order and dtype of a member", bad[0],
+                f"({heads[0][0][0]}, ids per bag), False, integers", "write the file again")
         self._heads = heads
         self.shape = (heads[0][0][0], count)
 
     def columns(self, part: slice) -> Iterator[np.ndarray]:
-        """int64 [n, h] of every member; parts must follow one another."""
+        """Yield rows `part` of every member, int64 [n, ids per bag]; parts must be consecutive."""
         count = part.stop - part.start
         for file, (shape, _, dtype) in zip(self._files, self._heads, strict=True):
             raw = file.read(count * shape[1] * dtype.itemsize)
             if len(raw) != count * shape[1] * dtype.itemsize:
-                raise FileFormatError(f"cannot read {self._path!r}", "rows",
+                raise FileFormatError(f"cannot read {self._path!r}", "rows of a member",
                                       "fewer than in its header", f"{shape[0]}", "fetch it again")
             yield np.frombuffer(raw, dtype).reshape(count, shape[1]).astype(np.int64)
 
 
 def is_companion(path: str, layouts: Sequence[Layout]) -> bool:
-    """Whether a file is read together with another one (labels and dense of ``.npy`` days)."""
+    """Whether a file has labels or dense columns of a ``.npy`` day."""
     return any(x.format == "npy" for x in layouts) and path.endswith(("_dense.npy", "_labels.npy"))
 
 
 def is_arrays(path: str) -> bool:
-    """Whether a file holds the sparse ids of a ``.npy`` day."""
+    """Whether a file has the sparse ids of a ``.npy`` day, by its name."""
     return path.endswith(("_sparse.npy", "_sparse_multi_hot.npz"))
 
 
 def is_parquet(path: str) -> bool:
-    """Whether a file begins like a Parquet file."""
+    """Whether a file begins with the magic bytes of Parquet."""
     with store.open_input(path) as file:
         return file.read(4) == b"PAR1"

@@ -1,4 +1,4 @@
-"""Well-formed rows of a log, and the errors in the others."""
+"""Rows of a log in columnar form, and descriptions of malformed rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from oper.data.arrays import places_of
 from oper.data.reading.columns import Ids, MalformedError
 
 MAX_EXAMPLES = 20
-PIECE_ROWS = 1 << 19   # of the log in memory at once, at most
-PIECE_BYTES = 1 << 28  # about, of logs with many columns
+PIECE_ROWS = 1 << 19   # maximum number of rows of the log in memory at once
+PIECE_BYTES = 1 << 28  # approximate bytes of these rows, which limits logs with many columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class BadRow:
     """A malformed row.
 
     Attributes:
-        row: its number in its unit of work (0-based).
-        column: name of the first malformed column; empty when the number of columns is wrong.
+        row: index of the row in its unit of work (0-based).
+        column: name of the first malformed column; empty if the number of columns is wrong.
         value: value found, shortened to 40 characters.
-        expected: value expected.
+        expected: description of valid values.
     """
 
     row: int
@@ -35,17 +35,17 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The well-formed rows of a piece of a log, n of them.
+    """The n well-formed rows of a piece of a log.
 
     Attributes:
-        num_lines: rows of the piece, malformed ones included.
-        rows: int64 [n], ascending: their numbers in the unit of work.
-        labels: int8 [n].
-        dense: float32 [D, n], transformed.
-        sparse: raw values by column.
+        num_lines: number of rows of the piece, including malformed ones.
+        rows: index of each row in the unit of work, int64 [n], ascending unless reordered.
+        labels: int8 [n], 0 or 1.
+        dense: transformed numbers, float32 [D, n].
+        sparse: raw values of each sparse column.
         time: int64 [n], seconds since 1970; None = the log has no time.
-        num_bad: malformed rows.
-        bad: the first of them, at most `MAX_EXAMPLES`.
+        num_bad: number of malformed rows.
+        bad: the first malformed rows, at most `MAX_EXAMPLES`.
     """
 
     num_lines: int
@@ -64,13 +64,13 @@ def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
 
 
 def show(text: bytes) -> str:
-    """A field as text for a message."""
+    """Format a field for a message, shortened to 40 characters."""
     shown = text[:41].decode("utf-8", "backslashreplace")
     return shown if len(text) <= 40 else shown[:37] + "..."
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Concatenate one or more pieces."""
+    """Concatenate one or more pieces with the same columns."""
     if len(parts) == 1:
         return parts[0]
     times = [p.time for p in parts if p.time is not None]
@@ -91,10 +91,14 @@ def concat(parts: Sequence[Rows]) -> Rows:
 def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[int, Exception],
               BadRow], none: Callable[[], Rows],
               caught: tuple[type[Exception], ...] = (MalformedError,)) -> Rows:
-    """Parse rows as a whole, or in halves until every malformed row is isolated.
+    """Parse rows 0..count - 1, isolating malformed rows by bisection.
 
-    `parse` returns the rows of a range, or raises one of `caught`; `blame` describes the error of a
-    single row from that exception; `none` makes an empty result with the columns' types.
+    Args:
+        count: number of rows.
+        parse: parses the rows `[start, stop)`, or raises one of `caught`.
+        blame: describes the error of a single row, given its index and the exception.
+        none: makes an empty result, which is returned if all rows are malformed.
+        caught: exceptions that indicate a malformed row.
     """
     bad: list[BadRow] = []
 
@@ -116,7 +120,7 @@ def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[in
 
 
 def in_order(rows: Rows, order: np.ndarray) -> Rows:
-    """The rows reordered so that row `order[k]` comes k-th; their numbers then need not ascend."""
+    """Gather rows: row k of the result is row `order[k]`; `order` int [m]."""
     at = pa.array(order)
     sparse = []
     for ids in rows.sparse:

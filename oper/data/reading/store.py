@@ -1,8 +1,7 @@
-"""Files on this machine, or in a store that pyarrow or fsspec can open.
+"""Access to local files, and to files in a store that pyarrow or fsspec can open.
 
-A name such as ``s3://bucket/log.gz`` is opened by ``pyarrow.fs`` (S3, GCS and HDFS, which are part
-of pyarrow), one with another scheme by the fsspec library installed for it. All other names are
-local paths.
+URLs such as ``s3://bucket/log.gz`` (S3, GCS and HDFS) are opened by ``pyarrow.fs``, URLs with other
+schemes by the fsspec implementation installed for them. All other names are local paths.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from oper.errors import InvalidInputError
 
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
+_BUFFER_BYTES = 1 << 23  # read buffer of a remote file: latency costs more than a few megabytes
 _GCS_RETRY_S = 30
 
 
@@ -34,7 +33,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str, str]:
-    """The store of a URL as a ``pyarrow.fs.FileSystem``, and the URL's path and query in it.
+    """Return the ``pyarrow.fs.FileSystem`` of a URL, the path in it, and the query with its ``?``.
 
     Raises:
         InvalidInputError: the scheme is unknown, or the store cannot be opened.
@@ -45,7 +44,7 @@ def filesystem(url: str) -> tuple[Any, str, str]:
 
     plain, mark, query = url.partition("?")
     if url.lower().startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in query:
-        # Its library would try for a quarter of an hour to reach a store that does not answer.
+        # By default, the GCS library retries for 15 minutes if the store does not respond.
         url += ("&" if mark else "?") + f"retry_limit_seconds={_GCS_RETRY_S}"
     try:
         try:
@@ -64,7 +63,7 @@ def filesystem(url: str) -> tuple[Any, str, str]:
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[None]:
-    """Turn the errors of a store into InvalidInputError with the URL."""
+    """Convert OSError of a store to InvalidInputError, which names the URL."""
     try:
         yield
     except FileNotFoundError:
@@ -72,7 +71,7 @@ def _asking(url: str) -> Iterator[None]:
                                 "check the path") from None
     except OSError as error:
         raise InvalidInputError("cannot use a store", "URL", url,
-                                "one that can be reached and grants access",
+                                "a reachable store that grants access",
                                 str(error)[:300]) from None
 
 
@@ -86,8 +85,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Size of a file in bytes, and its modification time in nanoseconds (0 = unknown to the
-    store)."""
+    """Return a file's size in bytes and modification time in ns since 1970 (0 = unknown)."""
     if not is_url(path):
         about = os.stat(path)
         return about.st_size, about.st_mtime_ns
@@ -100,17 +98,16 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def size(path: str) -> int:
-    """Bytes of a file."""
     return stamp(path)[0]
 
 
 def full_name(path: str) -> str:
-    """An absolute path, or a URL without its query, which may hold keys."""
+    """Return the absolute path, or the URL without its query, which may contain credentials."""
     return path.partition("?")[0] if is_url(path) else os.path.abspath(path)
 
 
 def files_below(url: str) -> list[str]:
-    """URLs of the data files named by the URL of a file, folder or pattern, in any order."""
+    """List the URLs of the data files that a file's, folder's or pattern's URL names, unordered."""
     from pyarrow import fs
 
     found, name, query = filesystem(url)
@@ -131,20 +128,18 @@ def files_below(url: str) -> list[str]:
 
 
 def is_data(path: str) -> bool:
-    """Whether a file below a folder holds data, that is, is neither hidden nor a marker
-    (``_SUCCESS``)."""
+    """Whether no part of a relative path begins with ``.`` or ``_`` (such as ``_SUCCESS``)."""
     return not any(part[0] in "._" for part in path.split("/") if part)
 
 
 @contextlib.contextmanager
 def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
-    """Replace pipes and workbooks among the names with files.
+    """Replace pipes and workbooks among `names` by temporary files, which can be read repeatedly.
 
-    The text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of an Excel
-    workbook as CSV, is written to a file, since a log is read more than once. The file lies next to
-    `beside` and is named by a digest of its content, so that an interrupted run continues if the
-    same content comes through the pipe again. It is removed at the end of the block, except after
-    an interrupt.
+    The data of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of an Excel
+    workbook as CSV, is written to a file next to `beside`, named by a digest of its contents: an
+    interrupted run resumes if the pipe delivers the same data again. Files are removed after the
+    block, unless it raises KeyboardInterrupt or OSError.
     """
     found, files = [], []
     given = [names] if isinstance(names, (str, os.PathLike)) else names
@@ -165,7 +160,7 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
                     digest.update(piece)
                     out.write(piece)
             files.append(draft.with_name(f".{beside.name}.pipe-{digest.hexdigest()[:24]}"))
-            os.utime(draft, ns=(0, 0))  # what it holds is in its name
+            os.utime(draft, ns=(0, 0))  # a fixed mtime keeps the job's identity for equal contents
             os.replace(draft, files[-1])
         found.append(str(files[-1]))
     try:
@@ -179,14 +174,13 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
 
 
 def _pieces(name: str) -> Iterator[bytes]:
-    """The data read from a pipe, piece by piece."""
     with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
         while piece := pipe.read(1 << 22):
             yield piece
 
 
 def is_pipe(name: str) -> bool:
-    """Whether a name denotes a pipe or a similar file that can be read only once."""
+    """Whether a name is ``-``, a pipe, a socket or a character device (readable only once)."""
     if name == "-" or is_url(name):
         return name == "-"
     try:
@@ -197,8 +191,7 @@ def is_pipe(name: str) -> bool:
 
 
 def upload(folder: Path, url: str, last: Sequence[str]) -> None:
-    """Upload the files of a local folder below a URL; the files named in `last` come at the end, in
-    this order.
+    """Upload the files of a local folder to a URL, those in `last` (relative paths) at the end.
 
     Raises:
         InvalidInputError: the store refuses a file.
@@ -209,13 +202,13 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
         for path in [*(n for n in names if n not in last), *last]:
             target = f"{name.rstrip('/')}/{path}"
             found.create_dir(target.rpartition("/")[0], recursive=True)
-            # copy_files never returned where a server answered with errors.
+            # pyarrow.fs.copy_files does not return if the server responds with errors.
             with open(folder / path, "rb") as file, found.open_output_stream(target) as out:
                 shutil.copyfileobj(file, out, 1 << 22)
 
 
 def remove_below(url: str) -> None:
-    """Remove all files below a URL, if there are any."""
+    """Remove all files below a URL; the folder need not exist."""
     found, name, _ = filesystem(url)
     with _asking(url):
         found.delete_dir_contents(name, missing_dir_ok=True)

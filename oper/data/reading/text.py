@@ -1,7 +1,7 @@
-"""Delimited text: blocks of lines to rows, malformed ones found one by one.
+"""Parse delimited text into rows.
 
-pyarrow splits and converts a whole block. A block with anything irregular is checked field by
-field; its malformed rows are left out and reported, and pyarrow converts the rest.
+pyarrow splits and converts entire blocks of lines. If it fails or a block has irregular text, each
+field of the block is checked; malformed rows are reported, and pyarrow converts the rest.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from oper.data.recipe import Column, Layout, Recipe, conditions, is_number
 from oper.errors import FileFormatError, InvalidInputError
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
-_UNIT_SEPARATOR = "\x1f"  # stands in for separators of several characters
+_UNIT_SEPARATOR = "\x1f"  # replaces separators of several characters
 
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """How the lines of one file are split: its columns in the order of the file.
+    """How the lines of one file are split into columns.
 
     Attributes:
         layout: layout of the recipe.
-        columns: one per field of a line; fields that the recipe leaves out are skipped.
+        columns: the column of each field of a line; fields not in the recipe have kind ``"skip"``.
         dense, sparse: names of the recipe's columns, in its order.
-        also: further columns read from a field, with the field's index.
+        also: (index of a field, column) for a second or further column read from that field.
     """
 
     layout: Layout
@@ -56,7 +56,7 @@ def _separator(layout: Layout) -> str:
 
 
 def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
-    """pyarrow's options for splitting lines of a layout after `unified`."""
+    """Make pyarrow's options for splitting lines of a layout after `unified`."""
     return pacsv.ParseOptions(
         delimiter=_separator(layout), quote_char=layout.quote or False,
         double_quote=not layout.escape, escape_char=layout.escape or False,
@@ -64,14 +64,14 @@ def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
 
 
 def split_line(line: str, layout: Layout) -> list[str]:
-    """The fields of one line; raises FileFormatError."""
+    """Split one line into fields; raises FileFormatError if its quoting is invalid."""
     if not layout.quote:
         return line.split(layout.separator)
     try:
         return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
-    except csv.Error as error:  # such as lines that end in carriage returns alone
+    except csv.Error as error:  # for example, lines that end in a carriage return only
         raise FileFormatError("cannot read the log", "line", line[:80],
-                              "fields of quoted text in lines that end in line feeds",
+                              "properly quoted fields in lines that end in line feeds",
                               f"{error}: convert the file") from None
 
 
@@ -81,10 +81,11 @@ def _dialect(separator: str, layout: Layout) -> dict[str, Any]:
 
 
 def text_layout(recipe: Recipe, layout: Layout, line: str, path: str) -> TextLayout:
-    """The columns of a file whose first line is `line`.
+    """Match the layout's columns with a file whose first line is `line`.
 
     Raises:
-        FileFormatError: the header lacks columns of the layout, or repeats one.
+        FileFormatError: the header lacks a column of the layout, or repeats one.
+        InvalidInputError: columns that share a field have different types.
     """
     columns = layout.columns
     also: list[tuple[int, Column]] = []
@@ -96,7 +97,7 @@ def text_layout(recipe: Recipe, layout: Layout, line: str, path: str) -> TextLay
 def _by_header(layout: Layout, header: Sequence[str], path: str
                ) -> tuple[tuple[Column, ...], list[tuple[int, Column]]]:
     wanted: dict[int, Column] = {}
-    # Columns that only a filter names are read for it.
+    # Columns that occur only in the filter are read too.
     known = {n for c in layout.columns for n in (c.name, *c.sources) if c.kind != "skip"}
     only = [Column(n, "dense", "float") if is_number(v) else Column(n, "sparse", "string")
             for n, v in {n: v for n, _, v in conditions(layout)}.items() if n not in known]
@@ -119,15 +120,17 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
     if missing:
         raise FileFormatError(
             f"cannot read {path!r}", "header", ",".join(header),
-            f"each of the columns {missing[:8]} once",
+            f"each of the columns {missing[:8]} exactly once",
             separator_advice(layout, layout.separator.join(header)) or
             "name the columns of its header, or pass a file with these columns")
     return tuple(wanted.get(k, Column(f"skip {k}", "skip")) for k in range(len(header))), also
 
 
 def separator_advice(layout: Layout, line: str) -> str:
-    """Advice on a file whose first line would have the layout's columns with another separator; ""
-    if no separator fits."""
+    """Suggest another separator with which the first line `line` has the layout's columns.
+
+    Returns "" if none of `SEPARATORS` fits.
+    """
     if "\0" in line:
         return "its zero bytes look like UTF-16: convert it to UTF-8"
     for separator in SEPARATORS:
@@ -142,7 +145,7 @@ def separator_advice(layout: Layout, line: str) -> str:
 
 
 def parse_block(block: Block, text: TextLayout) -> Rows:
-    """The rows of a block of lines; malformed rows are left out and reported."""
+    """Parse a block of lines; malformed rows are left out and described in `Rows.bad`."""
     data = unified(block.data, text.layout)
     try:
         if _is_odd(data, text):
@@ -167,19 +170,21 @@ def unified(data: bytes, layout: Layout) -> bytes:
 
 
 def _is_odd(data: bytes, text: TextLayout) -> bool:
-    """Whether a block contains text that pyarrow would accept but the recipe's types do not
-    allow."""
-    # pyarrow ends a line at a carriage return of its own, too.
+    """Whether a block may contain text that pyarrow accepts but the recipe does not allow."""
+    # pyarrow also ends a line at a carriage return without a line feed.
     if b"\0" in data or (b"\r" in data and not text.layout.quote
                          and data.count(b"\r") != data.count(b"\r\n")):
         return True
-    # Hexadecimal integers; a text that happens to hold such letters only costs time.
+    # pyarrow accepts hexadecimal integers. A false positive only costs time.
     return (b"0x" in data or b"0X" in data) and any(
         c.parse in ("int", "uint32", "uint64") for c in text.columns)
 
 
 def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | None) -> Rows:
-    """Convert lines that should all be well-formed; raises MalformedError or ArrowInvalid."""
+    """Convert lines with pyarrow; raises MalformedError or ArrowInvalid if one is malformed.
+
+    `rows` are the lines' indices in the unit; None = consecutive from `first_row` on.
+    """
     names = [str(k) for k in range(len(text.columns))]
     layout = text.layout
     used = {str(k): c for k, c in enumerate(text.columns) if c.kind != "skip"}
@@ -203,7 +208,7 @@ def _convert(data: bytes, text: TextLayout, first_row: int, rows: np.ndarray | N
 
 def rows_of(columns: dict[str, tuple[Column, pa.Array]], dense: Sequence[str],
             sparse: Sequence[str], rows: np.ndarray) -> Rows:
-    """Rows from Arrow columns of equal length; raises MalformedError."""
+    """Convert Arrow columns [n] to rows with the indices `rows` [n]; raises MalformedError."""
     label = [p for p in columns.values() if p[0].kind == "label"]
     time = [p for p in columns.values() if p[0].kind == "time"]
     count = rows.size
@@ -217,7 +222,7 @@ def rows_of(columns: dict[str, tuple[Column, pa.Array]], dense: Sequence[str],
 
 
 def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
-    """Rows of a block in which something is malformed."""
+    """Parse a block field by field, leaving out malformed rows."""
     records = _records(data, text, block)
     bad: list[BadRow] = []
     good = []
@@ -235,7 +240,7 @@ def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
         return _convert(_written([records[k] for k in some], text), text, 0,
                         np.array(some, np.int64) + block.first_row)
 
-    # pyarrow may object to a record that `_judge` let pass.
+    # pyarrow may refuse a record that `_judge` accepts.
     rows = by_halves(len(good), parse, lambda k, error: BadRow(
         block.first_row + good[k], "", show(b" ".join(records[good[k]])), str(error)[:120]),
         lambda: no_rows((*text.columns, *(c for _, c in text.also)), text.dense, text.sparse),
@@ -258,8 +263,8 @@ def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
         records, why = [], str(error)
     if why:
         raise FileFormatError(f"cannot read {block.path!r}",
-                              f"text from row {block.first_row + 1} on", why, "quoted fields",
-                              "correct the file")
+                              f"text from row {block.first_row + 1} on", why,
+                              "properly quoted fields", "correct the quotes and line ends")
     return records
 
 
@@ -268,8 +273,7 @@ _COMPARES = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": opera
 
 
 def _is_kept(fields: list[bytes], text: TextLayout) -> bool:
-    """Whether a record fulfils the layout's filter, as `holds` does for columns; a record that
-    cannot be compared is kept, so that it is reported as malformed."""
+    """Whether a record passes the filter; true for incomparable ones, which are then malformed."""
     if len(fields) != len(text.columns):
         return True
     for name, how, value in conditions(text.layout):
@@ -310,6 +314,6 @@ def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
 
 
 def no_rows(columns: Sequence[Column], dense: Sequence[str], sparse: Sequence[str]) -> Rows:
-    """An empty result with the types of the columns."""
+    """Make a result with 0 rows and the types of the columns."""
     empty = {c.name: (c, pa.array([], convert.arrow_type(c))) for c in columns if c.kind != "skip"}
     return rows_of(empty, dense, sparse, np.zeros(0, np.int64))

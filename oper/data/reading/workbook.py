@@ -1,4 +1,4 @@
-"""Excel workbooks, as CSV."""
+"""Convert Excel workbooks to CSV."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from oper.errors import FileFormatError, InvalidInputError, MissingDependencyErr
 
 
 def rows_as_csv(path: str) -> Iterator[bytes]:
-    """The rows of a workbook's first sheet as lines of CSV; times as ISO 8601.
+    """Yield the rows of a workbook's first sheet as lines of CSV; times become ISO 8601.
 
     Raises:
         MissingDependencyError: openpyxl is not installed.
-        InvalidInputError: there is no such file.
-        FileFormatError: it is not a workbook.
+        InvalidInputError: the file does not exist.
+        FileFormatError: the file is not a workbook, or damaged.
     """
     what = f"cannot read {path!r}"
     try:

@@ -1,1 +1,1 @@
-"""From raw values to ids, in one run or over many."""
+"""Vocabularies, which map raw values to ids."""

@@ -1,7 +1,7 @@
-"""Vocabularies: from raw values to ids in hotness order, counted on the training part.
+"""Build vocabularies: ids of raw values in frequency order, by their counts in the training part.
 
 Values and counts may exceed memory, so a vocabulary is built from slices of ascending values and
-kept in memory-mapped files.
+stored in memory-mapped files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from oper.errors import InvalidInputError
 from oper.support import native
 
 _WRITE_ROWS = 1 << 20
-_SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory
-_FEW = 1 << 16  # counts below are counted in an array
+_SMALL_BYTES = 1 << 24  # maximum size of a vocabulary that is cached in memory
+_FEW = 1 << 16  # counts below this are tallied by np.bincount, larger ones by sorting
 Slices = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 # Ascending distinct values [K], ids int32 [K], counts int64 [K], piece by piece.
 Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -32,24 +32,24 @@ Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFacts:
-    """Facts about a column's values.
+    """Facts about a column's values and how they map to ids.
 
     Id 0 stands for every value without its own id: seen fewer than `min_count` times in the
-    training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... are given to the other
-    values by descending count, ties by ascending value; a missing field counts as a value that
-    sorts before all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0
-    for missing fields.
+    training part, dropped by the limit on rows, or never seen. Ids 1, 2, ... are assigned to the
+    other values by descending count, ties by ascending value; a missing field counts as a value
+    that sorts before all others. In a hashed column, ids are 1 + hash mod (rows - 1), and 0 for
+    missing fields.
 
     Attributes:
         num_rows: rows of the table, row 0 included.
-        num_distinct: distinct values seen in the training part, a missing field counted as one.
+        num_distinct: distinct values seen in the training part; missing fields count as one value.
         num_once: values seen once in the training part. Divided by all accesses, this is the
-            Good-Turing estimate of the probability that the next value is new, which cannot be
-            computed from the statistics of ids.
-        num_rare_accesses: accesses in the training part of values that share row 0.
+            Good-Turing estimate of the probability that the next value is new; access counts of
+            rows do not determine it.
+        num_rare_accesses: training accesses to row 0, that is, of values without their own id.
         missing_id: id of a missing field; 0 if it shares row 0.
         hashed: whether ids are hashes.
-        num_collisions: distinct values of a hashed column less the rows that they take.
+        num_collisions: number of distinct values of a hashed column minus the rows they occupy.
     """
 
     num_rows: int
@@ -62,38 +62,41 @@ class VocabularyFacts:
 
 
 def hash64(values: np.ndarray) -> np.ndarray:
-    """A hash of each raw value, uint64 [K], which never changes.
+    """Hash raw values [K], integers or bytes, to uint64 [K]; stable across releases.
 
-    Integers are hashed by the finalizer of splitmix64, strings by folding their bytes through it,
-    eight at a time.
+    The hash of an integer is the finalizer of splitmix64; that of a string folds its bytes through
+    the finalizer, eight at a time.
     """
     if values.dtype.kind == "S":
         width = -(-values.dtype.itemsize // 8) * 8
         words = np.ascontiguousarray(values.astype(f"S{width}")).view("<u8").reshape(
             values.size, width // 8)
         state = np.full(values.size, 0x9E3779B97F4A7C15, np.uint64)
-        for word in words.T:  # words of zeros, past the end of a text, change nothing
+        for word in words.T:  # padding (zero words) must not change the hash
             state = np.where(word != 0, mix64(state ^ word), state)
         return state
     return mix64(values.astype(np.int64).view(np.uint64) if values.dtype.kind == "i" else values)
 
 
 def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
-    """Ids of raw values by hashing: int32 [K], 1 + (64-bit hash mod (num_rows - 1))."""
+    """Hash raw values [K] to ids 1 + (64-bit hash mod (num_rows - 1)), int32 [K]."""
     return (1 + mix64(hash64(values) + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
 
 
 class Vocabulary:
-    """The ids of one column's raw values, in files."""
+    """The mapping from one column's raw values to ids, in memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
-        """Open what `build` wrote into `folder`."""
+        """Open the files that `build` or `build_hashed` wrote to `folder`."""
         self._folder = folder
         self._small: tuple[np.ndarray, np.ndarray] | None = None
         self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
-        """Ids int32 [K + 1] of a missing field and of distinct ascending raw values [K]."""
+        """Look up distinct ascending raw values [K]; returns int32 [K + 1].
+
+        Entry 0 is the id of a missing field, entry k + 1 that of value k (0 = no id of its own).
+        """
         ids = np.zeros(values.size + 1, np.int32)
         ids[0] = self.facts.missing_id
         if self.facts.hashed:
@@ -103,40 +106,39 @@ class Vocabulary:
         return ids
 
     def has(self, values: np.ndarray) -> np.ndarray:
-        """Whether each of the raw values [K], distinct and ascending, is in the vocabulary; bool
-        [K]."""
+        """Whether each of the distinct ascending raw values [K] has an id; bool [K]."""
         return self._find(values) > 0
 
     def _find(self, values: np.ndarray) -> np.ndarray:
-        """Ids of distinct ascending raw values in the vocabulary, 0 = none."""
+        """Ids int32 [K] of distinct ascending raw values [K]; 0 = not in the vocabulary."""
         known, ids = self._known()
         kind = common_kind(known, values)
-        if kind.kind != "S":  # texts are compared whatever their widths
+        if kind.kind != "S":  # strings of different widths can be compared
             known, values = known.astype(kind, copy=False), values.astype(kind, copy=False)
         return native.lookup(known, ids, values)
 
     @property
     def num_missing(self) -> int:
-        """Missing fields that were counted."""
+        """Number of missing fields in the training part."""
         return int((self._folder / "missing.json").read_text())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Values, ids and counts of every value with an id, by ascending value, mapped."""
+        """Memory-map the values [V] with an id, ascending, their ids int32 and counts int64 [V]."""
         values, ids, counts = (np.load(self._folder / f"{n}.npy", mmap_mode="r")
                                for n in ("values", "ids", "counts"))
         return values, ids, counts
 
     def parts(self) -> Parts:
-        """The contents of `arrays` in pieces; at least one piece, so that the type is known."""
+        """Yield the contents of `arrays` in pieces, at least one (which may be empty)."""
         every = self.arrays()
         for start in range(0, max(1, every[0].size), _WRITE_ROWS):
             values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in every)
             yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and ids: in memory if they are small, otherwise mapped again for each use.
+        """Values and ids: cached if small, otherwise mapped anew each time.
 
-        Pages of a permanent mapping would count as memory of the process.
+        Pages of a permanent mapping would count as resident memory of the process.
         """
         if self._small is not None:
             return self._small
@@ -147,14 +149,14 @@ class Vocabulary:
         return self._small
 
     def write_parquet(self, path: Path) -> None:
-        """Write value, id and count of every value with an id, see `write_parquet`."""
+        """Write the vocabulary as the module's `write_parquet` does."""
         facts = self.facts
         write_parquet(path, self.parts, (facts.missing_id, self.num_missing)
                       if facts.missing_id or facts.hashed else None)
 
 
 def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
-    """A type for the raw values of both arrays; raises InvalidInputError if there is none."""
+    """Return a dtype for the raw values of both arrays; raises InvalidInputError if none exists."""
     if not one.size or not other.size or one.dtype == other.dtype:
         return one.dtype if one.size else other.dtype
     kind = np.promote_types(one.dtype, other.dtype)
@@ -162,19 +164,20 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
         raise InvalidInputError(
             "cannot look values up in a vocabulary", "types", (other.dtype.name, one.dtype.name),
             "both signed, both unsigned or both strings",
-            "read the column as the vocabulary's run did")
+            "parse the column as in the run that made the vocabulary")
     return kind
 
 
 def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, int] | None) -> None:
-    """Write a vocabulary: value, id and count, by ascending value.
+    """Write a vocabulary to Parquet: columns value, id and count, by ascending value.
 
-    Texts are written as strings, or as binary if one of them is not UTF-8.
+    Strings are written as Arrow strings, or as binary if one of them is not UTF-8.
 
     Args:
         path: the file.
-        parts: makes an iterator over (values, ids, counts); called twice.
-        missing: id and count of a missing field, which has a null value and comes first.
+        parts: returns an iterator over (values, ids, counts); called twice.
+        missing: id and count of a missing field, whose row is first and has a null value; None = no
+            such row.
     """
     kind = pa.int64()
     for values, _, _ in parts():
@@ -201,14 +204,15 @@ def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, in
 
 def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
           max_rows: int | None) -> VocabularyFacts:
-    """Write the vocabulary of merged counts into `folder`.
+    """Assign ids to counted values, write the vocabulary to `folder` and return its facts.
 
     Args:
         folder: folder for the files.
-        merger: counts of all values of the training part.
-        num_missing: missing fields there.
+        merger: counts of all values in the training part.
+        num_missing: number of missing fields in the training part.
         min_count: values seen less often get id 0.
-        max_rows: most rows, row 0 included; the hottest values get them.
+        max_rows: maximum number of rows, row 0 included; less frequent values get id 0. None = no
+            limit.
     """
     levels, num = _histogram(merger.slices)
     total = int((levels * num).sum()) + num_missing
@@ -239,7 +243,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
 
 def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: int
                  ) -> VocabularyFacts:
-    """Write the facts of a hashed column into `folder`, with the collisions counted."""
+    """Write values, ids and facts of a hashed column to `folder`; counts the collisions."""
     taken = np.zeros(num_rows, bool)
     levels, num = _histogram(merger.slices)
     distinct = int(num.sum())
@@ -259,14 +263,13 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
 
 
 def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
-    """Write a vocabulary's facts next to its arrays, without waiting for the disk (no fsync).
-    """
+    """Write a vocabulary's facts and number of missing fields next to its arrays, without fsync."""
     (folder / "missing.json").write_text(str(num_missing))
     (folder / "facts.json").write_text(json.dumps(asdict(facts)))
 
 
 def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending counts int64 [K] and how many values have each."""
+    """Return the distinct counts, ascending, int64 [K], and the number of values with each."""
     few = np.zeros(_FEW, np.int64)
     levels = num = np.zeros(0, np.int64)
     for _, counts in slices():
@@ -278,10 +281,9 @@ def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
-    """Assign ids to ascending values, count by count; returns the accesses of values with an id.
+    """Assign ids by descending count, then ascending value; returns the accesses of these values.
 
-    Of each count the first ids go to the smallest values, so that walking once through ascending
-    values with a counter per count gives the order by count, then value.
+    One pass over ascending values suffices, with the next free id of each distinct count.
     """
     levels, room, first, given = state
     accesses = 0
@@ -301,7 +303,7 @@ def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept:
 
 
 def write_parts(folder: Path, parts: Parts, count: int) -> None:
-    """Write values, ids and counts, `count` of each, as three .npy files."""
+    """Write `count` values, ids and counts to three ``.npy`` files in `folder`."""
     files: list[BinaryIO] = []
     dtypes: list[np.dtype[Any]] = []
     try:

@@ -1,4 +1,4 @@
-"""Stored vocabularies, which can be applied to new files and extended by new values."""
+"""Finished vocabularies, which can be applied to new logs and extended by new values."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _BATCH_ROWS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class FinishedVocabulary:
-    """The vocabularies of all sparse columns, of a preprocessed folder or an extended one.
+    """The vocabularies of all sparse columns in a preprocessed or an extended folder.
 
     Attributes:
         path: the folder.
-        columns: the sparse columns, in their order.
-        facts: facts about each of them.
+        columns: names of the sparse columns, in order.
+        facts: facts about each column's values.
         min_count: values seen less often share row 0.
         digest: digest of the manifest, which identifies the vocabulary.
-        recipe: name of the recipe with which it was made.
-        numbering: digest of the rows of its values: the same in all extensions except reordered
-            ones.
+        recipe: name of the recipe with which the vocabulary was made.
+        numbering: id of the mapping from values to rows; extensions keep it unless they reorder
+            rows.
     """
 
     path: Path
@@ -66,7 +66,9 @@ class FinishedVocabulary:
         """Open a folder written by ``oper preprocess`` or ``oper vocabulary extend``.
 
         Raises:
-            FileFormatError: there is no such folder, it has another version, or it is damaged.
+            FileFormatError: the folder is not such an output, has another version or raw ids, or is
+                damaged.
+            InvalidInputError: `path` is a URL.
         """
         check_local(path)
         folder, what = Path(path), f"cannot open {os.fspath(path)!r} as a vocabulary"
@@ -93,11 +95,11 @@ class FinishedVocabulary:
         return found
 
     def file(self, column: str) -> Path:
-        """The Parquet file of a column: value, id and count, by ascending value."""
+        """Return the path of a column's Parquet file, see `write_parquet`."""
         return self.path / "vocabulary" / f"{column}.parquet"
 
     def unpack(self, column: str, folder: Path) -> Vocabulary:
-        """Write a column's vocabulary into `folder`, as `Vocabulary` opens it.
+        """Convert a column's vocabulary to the files of `Vocabulary`, in `folder`, and open it.
 
         Raises:
             FileFormatError: the file is damaged or contradicts the manifest.
@@ -124,7 +126,7 @@ class FinishedVocabulary:
 
 
 def _parts(file: pq.ParquetFile, width: int) -> Parts:
-    """Values, ids and counts, with strings as bytes of `width` and without nulls."""
+    """Yield values, ids and counts without the null value; strings become bytes of `width`."""
     for batch in file.iter_batches(_BATCH_ROWS):
         if batch.column(0).null_count:
             batch = batch.filter(batch.column(0).is_valid())
@@ -137,7 +139,7 @@ def _parts(file: pq.ParquetFile, width: int) -> Parts:
 
 
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
-    """The parts, checked: values ascend, and each id is a row and belongs to one value."""
+    """Pass parts through; raises unless values ascend, ids are in range, and non-hashes unique."""
     last: Any = None
     taken, count = np.zeros(facts.num_rows, bool), 0
     for values, ids, counts in parts:
@@ -157,7 +159,7 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
 
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
-    """Raise InvalidInputError unless a vocabulary has exactly these sparse columns."""
+    """Raise InvalidInputError unless a vocabulary has exactly these sparse columns, in order."""
     require("cannot apply a vocabulary", "pass the recipe and columns that it was made with",
             ("sparse columns", list(columns), finished.columns == tuple(columns),
              f"{list(finished.columns)} as in {str(finished.path)!r}"))
@@ -168,24 +170,24 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
            max_rows: int | None = None, reorder: bool = False) -> dict[str, Any]:
     """Write a vocabulary with new values appended to the old ones; returns its manifest.
 
-    Every old value keeps its row. New values get the rows after them, by descending count over all
-    `folders` together, with ties by value. Rows are therefore in frequency order within each
-    extension only: a plan finds the hot ones by their ids, as in any table without that order.
+    Old values keep their rows. New values get the rows after them, by descending total count over
+    all `folders`, ties by ascending value. Rows are then in frequency order only within each
+    extension; planning does not need that order, since statistics list the hot ids.
 
-    With `reorder` all rows are numbered again, by count in the vocabulary and all `folders`
-    together, and ``remap/COLUMN.npy`` holds the new number of each row, see `oper.rows.remap`.
+    With `reorder`, all rows are renumbered by their total count in the vocabulary and all
+    `folders`, and ``remap/COLUMN.npy`` has the new number of each row, see `oper.rows.remap`.
 
     Args:
-        path: the vocabulary.
+        path: folder of the vocabulary.
         folders: folders preprocessed with it; the unseen values of their training parts are added.
-        output: the folder to write.
-        min_count: values seen less often stay unseen; None = the vocabulary's.
-        max_rows: most rows per table, old ones included; None = no limit.
-        reorder: put all rows into frequency order. Counts of a column's rows are held in memory.
+        output: the folder to write, which must not exist.
+        min_count: new values seen less often are not added; None = the vocabulary's `min_count`.
+        max_rows: maximum number of rows per table, old rows included; None = no limit.
+        reorder: put all rows into frequency order; needs memory for the counts of a column's rows.
 
     Raises:
-        InvalidInputError: a column is hashed, a folder is of another vocabulary or named twice,
-            `output` exists, or its disk is full.
+        InvalidInputError: a column is hashed, a folder was preprocessed with another vocabulary or
+            is named twice, `output` exists, or its disk is full.
         FileFormatError: a folder or vocabulary is damaged.
     """
     what = "cannot extend a vocabulary"
@@ -226,14 +228,14 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
         applied = read_json(folder / MANIFEST, what).get("vocabulary") or {}
     except (OSError, AttributeError):
         applied = {}
-    require(what, "its unseen values are those of another vocabulary, or it has none",
+    require(what, "leave it out: its unseen values are relative to another vocabulary, or unknown",
             ("folder", str(folder), applied.get("digest") == old.digest,
              f"one preprocessed with --vocabulary {old.path}"))
     return folder
 
 
 def numbering_of(folder: Path) -> str:
-    """A digest of the rows that the values of a folder's vocabularies have."""
+    """Return a digest of the vocabulary files in a folder, an id of their mapping to rows."""
     state = hashlib.sha256()
     for path in sorted(folder.glob("*.parquet")):
         state.update(path.name.encode())
@@ -245,7 +247,7 @@ def numbering_of(folder: Path) -> str:
 
 def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: VocabularyFacts
                     ) -> VocabularyFacts:
-    """Number the rows of a column's extended file in ``out`` by their counts; writes the re-map."""
+    """Renumber the rows of a column's extended file in `out` by count, and write the remap."""
     path = out / "vocabulary" / f"{name}.parquet"
     table = pq.read_table(path)  # by ascending value, a missing field first
     ids = table.column("id").to_numpy()
@@ -256,7 +258,7 @@ def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: Vocabu
             found = folder.read_part(part, (name,)).column(name)
             found = found.combine_chunks().flatten() if pa.types.is_list(found.type) else found
             counts += np.bincount(found.to_numpy(), minlength=facts.num_rows)
-    rows = np.zeros(facts.num_rows, np.int32)  # ids of 0 were counted and stay where they are
+    rows = np.zeros(facts.num_rows, np.int32)  # row 0 stays row 0
     rows[ids[np.argsort(-counts[ids], kind="stable")]] = np.arange(1, facts.num_rows)
     np.save(out / remap.FOLDER / f"{name}.npy", rows)
     pq.write_table(pa.table([table.column("value"), rows[ids], counts[ids]], schema=table.schema),
@@ -266,7 +268,7 @@ def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: Vocabu
 
 def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], work: Path,
                    limits: tuple[int, int | None]) -> VocabularyFacts:
-    """Write one column's extended file into ``work/out``."""
+    """Write one column's extended vocabulary to ``work/out``; `limits`: min_count and max_rows."""
     known, new = work / "known", work / "new"
     for folder in (known, new):
         shutil.rmtree(folder, ignore_errors=True)
@@ -302,7 +304,7 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
 
 
 def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
-    """Old and new values in the order of values; new ids come after the old ones."""
+    """Merge old and new values in ascending order; `shift` is added to new ids."""
     values, ids, counts = new.arrays()
     kind, at = common_kind(old.arrays()[0], values), 0
     for part, after in itertools.pairwise(itertools.chain(old.parts(), [None])):
@@ -318,10 +320,10 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
 
 
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
-    """Write the values that a vocabulary lacks, as `write_parquet`, with ids of 0.
+    """Write values that a vocabulary lacks in the form of `write_parquet`, with ids of 0.
 
     Returns:
-        How many there are, a missing field counted as one, and how often they occur.
+        Number of distinct values (missing fields count as one) and of their occurrences.
     """
     def parts() -> Parts:
         for values, counts in merger.slices():

@@ -1,4 +1,4 @@
-"""Merging of sorted (value, count) runs in bounded memory, spilling to disk."""
+"""Merge sorted runs of (value, count) in bounded memory, spilling to disk."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from oper.data.arrays import save
 from oper.errors import InvalidInputError
 from oper.support.native import merge_counts
 
-_MEMORY_BYTES = 192 << 20  # of runs held before they are spilled
-_SLICE = 1 << 21           # entries that are merged at once, about
+_MEMORY_BYTES = 192 << 20  # maximum size of runs in memory before they are spilled
+_SLICE = 1 << 21           # approximate number of entries merged at once
 
 
 class RunMerger:
-    """Adds up any number of sorted (value, count) pairs of one column.
+    """Sums the counts of equal values over any number of sorted runs of one column.
 
-    Runs of similar size are merged in memory, so that an entry takes part in a logarithmic number
-    of merges; when they exceed the memory limit they are written to disk as one run. `slices` then
-    merges the runs on disk range by range.
+    Runs of similar size are merged in memory, so that each entry takes part in a logarithmic number
+    of merges. Runs that exceed the memory limit are written to disk as one run, and `slices` merges
+    the runs on disk range by range.
     """
 
     def __init__(self, folder: Path, memory_bytes: int = _MEMORY_BYTES) -> None:
-        """Runs are spilled to files in `folder`."""
+        """Start without runs; those beyond `memory_bytes` are spilled to files in `folder`."""
         self._folder, self._memory = folder, memory_bytes
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
         self._spilled: list[tuple[Path, Path]] = []
         self._dtype: np.dtype[Any] | None = None
 
     def add(self, values: np.ndarray, counts: np.ndarray) -> None:
-        """Add distinct ascending `values` [K] and their counts int64 [K]."""
+        """Add distinct ascending `values` [K] (integers or bytes) and their counts int64 [K].
+
+        Raises InvalidInputError if the values have no common type with earlier ones.
+        """
         if not values.size:
             return
         before = self._dtype or values.dtype
         self._dtype = np.promote_types(before, values.dtype)
-        # NumPy would write integers as texts.
+        # NumPy would promote integers and strings to strings.
         is_mixed = (before.kind == "S") != (values.dtype.kind == "S")
         if is_mixed or self._dtype.kind not in "iuS":
-            raise InvalidInputError("cannot merge values of one column", "types", values.dtype.name,
-                                    "signed, unsigned or strings, the same in all files",
-                                    "convert the files")
+            raise InvalidInputError("cannot merge values of one column", "types",
+                                    (before.name, values.dtype.name),
+                                    "only signed integers, only unsigned ones, or only strings",
+                                    "convert the column to the same type in all files")
         self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
             self._runs[-2:] = [merge_counts(self._runs[-2:])]
@@ -59,9 +63,9 @@ class RunMerger:
         self._spilled.append(paths)
 
     def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All distinct values in ascending order with their counts, piece by piece; repeatable.
+        """Yield all distinct values in ascending order with their counts; may be called repeatedly.
 
-        Every piece has the same type; strings have the width of the longest one.
+        Every piece has the same dtype; strings have the width of the longest one.
         """
         for values, counts in self._slices():
             yield values.astype(self._dtype, copy=False), counts
@@ -86,12 +90,12 @@ class RunMerger:
             return [(np.load(v, mmap_mode="r"), np.load(c, mmap_mode="r"))
                     for v, c in self._spilled]
 
-        # Between two neighbours of all sampled values a run holds at most `step` entries.
+        # Between two adjacent sampled values, each run has at most `step` entries.
         sampled = np.sort(np.concatenate([np.asarray(v[::step]) for v, _ in load()]))
         bounds = sampled[max(1, _SLICE // step - count)::max(1, _SLICE // step - count)]
         ends = [0] * count
         for k in range(bounds.size + 1):
-            runs = load()  # mapped again, so that pages of earlier slices do not stay resident
+            runs = load()  # mapped anew, so that pages of earlier slices do not stay resident
             starts, parts = list(ends), []
             for r, (values, counts) in enumerate(runs):
                 ends[r] = values.size if k == bounds.size else int(
@@ -103,7 +107,6 @@ class RunMerger:
                 yield merge_counts(parts)
 
     def close(self) -> None:
-        """Remove the files."""
         for pair in self._spilled:
             for path in pair:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Columns without a vocabulary: raw values as 64-bit keys, for dynamic tables."""
+"""Raw values as 64-bit keys of dynamic tables, instead of ids from a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 from oper.data.vocabulary.building import hash64
 from oper.errors import InvalidInputError
 
-MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # of a missing field: what `hash64` makes of no text
+MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # missing field; equals `hash64` of an empty string
 
 
 class RawKeys:
-    """The keys of a column's raw values, used instead of a vocabulary.
+    """Maps a column's raw values to 64-bit keys; used instead of a vocabulary.
 
-    An integer is its own key (an unsigned one by the same 64 bits); a string's key is the 64-bit
-    hash of its bytes, which never changes. Nothing is counted, so equal values of any two logs have
-    equal keys.
+    An integer is its own key (unsigned ones are reinterpreted as signed); the key of a string is
+    the `hash64` of its bytes. So equal values of any two logs have equal keys.
     """
 
     def __init__(self, column: str) -> None:
-        """`column` is for messages."""
+        """Make a map for `column`, whose name is used in messages."""
         self._column = column
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
-        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or strings as bytes
-        (NumPy kind ``S``).
+        """Map raw values [K], integers or bytes (kind ``S``), to keys int64 [K + 1].
+
+        Entry 0 is the key of a missing field, entry k + 1 that of value k.
 
         Raises:
-            InvalidInputError: a value is the number that denotes a missing field.
+            InvalidInputError: an integer equals `MISSING_KEY`.
         """
         keys = np.empty(values.size + 1, np.int64)
         keys[0] = MISSING_KEY
@@ -45,23 +45,20 @@ class RawKeys:
         return keys
 
 
-
 def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
-    """The keys that ``oper preprocess --raw-ids`` makes of a column's values, for ids that do not
-    come from a preprocessed folder, such as those of requests to a server.
+    """Map raw values to keys as ``oper preprocess --raw-ids`` does, for example in a server.
 
     Args:
-        values: n 64-bit integers, signed or not, or n strings (bytes are UTF-8), of the type as
-            which the column was read: without ``:int`` or a similar suffix, the ids of a CSV file
-            are strings. None and an empty string denote a missing field.
+        values: n 64-bit integers, signed or unsigned, or n strings (bytes are UTF-8), of the type
+            in which the column was preprocessed: ids of a CSV file are strings unless a suffix such
+            as ``:int`` was given. None and an empty string denote a missing field.
 
     Returns:
         int64 [n].
 
     Raises:
         InvalidInputError: integers and strings are mixed, the values have another type, an integer
-            exceeds 64 bits or is the one that denotes a missing field, or a string contains a zero
-            byte.
+            exceeds 64 bits or equals the key of a missing field, or a string contains a zero byte.
     """
     keys = np.full(len(values), MISSING_KEY, np.int64)
     at = [k for k, v in enumerate(values) if v is not None and v not in ("", b"")]
@@ -72,7 +69,7 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
     if max(len(texts), len(numbers)) < len(at) or any(b"\0" in v for v in texts):
         raise InvalidInputError("cannot make keys", "values", some[:8],
                                 "all 64-bit integers, or all strings without zero bytes",
-                                "convert them")
+                                "convert the values to one of these types")
     if at:
         signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]
         known = np.array(texts) if texts else np.array(signed, np.int64)

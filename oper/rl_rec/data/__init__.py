@@ -1,1 +1,1 @@
-"""Interactions with held-out targets, the protocols of published tables, training batches."""
+"""Interactions with held-out targets, evaluation protocols of published tables, and batches."""

@@ -1,4 +1,4 @@
-"""Training batches: subsequences of trajectories for sequence models, else whole histories."""
+"""Training batches: subsequences for sequence models, complete histories for other models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _POOL = 32
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part of every global batch: every `world_size`-th trajectory.
+    """A rank's share of the global batches: every `world_size`-th trajectory, from `rank` on.
 
     Attributes:
-        batch_size: trajectories per rank and step.
+        batch_size: trajectories (subsequences or users) per rank and step.
         rank, world_size: this rank and the number of ranks.
-        seed: seed of the order, together with the epoch.
+        seed: seed of the order of trajectories, combined with the epoch.
     """
 
     batch_size: int
@@ -32,10 +32,10 @@ class Share:
 
 
 def returns_to_go(data: Interactions, gamma: float) -> np.ndarray:
-    """``g_t = r_t + gamma g_{t+1}`` to the end of each user's training interactions.
+    """Compute ``g_t = r_t + gamma g_{t+1}`` up to the end of each user's training interactions.
 
     Returns:
-        float32 [N]; 0 where a row does not train.
+        float32 [N], one per interaction; 0 for rows that are not for training.
     """
     found = np.zeros(data.users.size + 1)
     stop = data.train_stop
@@ -47,7 +47,7 @@ def returns_to_go(data: Interactions, gamma: float) -> np.ndarray:
 
 
 def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[float, float]:
-    """The scale of returns (the largest one, at least 1), and the return at the quantile."""
+    """Return max(1, largest absolute return-to-go) and a quantile of the training returns."""
     returns = returns_to_go(data, gamma)[data.training_rows()]
     if not returns.size:
         return 1.0, 0.0
@@ -55,10 +55,10 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 
 
 class SequenceBatches:
-    """A user's training interactions in subsequences of `steps`, counted from the last one.
+    """Divides each user's training interactions into subsequences of `steps`, from the last one on.
 
-    Subsequences do not overlap; each comes with the `window` interactions before it. `gamma`
-    discounts the returns-to-go, for models that use them.
+    Subsequences do not overlap, and a user's first one may be shorter. Each comes with up to
+    `window` preceding interactions as context. `gamma` is the discount of returns-to-go.
     """
 
     def __init__(self, data: Interactions, steps: int, window: int, gamma: float = 1.0) -> None:
@@ -74,7 +74,6 @@ class SequenceBatches:
         self._first = np.maximum(self._start - window, data.offsets[users])
 
     def __len__(self) -> int:
-        """Subsequences."""
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Sequences]:
@@ -88,14 +87,13 @@ class SequenceBatches:
 
 
 class HistoryBatches:
-    """The whole training interactions of users that have some."""
+    """Batches of all training interactions of users with at least one."""
 
     def __init__(self, data: Interactions) -> None:
         self.data = data
         self._users = np.flatnonzero(data.train_stop > data.offsets[:-1])
 
     def __len__(self) -> int:
-        """Users."""
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Histories]:
@@ -106,12 +104,12 @@ class HistoryBatches:
 
 
 def training_histories(data: Interactions, users: np.ndarray) -> Histories:
-    """Training interactions of int64 [B] users."""
+    """Return the training interactions of `users`, int64 [B]."""
     return histories_until(data, users, data.train_stop[users])
 
 
 def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> Histories:
-    """Rows ``offsets[u]:stop`` of int64 [B] users."""
+    """Return the interactions ``offsets[u]:stop`` of `users` int64 [B]; `stop` int64 [B]."""
     rows, lengths = data.rows_between(data.offsets[users], stop)
     return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths),
                      times=torch.from_numpy(data.times[rows]))
@@ -121,7 +119,10 @@ Batches = SequenceBatches | HistoryBatches
 
 
 def num_batches(count: int, share: Share) -> int:
-    """Steps of an epoch over `count` trajectories: incomplete global batches are left out."""
+    """Number of steps of an epoch over `count` trajectories; an incomplete last batch is dropped.
+
+    Raises InvalidInputError if there is no complete global batch.
+    """
     whole = count // (share.batch_size * share.world_size)
     if not whole:
         raise InvalidInputError("nothing to train on", "global batch size",
@@ -132,10 +133,10 @@ def num_batches(count: int, share: Share) -> int:
 
 def _parts(count: int, epoch: int, share: Share, lengths: np.ndarray | None = None
            ) -> Iterator[np.ndarray]:
-    """Trajectories of a rank's batches, int64 [batch_size] each, in random order.
+    """Yield the indices of the trajectories in each of a rank's batches, int64 [batch_size].
 
-    With `lengths`, trajectories of similar length are put into one batch, within pools of `_POOL`
-    batches, so that batches contain less padding.
+    With `lengths`, trajectories are sorted by length within random pools of `_POOL` batches, so
+    that batches need less padding.
     """
     rng = np.random.default_rng((share.seed, epoch))
     size, steps = share.batch_size * share.world_size, num_batches(count, share)

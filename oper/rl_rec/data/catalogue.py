@@ -17,16 +17,16 @@ class Catalogue:
     """Parameters of synthetic interactions.
 
     Attributes:
-        num_items: items of the catalogue; 0 = no catalogue.
-        num_users: users.
-        length: interactions per user, the last two of which are held out; their mean, before
-            rounding and the minimum of 3, if `spread` > 0.
-        spread: standard deviation of the log of a user's number of interactions, which is
-            log-normal and at least 3; 0 = all users have `length`.
+        num_items: number of items; 0 = no catalogue (the configuration reads a log instead).
+        num_users: number of users.
+        length: interactions per user, the last two of which are held out. If `spread` > 0, the mean
+            of a log-normal distribution, which is rounded and clipped below at 3.
+        spread: standard deviation of the log of a user's number of interactions; 0 = all users have
+            `length` interactions.
         exponent: exponent of the bounded power law of item popularity.
-        again: probability that an item is one of the 3 ids after the user's previous one, so that
-            there is a sequential pattern to learn.
-        clicked: probability that a reward is 1, else 0.
+        again: probability that an item's id exceeds that of the user's previous item by 1 to 3,
+            which is a sequential pattern to learn.
+        clicked: probability that a reward is 1 (otherwise 0).
         seed: seed of all random numbers.
     """
 
@@ -41,7 +41,7 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         require_fields(
-            self, "invalid catalogue", "choose a value in that range", *rules_of(self),
+            self, "invalid catalogue", "choose a value in this range", *rules_of(self),
             ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
             ("length", self.length >= 3, ">= 3"),
             ("spread", 0 <= self.spread <= 3, "0..3"),
@@ -49,10 +49,10 @@ class Catalogue:
 
 
 def synthetic_interactions(catalogue: Catalogue) -> Interactions:
-    """Interactions with item ids 1..num_items in order of popularity.
+    """Draw interactions with item ids 1..num_items, which are in order of the drawn popularity.
 
-    Every user ends with two positive interactions, the validation and the test target. Items may
-    repeat. Items without interactions have ids, too, so the table can be large.
+    Every user ends with two positive interactions, the validation and the test target. A user may
+    have an item repeatedly. Items without interactions have ids too.
     """
     c = catalogue
     rng = np.random.default_rng((c.seed, 7))

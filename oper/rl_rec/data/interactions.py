@@ -23,34 +23,32 @@ PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """How a log becomes interactions.
+    """How a log becomes interactions, and what is held out.
 
     Attributes:
-        user, item: sparse columns of the folder.
-        k_core: users and items with fewer interactions are removed, repeatedly, until none are
-            left.
+        user, item: names of the folder's sparse columns of users and items.
+        k_core: minimum number of interactions per user and item; others are removed repeatedly.
         item_core: the minimum for items, if it differs from that for users; 0 = `k_core`.
-        only: ``"positive"``: interactions without a reward are removed before anything is counted;
-            ``"all"``: they stay, as part of the history.
-        protocol: ``"leave_last_two"``: the last two positive interactions of a user are its
-            validation and its test target, and the earlier ones are for training.
+        only: ``"positive"``: interactions with reward <= 0 are removed first; ``"all"``: they are
+            part of the history.
+        protocol: what is held out.
+            ``"leave_last_two"``: the last two positive interactions of a user are its validation
+            and its test target; the interactions before them are for training.
             ``"leave_last_baskets"``: the same with a user's last two baskets that contain a
-            positive item which no earlier basket contains; all such items are targets. This is for
-            logs with several rows at one time, in which the last row of a basket is no later than
-            the one before. ``"time"``: the same two points in time for all users.
-            ``"held_out_users"``: users drawn for validation and for test are not used for training;
-            a random share of each one's interactions is its history, and the positive ones of the
-            rest are its targets (strong generalisation: Liang et al. 2018). Items that no training
-            user has are removed.
-        basket: sparse column whose equal values form one basket of a user, such as the number of an
-            invoice or session (``"leave_last_baskets"`` only). The rows of a basket are moved to
-            its first row.
-        valid, test: shares of the interactions after those points (``"time"``), or of the users
-            (``"held_out_users"``; from 1 on a number of users).
+            positive item not in earlier baskets; all such items are targets. For logs in which
+            several rows have one time, so that rows within a basket have no order.
+            ``"time"``: interactions after two points in time, which are the same for all users.
+            ``"held_out_users"``: users drawn for validation and test do not train. A random share
+            `fold_in` of each one's interactions is its history, and the positive ones of the rest
+            are its targets (strong generalisation, Liang et al. 2018). Items that no training user
+            has are removed.
+        valid, test: share of the interactions in each period (``"time"``), or share of the users
+            (``"held_out_users"``; both values >= 1 are numbers of users).
+        repeats: ``"first"``: only a user's first interaction with an item is kept; ``"keep"``: all.
+        basket: sparse column whose equal values form a basket of a user, such as an invoice number
+            (``"leave_last_baskets"`` only). The rows of a basket are moved to its first row.
         fold_in: share of a held-out user's interactions that is its history.
         seed: seed of the draws of ``"held_out_users"``.
-        repeats: ``"first"``: a user's interactions with an item count once, at their first time;
-            ``"keep"``: all of them.
     """
 
     user: str = "user"
@@ -73,20 +71,22 @@ class DataOptions:
             self, "invalid data options", "change the section [interactions] of the configuration",
             *rules_of(self), ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
             ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
-             "a column with protocol='leave_last_baskets', and none with another"),
+             "a column if and only if protocol='leave_last_baskets'"),
             ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
-            ("test", users or (0 < self.test < 1 and shares < 1), "a share, with valid below 1"))
+            ("test", users or (0 < self.test < 1 and shares < 1),
+             f"a share between 0 and 1 - valid = {1 - self.valid:g}"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """The targets of one split.
+    """The held-out targets of one split, validation or test.
 
     Attributes:
-        users: int64 [U], ascending.
-        stop: int64 [U]: the history of a user is rows ``offsets[u]:stop`` of the interactions.
-        targets: int64 [P], items to be found, user by user; positive and not in the history.
-        target_lengths: int64 [U], number of targets of each user, all >= 1.
+        users: ids of the users with targets, int64 [U], ascending.
+        stop: int64 [U]; a user's history is rows ``offsets[u]:stop`` of the interactions.
+        targets: item ids, int64 [P], user by user. Their rewards are positive; with
+            ``"leave_last_two"`` and ``repeats="keep"`` an item may also be in the history.
+        target_lengths: number of targets of each user, int64 [U], all >= 1.
     """
 
     users: np.ndarray
@@ -96,8 +96,8 @@ class HeldOut:
 
 
 class Log(NamedTuple):
-    """Rows in the order of the log: raw ids int64 [N], rewards float32 [N], seconds int64 [N], and
-    raw ids of baskets int64 [N], if there are any."""
+    """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
+    float32, times int64 in seconds, and ids of baskets int64 (<= 0 = missing) or None."""
 
     users: np.ndarray
     items: np.ndarray
@@ -106,27 +106,28 @@ class Log(NamedTuple):
     baskets: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> Log:
-        """The chosen rows: numbers int64 [M], or bool [N]."""
+        """Select rows by indices int64 [M] or a mask bool [N]."""
         return Log(*(c if c is None else c[chosen] for c in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Interactions ordered by user, then time (of the basket, if there are baskets), then position
-    in the log.
+    """N interactions, ordered by user, then time (of the basket, if any), then position in the log.
+
+    With ``"held_out_users"``, rows of held-out users that are not history come last in each user.
 
     Attributes:
-        users, items: int64 [N], ids from 1 by training interactions, descending; 0 never occurs:
-            it stands for padding.
-        rewards: float32 [N], the folder's label.
+        users, items: ids int64 [N], 1, 2, ... by descending number of training interactions; 0 is
+            padding and does not occur.
+        rewards: the log's label, float32 [N].
         times: int64 [N], seconds since 1970.
-        offsets: int64 [num_users + 1]: rows ``offsets[u]:offsets[u + 1]`` are user u's.
-        train_stop: int64 [num_users]: rows ``offsets[u]:train_stop[u]`` are for training.
-        num_users, num_items: rows of their tables, row 0 counted.
-        item_ids: int64 [num_items], the folder's id of each item; 0 for row 0.
+        offsets: int64 [num_users + 1]; rows ``offsets[u]:offsets[u + 1]`` are user u's.
+        train_stop: int64 [num_users]; rows ``offsets[u]:train_stop[u]`` are for training.
+        num_users, num_items: rows of the embedding tables, padding row 0 included.
+        item_ids: the folder's id of each item, int64 [num_items]; 0 for row 0.
         valid, test: the held-out targets.
-        source: where the log comes from, as text.
-        left_out: number of rows of the log that were left out, by reason.
+        source: description of the log.
+        left_out: by reason, the number of rows of the log that were left out.
     """
 
     users: np.ndarray
@@ -144,38 +145,41 @@ class Interactions:
     left_out: dict[str, int] = field(default_factory=dict)
 
     def held_out(self, split: str) -> HeldOut:
-        """The targets of ``"valid"`` or ``"test"``; raises InvalidInputError for another name."""
+        """Return the targets of ``"valid"`` or ``"test"``; raises InvalidInputError otherwise."""
         if split not in ("valid", "test"):
             raise InvalidInputError("no such targets", "split", split, "valid or test",
-                                    "ask for one of the two held-out parts")
+                                    "choose one of the two held-out parts")
         return self.valid if split == "valid" else self.test
 
     def training_rows(self) -> np.ndarray:
-        """Numbers of all training rows, int64 [M], ascending."""
+        """Indices of all training rows, int64 [M], ascending."""
         at = np.arange(self.users.size)
         return at[at < self.train_stop[self.users]]
 
     def popularity(self) -> np.ndarray:
-        """Training interactions by item, int64 [num_items]; descending from item 1 on."""
+        """Number of training interactions of each item, int64 [num_items]; descending from id 1."""
         return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers of several ranges ``first[k]:last[k]`` one after another, int64 [L], and
-        their lengths int64 [K]."""
+        """Concatenate row indices of K ranges ``first[k]:last[k]``, [L]; and their lengths [K]."""
         return places_of(first, last - first), last - first
 
 
 def load_interactions(path: str | os.PathLike[str], options: DataOptions | None = None
                       ) -> Interactions:
-    """The interactions of a folder that ``oper preprocess`` wrote, all its parts together.
+    """Load the interactions of all parts of a folder that ``oper preprocess`` wrote.
 
-    Rows whose user or item is missing, or has the folder's id 0 (rare, cut or unseen), are left out
-    and counted; preprocess with ``--min-count 1 --valid 0 --test 0`` so that only missing ones are
-    left out.
+    Rows whose user or item is missing or has id 0 in the folder (rare or unseen) are left out and
+    counted; preprocess with ``--min-count 1 --valid 0 --test 0`` to leave out only missing ones.
+
+    Args:
+        path: the folder.
+        options: columns, filters and protocol; None = the defaults.
 
     Raises:
-        FileFormatError: not such a folder.
-        InvalidInputError: it has no such columns or no times, or no interactions are left.
+        FileFormatError: the folder is not a preprocessed one, or damaged.
+        InvalidInputError: a column is unsuitable, the log has no times, or no interactions are
+            left.
     """
     options = options or DataOptions()
     folder = Folder.open(path)
@@ -199,7 +203,7 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
 
     def known(name: str) -> np.ndarray:
         ids = column(name, np.int64)
-        # A missing field may have a row, for models that learn from its absence; here it is none.
+        # Missing fields may have a row of their own in the folder; here they count as missing.
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
     log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
@@ -209,11 +213,11 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
 
 
 def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
-    """Interactions from rows in any order; raw ids of 0 are left out.
+    """Make interactions from rows in any order; see `Log` and `DataOptions`.
 
     Raises:
         InvalidInputError: no interactions or no training users are left, or the protocol needs
-            baskets and there are none.
+            baskets and the log has none.
     """
     left_out = {}
 
@@ -240,7 +244,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         keep(known, "items of no training user")
         held = held[:, known]
     if not log.users.size:
-        raise InvalidInputError("no interactions are left", "left out", left_out, "some rows",
+        raise InvalidInputError("no interactions are left", "rows left out", left_out,
+                                "fewer than all rows",
                                 "lower interactions.k_core, or preprocess with --min-count 1")
     _, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
@@ -258,23 +263,23 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
 
 
 def _baskets_of(log: Log) -> np.ndarray:
-    """The basket of each row, int64 [N]; raises InvalidInputError if there are none."""
+    """The basket of each row, int64 [N]; raises InvalidInputError if the log has none."""
     if log.baskets is None:
         raise InvalidInputError("cannot hold out baskets", "baskets of the log", None,
-                                "an id per row", "give a Log with baskets")
+                                "an id per row", "pass a Log with baskets")
     return log.baskets
 
 
 def _by_basket(log: Log) -> np.ndarray:
-    """Row numbers int64 [N] with each user's baskets together, in the order of their first rows;
-    rows are in order of user already."""
+    """Row indices int64 [N] that make the rows of each basket adjacent, baskets in the order of
+    their first rows; the log is ordered by user."""
     pairs = np.stack([log.users, _baskets_of(log)])
     _, first, basket = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
     return np.argsort(first[basket.reshape(-1)], kind="stable")
 
 
 def _first_of_pairs(log: Log) -> np.ndarray:
-    """Whether each row is the first of its user and item, bool [N]."""
+    """Whether each row is the first one with its user and item, bool [N]."""
     order = np.lexsort((log.items, log.users))
     pairs = np.stack([log.users[order], log.items[order]])
     new = np.ones(order.size, bool)
@@ -285,8 +290,7 @@ def _first_of_pairs(log: Log) -> np.ndarray:
 
 
 def _core(log: Log, options: DataOptions) -> np.ndarray:
-    """Rows of the core, bool [N]: every user and item in it has at least the required number of
-    rows in it."""
+    """Mask of the k-core, bool [N]: the most rows in which users and items reach their minimum."""
     kept = np.ones(log.users.size, bool)
     _, users = np.unique(log.users, return_inverse=True)
     _, items = np.unique(log.items, return_inverse=True)
@@ -300,15 +304,14 @@ def _core(log: Log, options: DataOptions) -> np.ndarray:
 
 
 def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
-    """Rows of the users drawn for validation and for test, bool [2, N]; the others are for
-    training."""
+    """Draw validation and test users; returns the masks of their rows, bool [2, N]."""
     _, users = np.unique(log.users, return_inverse=True)
     num_users = int(users.max(initial=-1)) + 1
     counts = [int(n if n >= 1 else n * num_users) for n in (options.valid, options.test)]
     if num_users and sum(counts) >= num_users:
         raise InvalidInputError("cannot hold out users", "interactions.valid and .test",
-                                (options.valid, options.test), f"fewer than {num_users} users",
-                                "hold out fewer")
+                                (options.valid, options.test),
+                                f"fewer than all {num_users} users together", "hold out fewer")
     order = np.random.default_rng((options.seed, 0)).permutation(num_users)
     drawn = np.zeros((2, num_users), bool)
     drawn[0, order[:counts[0]]] = drawn[1, order[counts[0]:sum(counts)]] = True
@@ -316,15 +319,14 @@ def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
 
 
 def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cut]:
-    """Rows ordered by user, with the targets of held-out users moved to the end of each user, and
-    the cut.
+    """Move held-out rows of held-out users to each user's end; returns the rows and their cut.
 
-    A user with n rows has ``floor((1 - fold_in) n)`` random targets, so none if n is small.
+    Of a user's n rows, ``floor((1 - fold_in) n)`` random ones are held out: none if n is small.
     """
     counts = np.bincount(log.users)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     drawn = np.lexsort((np.random.default_rng((options.seed, 1)).random(log.users.size), log.users))
-    place = np.empty(log.users.size, np.int64)  # of a row among its user's in random order
+    place = np.empty(log.users.size, np.int64)  # random rank of each row among its user's rows
     place[drawn] = np.arange(log.users.size) - offsets[log.users[drawn]]
     histories = np.ceil(np.round(options.fold_in * counts, 6)).astype(np.int64)
     asked = held.any(axis=0) & (place >= histories[log.users])
@@ -338,7 +340,7 @@ def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cu
 
 
 def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """New id of each id: 1 for the one counted most often, ties by old id. int64 [K]."""
+    """Map old ids 0..K - 1 to 1..K by descending count in the rows `counted`, ties by old id."""
     counts = np.bincount(ids[counted], minlength=int(ids.max()) + 1)
     rank = np.empty(counts.size, np.int64)
     rank[np.argsort(-counts, kind="stable")] = np.arange(1, counts.size + 1)
@@ -347,8 +349,8 @@ def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """By user 0, 1, ...: the rows at which training and the two histories end; and which rows are
-    targets of each split (bool [N])."""
+    """By user, the rows at which training and the histories of validation and test end, int64 [U]
+    each; and masks of the target rows of both splits, bool [N] each."""
 
     train_stop: np.ndarray
     stops: tuple[np.ndarray, np.ndarray]
@@ -361,19 +363,19 @@ class _Cut:
         if options.protocol == "time":
             return _Cut._at_times(log, options, offsets)
         at, wanted = np.arange(log.users.size), log.rewards > 0
-        begins = at  # of what is held out: a row, or a basket
+        begins = at  # first row of each held-out unit, which is a row or a basket
         if options.protocol == "leave_last_baskets":
             new = np.ones(at.size, bool)
             new[1:] = (np.diff(log.users) != 0) | (np.diff(_baskets_of(log)) != 0)
             begins = np.maximum.accumulate(np.where(new, at, 0))
-            wanted = wanted & _first_of_pairs(log)  # with repeats kept: not in the history
+            wanted = wanted & _first_of_pairs(log)  # targets must not be in the history
         points = np.unique(begins[wanted])
         ends = np.cumsum(np.bincount(log.users[points], minlength=num_users))
         has_two = np.diff(ends, prepend=0) >= 2
         stops = [np.zeros(num_users, np.int64) for _ in range(2)]
         for back, stop in zip((2, 1), stops, strict=True):
             stop[has_two] = points[ends[has_two] - back]
-        # A user without a history before the validation targets only trains.
+        # A user without interactions before its validation targets is only used for training.
         asked = has_two & (stops[0] > offsets[:-1])
         targets = [wanted & asked[log.users] & (begins == stop[log.users]) for stop in stops]
         return _Cut(np.where(asked, stops[0], offsets[1:]), (stops[0], stops[1]),
@@ -391,20 +393,20 @@ class _Cut:
         targets = []
         for k, stop in enumerate(stops):
             end = stops[1] if k == 0 else offsets[1:]
-            new = _first_of_pairs(log)  # with repeats kept: not in the history, and named once
+            new = _first_of_pairs(log)  # targets must not be in the history nor repeat
             mask = new & (log.rewards > 0) & (at >= stop[log.users]) & (at < end[log.users])
             targets.append(mask & (stop > offsets[:-1])[log.users])
         return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
 
 
 def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
-    """The interactions with their final ids, without the folder's ids."""
+    """Renumber users and items and order rows by new user id; leaves `item_ids` empty."""
     num_users = user_id.size + 1
     old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
     users = user_id[log.users]
     order = np.argsort(users, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=num_users))])
-    moved = np.zeros(num_users, np.int64)  # from an old row number to the new one, by new user
+    moved = np.zeros(num_users, np.int64)  # by new user: new row index minus old one
     moved[user_id] = offsets[user_id] - old_offsets[:-1]
 
     def by_user(rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Protocols under which results are published: the held-out data and the metrics.
+"""Evaluation protocols of published results: held-out data and metrics.
 
     leave-one-out     the last interaction of each user is for test, the one before for validation.
                       All ratings count as positive; every item outside the history is ranked;
@@ -10,9 +10,9 @@
                       five or more. Used for MovieLens-20M by MultVAE (WWW 2018), RecVAE and EASE:
                       recall@20, recall@50 (over at most k) and nDCG@100, with 10,000 users each
 
-Which users are held out and which of their films are given is drawn with NumPy's generator from
-`DataOptions.seed`: another draw than the published one, with the same distribution. 
-Interactions of a user with equal times, common in MovieLens, keep the order of the file.
+Held-out users and their histories are drawn with NumPy's generator from `DataOptions.seed`, so they
+differ from the published draw. Interactions of a user with equal times, common in MovieLens, keep
+the order of the file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from oper.rl_rec.ranking.metrics import MetricOptions
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a log is turned into evaluation metrics.
+    """An evaluation protocol.
 
     Attributes:
         data: how the log becomes interactions, and what is held out.
-        metrics: what is measured.
-        reported: metrics that a table shows; the first one chooses the weights on validation.
+        metrics: options of the metrics.
+        reported: names of the metrics in a table; validation selects weights by the first one.
         threshold: lowest rating with label 1; None = the recipe's.
-        context: items of the longest history that sequence models see; 0 = as they are configured.
+        context: maximum number of history items for sequence models; 0 = as configured.
     """
 
     data: DataOptions = field(default_factory=DataOptions)
@@ -61,7 +61,7 @@ PUBLISHED: dict[str, Protocol] = {
 
 
 def with_threshold(recipe: Recipe, threshold: float | None) -> Recipe:
-    """The recipe with another `threshold` of its label, in all of its layouts; itself for None."""
+    """Return the recipe with another label threshold in all layouts, or unchanged for None."""
     if threshold is None:
         return recipe
     return dataclasses.replace(recipe, layouts=tuple(dataclasses.replace(

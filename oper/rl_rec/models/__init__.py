@@ -1,1 +1,1 @@
-"""Recommender models: torch and torchrec modules that do not depend on OPER."""
+"""Recommender models: torch and torchrec modules, which train with or without `oper.shard`."""

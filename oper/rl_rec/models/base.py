@@ -1,4 +1,4 @@
-"""The interface of all recommenders to training and evaluation, and helpers that they share."""
+"""Interface of recommenders to training and evaluation, and shared helpers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ LOSSES = ("softmax", "gbce")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Base class of the models' configurations, the section ``[model]`` of a training run."""
+    """Base class of models' configurations, which ``[model]`` of a training configuration sets."""
 
     def __post_init__(self) -> None:
-        """Check the fields; raises InvalidInputError."""
         self.check()
 
     def check(self, *checks: tuple[str, bool, str]) -> None:
-        """Raise InvalidInputError for the first field that its type does not allow, or the first
-        (field, is right, expected) that is not right."""
+        """Raise InvalidInputError for the first field outside of its annotated range, or the first
+        of `checks` (field, is valid, expected) that is not valid."""
         require("invalid training configuration",
                 "change it in the section [model], or with --set model.KEY=VALUE",
                 *((f"model.{name}", getattr(self, name), is_right, expected)
@@ -39,20 +38,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequenceConfig(ModelConfig):
-    """Sizes of a model that is trained on subsequences.
+    """Configuration of a model that is trained on subsequences.
 
     Attributes:
-        dim: width D, also of the item rows.
+        dim: D, width of the network and of the item rows.
         layers: number of layers of the network.
-        steps: T, number of predicted items in a subsequence.
-        window: l, number of earlier items that the model sees; the longest history has
-            ``steps + window - 1`` items.
-        dropout: on the input and inside the network.
-        negatives: items drawn per batch, the same for all of its steps; 0 = all items.
-        loss: ``"softmax"``: cross-entropy over all items, exact with all of them and estimated
-            from log-uniform draws otherwise. ``"gbce"``: generalised binary cross-entropy, with
+        steps: T, maximum number of predicted items in a training subsequence.
+        window: l, number of preceding items given as context; the longest history that a model uses
+            has ``steps + window - 1`` items.
+        dropout: dropout probability on the input and inside the network.
+        negatives: items drawn per batch, shared by all of its steps; 0 = all items.
+        loss: ``"softmax"``: cross-entropy over all items, exact if `negatives` is 0 and otherwise
+            estimated from log-uniform draws. ``"gbce"``: generalised binary cross-entropy with
             uniform draws.
-        calibration: t of gBCE, 0..1; 0 is plain binary cross-entropy.
+        calibration: t of gBCE, in [0, 1]; 0 = plain binary cross-entropy.
     """
 
     dim: Positive = 64
@@ -67,14 +66,14 @@ class SequenceConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """Interactions of a batch of users, oldest first, one user after another.
+    """Interactions of B users, concatenated user by user, oldest first.
 
     Attributes:
-        users: int64 [B].
-        items: int64 [L], ids >= 1.
+        users: ids of the users, int64 [B].
+        items: ids of the items, int64 [L], >= 1.
         rewards: float32 [L].
-        lengths: int64 [B], interactions of each user; they sum to L and may be 0.
-        times: int64 [L], seconds of the interactions; None if they are unknown.
+        lengths: number of interactions of each user, int64 [B], >= 0; they sum to L.
+        times: int64 [L], seconds since 1970; None if unknown.
     """
 
     users: torch.Tensor
@@ -85,19 +84,17 @@ class Histories:
 
     @property
     def num_users(self) -> int:
-        """Users `B`."""
         return self.users.numel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences(Histories):
-    """Subsequences of trajectories to train on.
+    """Training subsequences: leading context interactions, then the steps to learn from.
 
     Attributes:
-        skip: int64 [B], number of interactions at the beginning of each subsequence that are only
-            context for the state windows of the later ones. The later ones are the steps.
-        returns: float32 [L], return-to-go ``g_t = r_t + gamma g_{t+1}`` to the end of the user's
-            training interactions.
+        skip: number of context interactions of each subsequence, int64 [B].
+        returns: return-to-go ``g_t = r_t + gamma g_{t+1}`` of each interaction, up to the end of
+            the user's training interactions, float32 [L].
     """
 
     skip: torch.Tensor
@@ -105,56 +102,53 @@ class Sequences(Histories):
 
     @property
     def is_step(self) -> torch.Tensor:
-        """Which interactions are steps, bool [L]."""
+        """Mask of the interactions that are steps, not context; bool [L]."""
         first = torch.cumsum(self.lengths, 0) - self.lengths + self.skip
         at = torch.arange(self.items.numel(), device=self.items.device)
         return at >= torch.repeat_interleave(first, self.lengths)
 
 
 class Recommender(nn.Module):
-    """Base class of the models. Those with nothing to train have no `forward` and no `lookups`.
+    """Base class of the models; models without training need no `forward` and no `lookups`.
 
-    Item, user and concept rows live in ``EmbeddingCollection`` or ``EmbeddingBagCollection``
-    attributes and are looked up, never taken whole, so that they may be sharded.
+    Tables are ``EmbeddingCollection`` or ``EmbeddingBagCollection`` attributes whose rows are only
+    looked up by id, so that tables can be sharded.
     """
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss float32 [], a mean over the batch, and its named parts for the log."""
+        """Return the batch's mean loss, float32 [], and its detached terms by name, for logging."""
         raise NotImplementedError
 
     def lookups(self, batch: Any) -> list[Any]:
-        """The KJTs that `forward` looks up for a training batch, one per collection.
-
-        Access statistics are counted from them.
-        """
+        """Return the KJTs that `forward` looks up for a batch, one per collection, to count."""
         raise NotImplementedError
 
     def encode(self, histories: Histories) -> Any:
-        """The users in the form that `scores` takes, e.g. float32 [B, D]."""
+        """Encode B users for `scores`, for example as float32 [B, D]."""
         raise NotImplementedError
 
     def scores(self, encoded: Any, items: torch.Tensor) -> torch.Tensor:
-        """Scores float32 [B, n] of candidate items int64 [n], higher = better."""
+        """Score candidate items int64 [n] for each user, float32 [B, n]; higher = better."""
         raise NotImplementedError
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Called before training step `step` (from 0) of `num_steps`; for annealed weights.
+        """Hook before training step `step` (from 0) of `num_steps`, for annealed weights.
 
-        A run that continues after a crash may call it again for its first step: any state must be
-        in the ``state_dict`` and must not change twice.
+        A resumed run may repeat the call for its first step: state must be in the ``state_dict``
+        and must not change again.
         """
 
 
 def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str,
                std: float | None = None) -> EmbeddingCollection:
-    """Unpooled tables of items.
+    """Make an ``EmbeddingCollection`` of item tables.
 
     Args:
-        tables: the features of each table.
-        num_items: rows of each, row 0 (padding, never looked up) included.
+        tables: names of the features of each table.
+        num_items: rows of each table, row 0 (padding, never looked up) included.
         dim: columns.
-        device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` fills shard by shard.
-        std: standard deviation of the initial weights; by default 1 over the square root of `dim`.
+        device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` initialises shard by shard.
+        std: standard deviation of the initial weights; None = ``dim ** -0.5``.
     """
     return EmbeddingCollection(device=torch.device(device), tables=[
         EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
@@ -164,15 +158,14 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
 
 
 def one_bag(key: str, ids: torch.Tensor, batch_size: int) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Key, ids and lengths of a feature whose ids int64 [n] belong to the whole batch: all are in
-    the first of its bags."""
+    """Return key, ids int64 [n] and lengths of a feature whose ids are all in its first bag."""
     lengths = ids.new_zeros(batch_size)
     lengths[:1] = ids.numel()
     return key, ids, lengths
 
 
 def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTensor:
-    """A KJT from (key, ids int64 [L_k], lengths int64 [B]) of each feature."""
+    """Make a KJT from (key, ids int64 [L_k], lengths int64 [B]) of each feature."""
     keys, ids, lengths = zip(*features, strict=True)
     return KeyedJaggedTensor(list(keys), torch.cat(ids), lengths=torch.cat(lengths),
                              stride=lengths[0].numel())
@@ -180,7 +173,7 @@ def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTe
 
 def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, ids: torch.Tensor
             ) -> torch.Tensor:
-    """Rows float32 [n, D] of ids int64 [n], looked up as one of a collection's features."""
+    """Look up ids int64 [n] as `feature`, one of the collection's `features`; float32 [n, D]."""
     none = ids.new_zeros(0)
     found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
                               for key in features)))
@@ -189,7 +182,7 @@ def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, 
 
 
 def last(histories: Histories, count: int) -> Histories:
-    """The last `count` interactions of each user."""
+    """Keep the last `count` interactions of each user."""
     ends = torch.cumsum(histories.lengths, 0)
     left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(
         histories.items.numel(), device=ends.device)
@@ -200,7 +193,7 @@ def last(histories: Histories, count: int) -> Histories:
 
 
 def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Rows [L, ...] of B sequences as [B, max length, ...], zeros on the right."""
+    """Pad rows [L, ...] of B sequences with zeros on the right to [B, max length, ...]."""
     longest = int(lengths.max()) if lengths.numel() else 0
     out = rows.new_zeros(lengths.numel(), longest, *rows.shape[1:])
     kept = _inside(lengths, longest)
@@ -208,7 +201,7 @@ def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def unpadded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Rows [L, ...] of B sequences that are padded to [B, P, ...], P >= max length."""
+    """Concatenate B sequences padded to [B, P, ...], P >= max length, to rows [L, ...]."""
     return rows[_inside(lengths, rows.shape[1])]
 
 
@@ -217,14 +210,14 @@ def _inside(lengths: torch.Tensor, longest: int) -> torch.Tensor:
 
 
 class NegativeSampler:
-    """Draws items that represent the whole catalogue in a loss.
+    """Draws negative items, and computes sampled losses with them.
 
     Args:
         num_items: rows of the item table, row 0 (padding) included.
-        count: items per draw, with repetition; 0 = every item once.
-        uniform: draw uniformly. Otherwise log-uniformly: ids are in order of popularity, so ``P(i)
-            = log((i + 1) / i) / log(num_items)``, i >= 1, is close to Zipf's law and needs no table
-            of counts (the candidate sampler of TensorFlow's sampled softmax).
+        count: items per draw, with replacement; 0 = every item once.
+        uniform: draw uniformly. Otherwise ``P(i) = log((i + 1) / i) / log(num_items)``, i >= 1,
+            which is close to Zipf's law since ids are in order of popularity (TensorFlow's
+            log-uniform candidate sampler).
     """
 
     def __init__(self, num_items: int, count: int, uniform: bool = False) -> None:
@@ -232,7 +225,7 @@ class NegativeSampler:
         self._log_range = math.log(num_items)
 
     def draw(self, device: torch.device) -> torch.Tensor:
-        """Ids int64 [n] on a device, by torch's generator."""
+        """Draw ids int64 [n] on a device with torch's global generator."""
         if not self.count:
             return torch.arange(1, self.num_items, device=device)
         if self.uniform:
@@ -241,7 +234,7 @@ class NegativeSampler:
         return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
 
     def log_expected(self, ids: torch.Tensor) -> torch.Tensor:
-        """Log of the expected number of times that each id is in a draw, float32."""
+        """Log of the expected number of occurrences of each id in a draw, float32."""
         if not self.count:
             return torch.zeros(ids.shape, device=ids.device)
         if self.uniform:
@@ -250,7 +243,7 @@ class NegativeSampler:
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
     def loss(self, kind: str, calibration: float, *parts: torch.Tensor) -> torch.Tensor:
-        """The loss named by `kind`, one of `LOSSES`; float32 [N]. `parts` are the arguments of
+        """Compute the loss `kind`, one of `LOSSES`, float32 [N]; `parts` are the arguments of
         `softmax_loss`, `calibration` that of `gbce_loss`."""
         if kind == "softmax":
             return self.softmax_loss(*parts)
@@ -262,16 +255,16 @@ class NegativeSampler:
         """Cross-entropy of a softmax over all items, float32 [N].
 
         ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with ``s(i) =
-        <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is unbiased
-        (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is always
-        included and needs no correction. With every item once the loss is exact.
+        <q, row_i>`` and ``log E_j`` from `log_expected`. The sum estimates that over all other
+        items without bias (importance sampling, Bengio and Senecal 2008; the logQ correction). With
+        ``count = 0`` the loss is exact.
 
         Args:
-            queries: float32 [N, D].
-            targets: int64 [N].
-            target_rows: float32 [N, D].
-            drawn: int64 [n].
-            drawn_rows: float32 [n, D].
+            queries: q of each prediction, float32 [N, D].
+            targets: ids y, int64 [N].
+            target_rows: their rows, float32 [N, D].
+            drawn: ids j, int64 [n].
+            drawn_rows: their rows, float32 [n, D].
         """
         wanted = (queries * target_rows).sum(dim=1, keepdim=True)
         others = queries @ drawn_rows.T - self.log_expected(drawn)
@@ -283,14 +276,13 @@ class NegativeSampler:
                   ) -> torch.Tensor:
         """Generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), float32 [N].
 
-        ``-(beta log sigma(s(y)) + sum_{j != y} log(1 - sigma(s(j)))) / (n + 1)`` over n drawn j.
-        Fewer negatives than items make a plain binary loss overconfident; with
-        ``alpha = n / (items - 1)`` and calibration t, ``beta = alpha (t (1 - 1 / alpha) +
-        1 / alpha)`` takes that back wholly at t = 1 and not at all (plain BCE) at t = 0. The
-        correction holds for uniform draws.
+        ``-(beta log sigma(s(y)) + sum_{j != y} log(1 - sigma(s(j)))) / (n + 1)`` over n drawn j,
+        with ``beta = alpha (t (1 - 1 / alpha) + 1 / alpha)`` and ``alpha = n / (items - 1)``.
+        Sampling fewer negatives than items makes plain BCE (t = 0) overconfident; t = 1 corrects
+        this completely, for uniform draws.
 
         Args: those of `softmax_loss`, and
-            calibration: t, 0..1.
+            calibration: t, in [0, 1].
         """
         alpha = min(1.0, drawn.numel() / max(1, self.num_items - 2))
         beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)

@@ -13,29 +13,29 @@ A user's trajectory of T steps, batch size B, width D:
     outcome  e^o_t = e^a_t + r_t (W_r e^a_t + b_r)                      [B, T, D]
     return   e^g_t = w_g g_t / scale + b_g     g_t = sum_{k>=t} gamma^(k-t) r_k
 
-each with a time embedding E^T[t] added, then LayerNorm and dropout.
+The backbone adds a time embedding E^T[t] to its inputs and applies LayerNorm and dropout.
 
-Multi-stream backbone (``backbone="causal"``). Two streams, the states S = (e^s_t) and the actions
-with their outcomes A = (e^o_{t-1}), of which A begins with a learned vector. A block does for each
-stream masked self-attention, masked cross-attention to the other one, and a feed-forward layer,
-each with residual and LayerNorm. Then
+Multi-stream backbone (``backbone="causal"``). There are two streams: states S = (e^s_t), and
+actions with outcomes A = (e^o_{t-1}), which begins with a learned vector. Each block applies to
+each stream masked self-attention, masked cross-attention to the other stream, and a feed-forward
+layer, each with residual and LayerNorm. Then
 
     phi_t = ELU(W_1 mean(s_t, a_t) + b_1)                               [B, T, D]
 
-Neither a_t, r_t nor any return-to-go reaches phi_t: the return enters the action head only. So phi
-is a representation of the history on which the reward of *any* action can be regressed:
+phi_t does not depend on a_t, r_t or any return-to-go, which only the action head uses. So phi is a
+representation of the history on which the reward of *any* action can be regressed:
 
     action head  q_t = phi_t + MLP [ phi_t ; e^g_t ]
                  score_t(i) = <q_t, E^O[i]>,  E^O = E or its own table
     reward head  r^_t(a) = w_2' ELU(W_4 [ phi_t ; e^a ] + b_4)
 
 Interleaved backbone (``backbone="interleaved"``, an ablation): tokens g_1, s_1, a_1, g_2, ... in
-one causal pre-LN transformer, phi_t = output at s_t. Here phi_t has seen g_t, which contains r_t,
-so its reward head is no outcome model. With ``reward_weight=0`` it is the Decision Transformer.
+one causal pre-LN transformer; phi_t is the output at s_t. Here phi_t depends on g_t, which contains
+r_t, so the reward head is no outcome model. ``reward_weight=0`` gives the Decision Transformer.
 
 Loss over the steps: mean CE(score_t, i_t) + reward_weight * mean BCE or (r^_t(i_t) - r_t)^2; the
-first term may be gBCE instead. Item rows come by lookup only; the cross-entropy's normaliser is
-estimated from drawn items.
+first term may be gBCE instead. Item rows are only looked up by id; the normaliser of the
+cross-entropy is estimated from drawn items.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ RETURNS = ("logged", "none", "estimated")
 
 @dataclass(frozen=True, slots=True)
 class CDT4RecConfig(SequenceConfig):
-    """Sizes and weights.
+    """Configuration of CDT4Rec.
 
     Attributes:
         user_dim: columns of the user table; 0 = no user table.
         heads: attention heads of the backbone.
-        state: summary of the earlier items, see `oper.rl_rec.models.state.ItemState`; a mean covers
-            at most `window` items.
+        state: summary h_t of earlier items, see `oper.rl_rec.models.state.ItemState`; ``"mean"``
+            covers at most `window` items.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
-        tied: whether item rows also serve as output rows.
-        reward_weight: weight of the reward loss; 0 = no reward head is trained.
+        tied: whether the input table is also the output table, E^O = E.
+        reward_weight: weight of the reward loss; 0 = the reward head is not trained.
         reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
-        returns: ``"logged"``; ``"none"``: the model sees 0 in their place; ``"estimated"``: after
-            the first third of training the rewards in the return-to-go are those that the reward
-            head estimates, without gradient.
-        gamma: discount of the return-to-go. Over a long horizon the return of a logged trajectory
-            almost identifies the trajectory, so that the action head memorises the log.
-        target_quantile: when recommending, the return-to-go is this quantile of training returns.
+        returns: returns-to-go in training. ``"logged"``: as logged; ``"none"``: replaced by 0;
+            ``"estimated"``: after the first third of training, logged rewards in them are replaced
+            by the reward head's estimates, without gradient.
+        gamma: discount of returns-to-go. With a long horizon, a return almost identifies its logged
+            trajectory, so that the action head memorises the log.
+        target_quantile: quantile of the training returns that is the return-to-go in inference.
     """
 
     window: Positive = 20
@@ -114,7 +114,7 @@ class CDT4RecConfig(SequenceConfig):
 
 @dataclass(frozen=True, slots=True)
 class DecisionTransformerConfig(CDT4RecConfig):
-    """The baseline without a causal head: interleaved tokens, no reward loss."""
+    """The Decision Transformer baseline: interleaved tokens and no reward loss."""
 
     backbone: Backbone = "interleaved"
     reward_weight: Amount = 0.0
@@ -124,7 +124,7 @@ class DecisionTransformerConfig(CDT4RecConfig):
 
 
 class MultiStreamBlock(nn.Module):
-    """Self-attention, cross-attention to the other stream, feed-forward; for two streams."""
+    """A block of `MultiStream`: self-attention, cross-attention and feed-forward of two streams."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class MultiStreamBlock(nn.Module):
         self.norms_1, self.norms_2, self.norms_3 = norms(), norms(), norms()
 
     def forward(self, streams: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Two streams [B, T, D] from two."""
+        """Transform two streams, float32 [B, T, D] each."""
         alone = [norm(x + attend(x, x))
                  for x, attend, norm in zip(streams, self.own, self.norms_1, strict=True)]
         joint = [norm(x + attend(x, other)) for x, other, attend, norm in zip(
@@ -148,13 +148,13 @@ class MultiStreamBlock(nn.Module):
 
 
 class MultiStream(nn.Module):
-    """The default backbone: phi_t from states up to t, actions and rewards before t."""
+    """The default backbone: computes phi_t from states up to t and actions and rewards before t."""
 
     def __init__(self, config: CDT4RecConfig) -> None:
         super().__init__()
         dim = config.dim
         self.reward = nn.Linear(dim, dim)
-        self.start = nn.Parameter(torch.zeros(dim))  # of the action stream
+        self.start = nn.Parameter(torch.zeros(dim))  # first token of the action stream
         self.time = nn.Parameter(0.02 * torch.randn(config.steps, dim))
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
@@ -164,10 +164,7 @@ class MultiStream(nn.Module):
 
     def forward(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor,
                 returns: torch.Tensor) -> torch.Tensor:
-        """phi float32 [B, T, D] of e^s and e^a [B, T, D] and rewards [B, T].
-
-        The return-to-go is not used.
-        """
+        """Compute phi from e^s, e^a, float32 [B, T, D], and rewards [B, T]; ignores returns."""
         outcomes = actions + rewards.unsqueeze(-1) * self.reward(actions)
         start = self.start.expand(states.shape[0], 1, -1)
         streams = [states, torch.cat([start, outcomes[:, :-1]], dim=1)]
@@ -194,9 +191,9 @@ class Interleaved(nn.Module):
 
     def forward(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor,
                 returns: torch.Tensor) -> torch.Tensor:
-        """phi float32 [B, T, D] of e^s and e^a [B, T, D] and scaled returns-to-go [B, T].
+        """Compute phi, float32 [B, T, D], from e^s, e^a [B, T, D], scaled returns-to-go [B, T].
 
-        Rewards are not used: they are the differences of the returns.
+        Rewards are ignored, since returns-to-go determine them.
         """
         tokens = torch.stack([self.returns(returns.unsqueeze(-1)), states, actions], dim=2)
         tokens = tokens + self.time[:states.shape[1], None]
@@ -207,30 +204,29 @@ class Interleaved(nn.Module):
 
 
 class Heads(nn.Module):
-    """The action query q_t and the reward r^_t(a)."""
+    """Heads that compute the action query q_t and the reward estimate r^_t(a)."""
 
     def __init__(self, config: CDT4RecConfig) -> None:
         super().__init__()
         dim = config.dim
-        # In the interleaved backbone phi has seen the return already.
+        # With the interleaved backbone, phi already depends on the return.
         self.returns = nn.Linear(1, dim) if config.backbone == "causal" else None
         inner = 2 * dim if self.returns is not None else dim
         self.action = nn.Sequential(nn.Linear(inner, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
         self.w_4, self.w_2 = nn.Linear(2 * dim, dim), nn.Linear(dim, 1)
 
     def queries(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        """q float32 [..., D] of phi [..., D] and scaled returns-to-go [...]."""
+        """Compute q, float32 [..., D], from phi [..., D] and scaled returns-to-go [...]."""
         seen = [phi] if self.returns is None else [phi, self.returns(returns.unsqueeze(-1))]
         return phi + self.action(torch.cat(seen, dim=-1))
 
     def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """r^ float32 [...] (a logit for ``"bce"``) of phi and e^a, both [..., D]."""
+        """Compute r^, float32 [...] (a logit for ``"bce"``), from phi and e^a, both [..., D]."""
         hidden = F.elu(self.w_4(torch.cat([phi, actions], dim=-1)))
         return self.w_2(hidden).squeeze(-1)
 
 
 def make_backbone(config: CDT4RecConfig) -> nn.Module:
-    """The backbone that the configuration names."""
     return (MultiStream if config.backbone == "causal" else Interleaved)(config)
 
 
@@ -248,33 +244,32 @@ def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.T
 class Steps(NamedTuple):
     """Input of the backbone: steps of B trajectories, padded on the right to T.
 
-    Padding on the right needs no mask besides the causal one: no real step sees a padded one.
+    Padding on the right needs no other mask than the causal one: no real step attends to padding.
     """
 
     states: torch.Tensor   # e^s  float32 [B, T, D]
     actions: torch.Tensor  # e^a  float32 [B, T, D]
     rows: torch.Tensor     # E[i_t] float32 [B, T, D]
     rewards: torch.Tensor  # float32 [B, T]
-    at: torch.Tensor       # int64 [B, T], place of the step among the batch's interactions [L]
-    valid: torch.Tensor    # bool [B, T]
+    at: torch.Tensor       # int64 [B, T], index of the step in the batch's interactions [L]
+    valid: torch.Tensor    # bool [B, T], false for padding
 
 
 class Encoded(NamedTuple):
-    """Users at the step to be recommended for: phi and q, float32 [B, D] each."""
+    """phi and q of users at the step to recommend for, float32 [B, D] each."""
 
     phi: torch.Tensor
     queries: torch.Tensor
 
 
 class CDT4Rec(Recommender):
-    """The model over a catalogue.
+    """The CDT4Rec model over a catalogue of items; see the module docstring.
 
     Args:
-        config: sizes and weights.
+        config: configuration.
         num_users, num_items: rows of the tables, row 0 (padding) included.
-        returns: (scale, target): the divisor of the return-to-go, and the return-to-go to request
-            when recommending.
-        device: of the tables, ``"cpu"`` or ``"meta"``.
+        returns: (scale, target): the divisor of returns-to-go, and the return-to-go in inference.
+        device: device of the tables, ``"cpu"`` or ``"meta"``.
     """
 
     def __init__(self, config: CDT4RecConfig, num_users: int, num_items: int,
@@ -301,11 +296,11 @@ class CDT4Rec(Recommender):
                                    embedding_dim=config.user_dim)])
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Use estimated returns after the first third of training, if at all."""
+        """With ``returns="estimated"``, use estimated returns after the first third of training."""
         self.estimate_returns = self.config.returns == "estimated" and 3 * step >= num_steps
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
-        """Items of the batch with freshly drawn candidates, and its users."""
+        """KJTs of the batch's items with new negatives and, with a user table, its users."""
         return self._kjts(batch, self.negatives.draw(batch.items.device))
 
     def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:
@@ -321,7 +316,7 @@ class CDT4Rec(Recommender):
     # ---- training ----
 
     def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss [] and its parts ``action`` and ``reward``."""
+        """Loss float32 [] and its terms ``action`` and ``reward``."""
         kjts = self.lookups(batch)
         rows = self.items(kjts[0])
         steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
@@ -342,16 +337,16 @@ class CDT4Rec(Recommender):
 
     def _steps(self, batch: Histories, seen: torch.Tensor, kjts: list[KeyedJaggedTensor],
                skip: torch.Tensor, num_steps: torch.Tensor) -> Steps:
-        """Steps `skip` ... `skip + num_steps - 1` of each trajectory; `seen` are its rows [L, D].
+        """Gather steps `skip` ... `skip + num_steps - 1` of each trajectory; `seen`: rows [L, D].
 
-        One step may lie after the last interaction: the one to recommend for, of which only the
-        state is used.
+        The last step may be after the last interaction (the one to recommend for); then only its
+        state is meaningful.
         """
         size, dim = batch.num_users, self.config.dim
         most = int(num_steps.max()) if size else 0
-        first = torch.cumsum(batch.lengths, 0) - batch.lengths          # [B], of each trajectory
+        first = torch.cumsum(batch.lengths, 0) - batch.lengths           # [B], start in [L]
         ahead = torch.arange(most, device=skip.device)
-        place = skip[:, None] + ahead                                    # [B, T], inside it
+        place = skip[:, None] + ahead                                    # [B, T], in the trajectory
         valid = ahead < num_steps[:, None]
         place = torch.minimum(place, batch.lengths[:, None])
         at = first[:, None] + torch.minimum(place, (batch.lengths[:, None] - 1).clamp(min=0))
@@ -369,9 +364,9 @@ class CDT4Rec(Recommender):
 
     def _estimated(self, returns: torch.Tensor, estimates: torch.Tensor, steps: Steps
                    ) -> torch.Tensor:
-        """Scaled returns-to-go with the steps' rewards as estimated.
+        """Replace the rewards of the subsequence in scaled returns-to-go by their estimates.
 
-        ``g^_t = g_t + sum_{k >= t} gamma^(k - t) (r^_k - r_k)`` over the steps of the subsequence.
+        ``g^_t = g_t + sum_{k >= t} gamma^(k - t) (r^_k - r_k)`` over its steps k.
         """
         estimated = torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
         change = torch.where(steps.valid, estimated.detach() - steps.rewards, 0.0) / self.scale
@@ -383,10 +378,11 @@ class CDT4Rec(Recommender):
     # ---- recommending ----
 
     def encode(self, histories: Histories) -> Encoded:
-        """Users at their next step, conditioned on the target return; uses the last T + l - 1
-        items."""
+        """Encode users for their next item, conditioned on the target return-to-go.
+
+        Only the last T + l - 1 items of a history are used."""
         recent = last(histories, self.config.steps + self.config.window - 1)
-        num_steps = (recent.lengths + 1).clamp(max=self.config.steps)  # with the coming one
+        num_steps = (recent.lengths + 1).clamp(max=self.config.steps)  # including the next item's
         skip = recent.lengths + 1 - num_steps
         kjts = self._kjts(recent, recent.items.new_zeros(0))
         seen = self.items(kjts[0])["seen"].values()
@@ -399,12 +395,11 @@ class CDT4Rec(Recommender):
         return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
 
     def _shown(self, returns: torch.Tensor) -> torch.Tensor:
-        """Returns-to-go in the form that the model sees."""
+        """Returns-to-go as input of the model: 0 with ``returns="none"``."""
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-        """Scaled returns-to-go [B, T] that equal the target at the last step, computed backwards:
-        ``g_t = r_t + gamma g_{t+1}``."""
+        """Scaled returns-to-go [B, T], ``g_t = r_t + gamma g_{t+1}``; the last is the target."""
         found = torch.zeros_like(rewards)
         coming = rewards.new_full((rewards.shape[0],), self.target)
         for t in reversed(range(rewards.shape[1])):
@@ -418,7 +413,7 @@ class CDT4Rec(Recommender):
         return encoded.queries @ look_up(self.items, self.features, "drawn", items).T
 
     def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
-        """Estimated rewards float32 [B, n] of any items int64 [n], recommended or not."""
+        """Estimate the rewards of any items int64 [n] for each user, float32 [B, n]."""
         actions = self.action(look_up(self.items, self.features, "seen", items))
         shape = (encoded.phi.shape[0], *actions.shape)
         estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))

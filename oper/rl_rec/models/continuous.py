@@ -1,4 +1,4 @@
-"""CDT4Rec and its ablations for simulators: states and actions are vectors, not items."""
+"""CDT4Rec and its ablations for simulators, in which states and actions are vectors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from oper.rl_rec.models.cdt4rec import CDT4RecConfig, Heads, make_backbone, rewa
 class Trajectories(NamedTuple):
     """Trajectories of a simulator, padded on the right."""
 
-    states: torch.Tensor   # float32 [B, T, S]
+    states: torch.Tensor   # observations, float32 [B, T, S]
     actions: torch.Tensor  # float32 [B, T, A]
     rewards: torch.Tensor  # float32 [B, T]
-    returns: torch.Tensor  # float32 [B, T]
-    valid: torch.Tensor    # bool [B, T]
+    returns: torch.Tensor  # returns-to-go, float32 [B, T]
+    valid: torch.Tensor    # bool [B, T], false for padding
 
 
 class ContinuousCDT4Rec(nn.Module):
-    """The model for actions in [-1, 1]^A: ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``,
-    and the action head ``a^_t = tanh(W_o q_t + b_o)`` with a squared error.
+    """CDT4Rec for actions in [-1, 1]^A, which it predicts with a squared error.
+
+    ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``, and ``a^_t = tanh(W_o q_t + b_o)``.
 
     Args:
-        config: sizes and weights; the fields about items are not used.
+        config: configuration; fields about items are ignored.
         state_dim, action_dim: S and A.
-        returns: divisor of the return-to-go.
-        rewards: divisor of the rewards.
+        returns: divisor of returns-to-go.
+        rewards: divisor of rewards.
     """
 
     def __init__(self, config: CDT4RecConfig, state_dim: int, action_dim: int, *,
@@ -42,14 +43,14 @@ class ContinuousCDT4Rec(nn.Module):
         self.out = nn.Linear(config.dim, action_dim)
 
     def phi(self, batch: Trajectories) -> torch.Tensor:
-        """phi float32 [B, T, D]."""
+        """Compute phi, float32 [B, T, D]."""
         found: torch.Tensor = self.backbone(
             self.state(batch.states), self.action(batch.actions),
             batch.rewards / self.reward_scale, batch.returns / self.return_scale)
         return found
 
     def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss [] and its parts ``action`` and ``reward``."""
+        """Loss float32 [] and its terms ``action`` and ``reward``."""
         phi, valid = self.phi(batch), batch.valid
         error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
         action = error[valid].mean()
@@ -59,7 +60,7 @@ class ContinuousCDT4Rec(nn.Module):
         return loss, {"action": action.detach(), "reward": reward.mean().detach()}
 
     def act(self, batch: Trajectories) -> torch.Tensor:
-        """Actions float32 [B, T, A] of every step, given the returns-to-go of `batch`."""
+        """Predict the actions of all steps, float32 [B, T, A], given ``batch.returns``."""
         return self._actions(self.phi(batch), batch.returns)
 
     def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """GRU4Rec: a recurrent network over the items of a history.
 
-Hidasi, Karatzoglou, Baltrunas and Tikk, ICLR 2016; with the losses of the other models here, since
-its later versions (Hidasi and Karatzoglou, CIKM 2018) owe their results to better losses, too, and
-whole subsequences instead of session-parallel batches.
+Hidasi, Karatzoglou, Baltrunas and Tikk, ICLR 2016. Differences: the losses of `SequenceConfig`
+(later versions improve mainly by better losses too: Hidasi and Karatzoglou, CIKM 2018), and batches
+of subsequences instead of session-parallel batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from oper.rl_rec.models.next_item import NextItem, NextItemConfig
 
 @dataclass(frozen=True, slots=True)
 class GRU4RecConfig(NextItemConfig):
-    """Sizes: those of every next-item model. `dropout` is on the input and between layers.
-    """
+    """Configuration of GRU4Rec; `dropout` is applied to the input and between layers."""
 
     layers: Positive = 1
 
 
 class GRU4Rec(NextItem):
-    """The model; see the module docstring. Takes the arguments of `NextItem`."""
+    """The GRU4Rec model; see the module docstring. For arguments see `NextItem`."""
 
     def __init__(self, config: GRU4RecConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__(config, num_items, device)

@@ -6,19 +6,19 @@ A user's tokens are a start vector and one per item, x float [B, T, D]. A layer 
     a_ij = SiLU(<q_i, k_j> + p[i - j] + t[bucket(i, j)]) / N      j <= i, otherwise 0
     x <- x + W_2 (norm(sum_j a_ij v_j) * u_i) + b_2
 
-with q, k and v cut into heads, `norm` layer normalisation without weights, N the tokens of the
-longest history, and two learned biases of each layer: p by distance, t by the time between the two
-interactions in buckets of sqrt(2), ``bucket = floor(2 log2(1 + seconds))``. The start vector has no
-time: its time difference counts as 0. There are no absolute positions, no softmax and no
-feed-forward layer.
+where q, k and v are split into heads, `norm` is layer normalisation without weights, and N is the
+number of tokens of the longest history. Each layer has two learned biases: p by distance, and t by
+the time between two interactions, ``bucket = floor(2 log2(1 + seconds))``, so that bucket bounds
+grow by factors of sqrt(2). Time differences to the start vector count as 0. There are no absolute
+positions, no softmax and no feed-forward layer.
 
-Ranking (``rank_weight > 0``): whether a given item would be rewarded. The tokens of a history carry
-their rewards, ``x_i = E[item_i] + w r_i + b``; a candidate's has none, ``x = E[candidate]``. It is
-placed after the history, at the time of the last item, and sees the history and itself but no other
-candidate; the network's output at its position gives the logit of its reward. So the history runs
-through the network once, and its keys and values serve any number of candidates (the idea of the
-paper's M-FALCON). In training, the item of every step is a candidate that sees the interactions
-before that step.
+Ranking (``rank_weight > 0``) predicts whether a given candidate item would be rewarded. Tokens of a
+history then include rewards, ``x_i = E[item_i] + w r_i + b``; a candidate's token is ``x =
+E[candidate]``. It is placed after the history, at the time of the last item, and attends to the
+history and itself but not to other candidates; the output at its position gives the logit of its
+reward. So a history is encoded once, and its cached keys and values serve any number of candidates
+(the idea of the paper's M-FALCON). In training, the item of every step is a candidate that attends
+to the interactions before that step.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from oper.rl_rec.models.transformer import by_head
 
 @dataclass(frozen=True, slots=True)
 class HSTUConfig(AttentionConfig):
-    """Sizes of HSTU.
+    """Configuration of HSTU.
 
     Attributes:
-        time_buckets: buckets of the time between two interactions, the last of which is open; 0 =
-            times are ignored.
+        time_buckets: number of time buckets, of which the last has no upper bound; 0 = times are
+            ignored.
         rank_weight: weight of the ranking loss, the binary cross-entropy of each step's reward
-            (0..1); 0 = no candidates can be ranked, and histories are seen without their rewards.
+            (0..1); 0 = no ranking, and rewards are not part of the input.
     """
 
     time_buckets: Count = 64
@@ -66,27 +66,26 @@ class Memory(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """Relation of n tokens to the T that they may attend to; each part broadcasts to [B, n, T]."""
+    """Relation of n query tokens to T key tokens; each field broadcasts to [B, n, T]."""
 
-    distance: torch.Tensor       # int64, how many tokens before; at least 0
-    bucket: torch.Tensor | None  # int64 [B, n or 1, T], of the time between
-    hidden: torch.Tensor         # bool, what is not seen
+    distance: torch.Tensor       # int64, query position minus key position, at least 0
+    bucket: torch.Tensor | None  # int64 [B, n or 1, T], bucket of the time difference
+    hidden: torch.Tensor         # bool, true = masked out
 
 
 def _normalized(x: torch.Tensor) -> torch.Tensor:
-    # A smaller epsilon than torch's: sums over short histories, divided by N, are small.
+    # Smaller epsilon than torch's default, since sums over short histories are divided by N.
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
 class Layer(nn.Module):
     """One layer; see the module docstring.
 
-    The attention weights of a token do not sum to 1, so `scaled_dot_product_attention`, which ends
-    in a softmax, cannot compute them, and torch has no fused kernel that does: batched matrix
-    products over padded tokens, of which batches of like length have few.
+    Attention weights do not sum to 1, so `scaled_dot_product_attention` (a softmax) cannot be used,
+    and torch has no other fused kernel for them: batched matrix products over padded tokens are.
 
     Args:
-        config: sizes.
+        config: configuration.
         reach: N, tokens of the longest sequence; distances are 0..N - 1.
     """
 
@@ -101,13 +100,13 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, relation: Relation, past: Memory | None = None
                 ) -> tuple[torch.Tensor, Memory]:
-        """The next layer's tokens, and these tokens' keys and values.
+        """Return the layer's output [B, n, D], and the keys and values of `x`.
 
         Args:
-            x: float [B, n, D].
-            relation: relation to the visible tokens: x itself, or those of `past`.
-            past: keys and values of T other tokens; each token of x then sees these and itself, but
-                no other token of x.
+            x: tokens, float [B, n, D].
+            relation: relation of x to the keys: x itself, or those of `past`.
+            past: keys and values of T other tokens, to which each token of x then attends, and to
+                itself, but to no other token of x. None = x attends to x.
         """
         gate, query, key, value = F.silu(self.project(_normalized(x))).chunk(4, dim=-1)
         query = by_head(query, self.heads)
@@ -124,31 +123,31 @@ class Layer(nn.Module):
         return x + self.out(pooled * gate), own
 
     def _bias(self, relation: Relation) -> torch.Tensor:
-        """p + t, the same for all heads; broadcasts to [B, 1, n, T]."""
+        """Return the bias p + t, equal for all heads; broadcasts to [B, 1, n, T]."""
         bias = self.position[relation.distance]
         if self.time is not None and relation.bucket is not None:
-            # Unlike an index [B, n, T], whose gradient takes twice the time.
+            # index_select: the gradient of indexing by [B, n, T] takes twice the time.
             by_time = self.time.index_select(0, relation.bucket.flatten())
             bias = bias + by_time.view_as(relation.bucket)
         return bias.unsqueeze(1)
 
 
 class Past(NamedTuple):
-    """Histories that have run through the network."""
+    """Histories encoded by the network."""
 
-    states: torch.Tensor         # float [B, T, D], after the last layer
-    memory: list[Memory]         # of each layer
-    bucket: torch.Tensor | None  # int64 [B, T, T], of the time from each token back to each other
+    states: torch.Tensor         # float [B, T, D], output of the last layer
+    memory: list[Memory]         # keys and values of each layer
+    bucket: torch.Tensor | None  # int64 [B, T, T], time buckets, see `HSTU._buckets`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryCache:
-    """Users' histories, ready for any number of candidates.
+    """Encoded histories of B users, for ranking any number of candidates.
 
     Attributes:
-        memory: keys and values of each layer, of T tokens.
-        place: int64 [B, 1], position of a candidate: after the last item.
-        bucket: int64 [B, 1, T], bucket of the time from each token to the last item; None if times
+        memory: keys and values of T tokens in each layer.
+        place: position of a candidate, after the last item, int64 [B, 1].
+        bucket: bucket of the time from each token to the last item, int64 [B, 1, T]; None if times
             are ignored.
     """
 
@@ -158,16 +157,16 @@ class HistoryCache:
 
 
 class HSTU(NextItem):
-    """The model; see the module docstring. Takes the arguments of `NextItem`.
+    """The HSTU model; see the module docstring. For arguments see `NextItem`.
 
-    Histories need their `times`, unless ``time_buckets = 0``.
+    `Histories.times` must be given unless ``time_buckets = 0``.
     """
 
     config: HSTUConfig
 
     def __init__(self, config: HSTUConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__(config, num_items, device)
-        # The start, the items, and behind them a candidate.
+        # Tokens: the start, the items and, for ranking, a candidate.
         reach = self.context + (2 if config.rank_weight else 1)
         self.layers = nn.ModuleList(Layer(config, reach) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
@@ -176,18 +175,16 @@ class HSTU(NextItem):
             self.rank_head = nn.Linear(config.dim, 1)
 
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
-        """See `NextItem.tokens`."""
         if not self.config.rank_weight:
             return rows
         return rows + self.reward_token(histories.rewards.unsqueeze(-1))
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """See `NextItem.outputs`."""
         out: torch.Tensor = self.norm(self._past(items, times).states)
         return out
 
     def _past(self, items: torch.Tensor, times: torch.Tensor | None) -> Past:
-        """Histories from the arguments of `outputs`; T = P + 1 tokens."""
+        """Encode histories, given the arguments of `outputs`; T = P + 1 tokens."""
         x = self.dropout(self.with_start(items))
         place = torch.arange(x.shape[1], device=x.device)
         distance = (place[:, None] - place).unsqueeze(0)
@@ -200,31 +197,30 @@ class HSTU(NextItem):
         return Past(x, memory, bucket)
 
     def _buckets(self, times: torch.Tensor | None) -> torch.Tensor | None:
-        """Buckets of the time from each token back to each other one, int64 [B, P + 1, P + 1], for
-        times int64 [B, P]; 0 for tokens in the future."""
+        """Bucket of ``max(0, t_i - t_j)`` for tokens i, j, [B, P + 1, P + 1]; times [B, P]."""
         if not self.config.time_buckets:
             return None
         if times is None:
             raise InvalidInputError(
                 "cannot compute biases by time", "Histories.times", None,
                 f"seconds int64 [L] with time_buckets={self.config.time_buckets}",
-                "give the histories their times, or set time_buckets=0")
+                "pass the times of histories, or set time_buckets=0")
         elapsed = (times[:, :, None] - times[:, None, :]).clamp(min=0)
         bucket = (2 * torch.log2(1 + elapsed)).long().clamp(max=self.config.time_buckets - 1)
-        return F.pad(bucket, (1, 0, 1, 0))  # the start's
+        return F.pad(bucket, (1, 0, 1, 0))  # bucket 0 for the start
 
     # ---- ranking ----
 
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
                ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `NextItem.losses`; with the part ``reward`` if there is a ranking loss."""
+        """See `NextItem.losses`; with the additional term ``reward`` if `rank_weight` > 0."""
         if not self.config.rank_weight:
             return super().losses(batch, rows, drawn)
         past = self._past(*self.inputs(rows, batch, -1))
         action = self.action_loss(self.norm(past.states), batch, rows, drawn)
-        # The k-th item as a candidate: behind the start and the k - 1 items before it, at the time
-        # of the last of these.
+        # The k-th item as a candidate: after the start and the k - 1 items before it, at the time
+        # of the last of these items.
         candidates = padded(rows, batch.lengths)
         count = candidates.shape[1]
         place = torch.arange(1, count + 1, device=rows.device).unsqueeze(0)
@@ -238,8 +234,8 @@ class HSTU(NextItem):
                 {"action": action.detach(), "reward": reward.detach()})
 
     def _logits(self, candidates: torch.Tensor, cache: HistoryCache) -> torch.Tensor:
-        """Logits float [B, n] of candidates' rows [B, n, D]; `place` and `bucket` of the cache may
-        be one per user, or one per candidate."""
+        """Logits float [B, n] of candidates' rows [B, n, D]; the cache's `place` and `bucket` are
+        per user, or per candidate ([B, n], [B, n, T])."""
         tokens = torch.arange(cache.memory[0].keys.shape[2], device=candidates.device)
         distance = cache.place.unsqueeze(-1) - tokens
         relation = Relation(distance.clamp(min=0), cache.bucket, distance <= 0)
@@ -250,10 +246,10 @@ class HSTU(NextItem):
         return logits.squeeze(-1)
 
     def cache(self, histories: Histories) -> HistoryCache:
-        """Users' histories in the form that `rewards` takes; uses the last `context` items.
+        """Encode the last `context` items of each history for `rewards`.
 
         Raises:
-            InvalidInputError: the model has no ranking head.
+            InvalidInputError: the model has no ranking head, or times are needed but missing.
         """
         if not self.config.rank_weight:
             raise InvalidInputError(
@@ -266,9 +262,9 @@ class HSTU(NextItem):
         return HistoryCache(past.memory, recent.lengths.unsqueeze(-1) + 1, bucket)
 
     def rewards(self, cache: HistoryCache, items: torch.Tensor) -> torch.Tensor:
-        """Estimated rewards 0..1, float [B, n], of each user's candidate items int64 [B, n].
+        """Estimate the rewards, float [B, n] in 0..1, of each user's candidates int64 [B, n].
 
-        Candidates do not affect each other, so many can be scored in several calls with one cache.
+        Candidates do not affect each other, so they can be scored in several calls with one cache.
         """
         rows = look_up(self.items, self.features, "drawn", items.flatten())
         return torch.sigmoid(self._logits(rows.view(*items.shape, self.config.dim), cache))

@@ -7,8 +7,8 @@ S and all I items and U users,
     sum_{(u, i) in S} (1 - <w_u, h_i>)^2 + alpha sum_{u, i} <w_u, h_i>^2
         + l2 (sum_u (|S_u| + alpha I)^nu |w_u|^2 + sum_i (|S_i| + alpha U)^nu |h_i|^2)
 
-in turns: with the items fixed, each user's is a system of `dim` equations. Users of a request are
-folded in the same way, so that users without training interactions are served as well.
+alternately: with the items fixed, each user's factor solves a system of `dim` linear equations. The
+factors of users to recommend for are computed in the same way, also without training interactions.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from oper.ranges import Amount, Positive, PositiveAmount
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 from oper.rl_rec.models.item_to_item import interaction_matrix
 
-_BLOCK = 1024  # systems of equations that are solved at once
+_BLOCK = 1024  # systems of equations solved at once
 
 
 @dataclass(frozen=True, slots=True)
 class IALSConfig(ModelConfig):
-    """Sizes and weights.
+    """Configuration of iALS; symbols are those of the module docstring.
 
     Attributes:
         dim: columns of a factor.
-        alpha: weight of all pairs, positives included, against that of the positives.
-        l2: penalty on the factors.
-        nu: exponent by which a row's penalty grows with its number of interactions; 0 = not at all.
-        sweeps: number of times that users and items are solved for.
-        std: standard deviation of an initial item's norm.
+        alpha: weight of the term of all pairs, positives included.
+        l2: weight of the penalty on the factors.
+        nu: exponent with which a row's penalty grows with its number of interactions.
+        sweeps: number of alternations between users and items.
+        std: root mean square of the norms of initial item factors.
     """
 
     dim: Positive = 64
@@ -46,11 +46,11 @@ class IALSConfig(ModelConfig):
 
 
 class IALS(Recommender):
-    """The model; see the module docstring.
+    """The iALS model, fitted on creation; see the module docstring.
 
     Args:
-        config: sizes and weights.
-        training: all training interactions of the users.
+        config: configuration.
+        training: all training interactions.
         num_items: rows, row 0 (padding) included.
     """
 
@@ -60,7 +60,7 @@ class IALS(Recommender):
         super().__init__()
         self.config = config
         matrix = interaction_matrix(training, num_items)
-        has_any = matrix.sum(1).to_dense() > 0  # the others' factors are 0
+        has_any = matrix.sum(1).to_dense() > 0  # users without positives have factors of 0
         items = torch.randn(num_items, config.dim) * config.std / config.dim ** 0.5
         items[0] = 0.0
         for _ in range(config.sweeps):
@@ -69,7 +69,7 @@ class IALS(Recommender):
         self.register_buffer("factors", items)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Users' factors float32 [B, dim]."""
+        """Solve for users' factors, float32 [B, dim]."""
         matrix = interaction_matrix(histories, len(self.factors))
         return solve_factors(self.config, matrix, self.factors, len(self.factors) - 1)
 
@@ -80,11 +80,11 @@ class IALS(Recommender):
 
 def solve_factors(config: IALSConfig, matrix: torch.Tensor, others: torch.Tensor, count: int
                   ) -> torch.Tensor:
-    """The factors of the rows that minimise the objective with those of the columns fixed.
+    """Solve for the factors of rows that minimise the objective given the factors of columns.
 
     Args:
-        config: weights.
-        matrix: positives, sparse, coalesced [N, M].
+        config: configuration.
+        matrix: 1 for positives, sparse, coalesced [N, M].
         others: factors of the columns, float32 [M, dim].
         count: number of columns without padding.
 

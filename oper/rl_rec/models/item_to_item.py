@@ -1,13 +1,13 @@
-"""Linear models of items: EASE and nearest neighbours.
+"""Linear item-to-item models: EASE and nearest neighbours.
 
-A user's score of item j is the sum of the weights B[i, j] of the items i that it has. With the
+The score of item j for a user is the sum of weights B[i, j] over the user's items i. With the
 binary users-by-items matrix X and the Gram matrix G = X'X:
 
     EASE      min_B ||X - X B||^2 + l2 ||B||^2 with diag(B) = 0, solved by P = (G + l2 I)^(-1) as
               B[i, j] = -P[i, j] / P[j, j]                  (Steck, WWW 2019)
     ItemKNN   B[i, j] = G[i, j] / (sqrt(G[i, i] G[j, j]) + shrink) for the nearest items i of j
 
-Both hold a matrix over pairs of items: catalogues up to some 30,000 items.
+Both store a dense matrix over pairs of items, which limits catalogues to about 30,000 items.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 @dataclass(frozen=True, slots=True)
 class EASEConfig(ModelConfig):
-    """EASE.
+    """Configuration of EASE.
 
     Attributes:
-        l2: penalty on the weights.
+        l2: weight of the penalty on B.
     """
 
     l2: PositiveAmount = 250.0
@@ -34,10 +34,10 @@ class EASEConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True)
 class ItemKNNConfig(ModelConfig):
-    """Nearest neighbours.
+    """Configuration of ItemKNN.
 
     Attributes:
-        neighbours: number of items with the largest weights on an item that are kept.
+        neighbours: number of largest weights kept for each item j.
         shrink: term that shrinks the similarity of rare items towards 0.
     """
 
@@ -46,7 +46,7 @@ class ItemKNNConfig(ModelConfig):
 
 
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
-    """X, sparse float32 [B, num_items]: 1 where the user has the item with a positive reward."""
+    """Make X, sparse float32 [B, num_items]: 1 if a user has an item with a positive reward."""
     items, lengths = positives(histories)
     users = rows_of(lengths)
     pairs = torch.unique(torch.stack([users, items]), dim=1)
@@ -55,14 +55,14 @@ def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
 
 
 def ease_weights(config: EASEConfig, gram: torch.Tensor) -> torch.Tensor:
-    """B float32 [num_items, num_items] of G; see the module docstring."""
+    """Compute EASE's B from G, [num_items, num_items] each; see the module docstring."""
     inverse = torch.linalg.inv(gram.double() + config.l2 * torch.eye(len(gram)).double())
     weights = -inverse / inverse.diagonal()
     return weights.fill_diagonal_(0.0).float()
 
 
 def knn_weights(config: ItemKNNConfig, gram: torch.Tensor) -> torch.Tensor:
-    """B float32 [num_items, num_items] of G; see the module docstring."""
+    """Compute ItemKNN's B from G, [num_items, num_items] each; see the module docstring."""
     length = gram.diagonal().sqrt()
     similar = gram / (length[:, None] * length + config.shrink).clamp(min=1e-12)
     similar.fill_diagonal_(0.0)
@@ -71,11 +71,11 @@ def knn_weights(config: ItemKNNConfig, gram: torch.Tensor) -> torch.Tensor:
 
 
 class ItemToItem(Recommender):
-    """Scores by weights between items.
+    """EASE or ItemKNN, fitted on creation.
 
     Args:
-        config: the model's configuration.
-        training: all training interactions of the users.
+        config: configuration, which chooses the model.
+        training: all training interactions.
         num_items: rows, row 0 (padding) included.
     """
 
@@ -94,5 +94,4 @@ class ItemToItem(Recommender):
         return torch.sparse.mm(interaction_matrix(histories, len(self.weights)), self.weights)
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]."""
         return encoded[:, items]

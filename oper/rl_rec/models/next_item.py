@@ -1,8 +1,7 @@
-"""Base of the next-item models, which turn a sequence into a query after each item.
+"""Base class of next-item models (SASRec, GRU4Rec, HSTU).
 
-The sequence [start, i_1, ..., i_n] goes through a causal network; the output after item i_t is the
-query of item i_{t+1}: ``score(i) = <h_t, E[i]>`` with the item table of the input. SASRec's network
-is a transformer, GRU4Rec's a recurrent one, HSTU's attention without a softmax.
+A causal network encodes the sequence [start, i_1, ..., i_n]; its output h_t after item i_t is the
+query for item i_{t+1}: ``score(i) = <h_t, E[i]>``, with the item table E of the input.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from oper.rl_rec.models.base import (
 
 @dataclass(frozen=True, slots=True)
 class NextItemConfig(SequenceConfig):
-    """Sizes of a next-item model.
+    """Configuration of a next-item model.
 
     Attributes:
-        targets: predict ``"positive"`` interactions only, or ``"all"``.
+        targets: interactions to predict, ``"positive"`` (reward > 0) or ``"all"``.
     """
 
     targets: Annotated[str, one_of("positive", "all")] = "positive"
 
     def __post_init__(self) -> None:
-        self.check(("window", self.steps + self.window >= 2, ">= 1 where steps is 1"))
+        self.check(("window", self.steps + self.window >= 2, ">= 1 if steps=1"))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig(NextItemConfig):
-    """Sizes of a next-item model with attention.
+    """Configuration of a next-item model with attention.
 
     Attributes:
-        heads: attention heads.
+        heads: number of attention heads, a divisor of `dim`.
     """
 
     heads: Positive = 2
@@ -61,20 +60,20 @@ class AttentionConfig(NextItemConfig):
 
 
 class NextItem(Recommender):
-    """Base class; a model gives `outputs`.
+    """Base class of next-item models; subclasses implement `outputs`.
 
     Args:
-        config: sizes.
+        config: configuration.
         num_items: rows of the item table, row 0 (padding) included.
-        device: of the table, ``"cpu"`` or ``"meta"``.
+        device: device of the table, ``"cpu"`` or ``"meta"``.
     """
 
     def __init__(self, config: NextItemConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__()
         self.config = config
         self.negatives = NegativeSampler(num_items, config.negatives, config.loss == "gbce")
-        # The last item of a subsequence is only predicted: the longest history that training asks
-        # about is one item shorter than the subsequence.
+        # The last item of a subsequence is only predicted, so the longest history in training is
+        # one item shorter than the subsequence.
         self.context = config.steps + config.window - 1
         self.start = nn.Parameter(0.02 * torch.randn(config.dim))
         self.dropout = nn.Dropout(config.dropout)
@@ -82,26 +81,25 @@ class NextItem(Recommender):
         self.items = item_table({"item": self.features}, num_items, config.dim, device)
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """Queries float32 [B, P + 1, D] after the first 0, 1, ..., P <= `context` items of each
-        sequence; none depends on a later item.
+        """Compute queries, float32 [B, P + 1, D], after the first 0, 1, ..., P items of sequences.
+
+        A query must not depend on later items.
 
         Args:
-            items: float32 [B, P, D], the result of `tokens` for their rows.
-            times: int64 [B, P], seconds of these interactions; None if they are unknown.
+            items: result of `tokens`, padded, float32 [B, P, D], P <= `context`.
+            times: times of these interactions in seconds, int64 [B, P]; None if unknown.
         """
         raise NotImplementedError
 
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
-        """The input of the network for interactions whose items have the rows [L, D]; by default
-        the rows."""
+        """Make the network's input [L, D] from the rows [L, D] of items; by default, the rows."""
         return rows
 
     def with_start(self, items: torch.Tensor) -> torch.Tensor:
-        """The sequences with the start vector before them, float32 [B, P + 1, D]."""
+        """Prepend the start vector to sequences [B, P, D]; float32 [B, P + 1, D]."""
         return torch.cat([self.start.expand(items.shape[0], 1, -1), items], dim=1)
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
-        """Items of the batch with freshly drawn negatives."""
         return [self._kjt(batch, self.negatives.draw(batch.items.device))]
 
     def _kjt(self, batch: Histories, drawn: torch.Tensor) -> KeyedJaggedTensor:
@@ -110,16 +108,16 @@ class NextItem(Recommender):
 
     def inputs(self, rows: torch.Tensor, histories: Histories, stop: int | None = None
                ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments of `outputs`, padded on the right and cut at `stop` if it is given.
+        """Make the arguments of `outputs`: padded on the right, then cut to ``[:, :stop]``.
 
-        A causal network needs no more: no output of a real item sees a padded one.
+        A causal network needs no mask: the output of a real item does not depend on padding.
         """
         items, times = self.tokens(rows, histories), histories.times
         return (padded(items, histories.lengths)[:, :stop],
                 None if times is None else padded(times, histories.lengths)[:, :stop])
 
     def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss [] and its parts, ``action`` among them."""
+        """Loss float32 [] and its terms, which include ``action``."""
         kjt = self.lookups(batch)[0]
         found = self.items(kjt)
         return self.losses(batch, found["seen"].values(),
@@ -128,23 +126,22 @@ class NextItem(Recommender):
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
                ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """As `forward`, given the rows that were looked up.
+        """Compute the result of `forward` from looked-up rows.
 
         Args:
             batch: subsequences.
-            rows: float32 [L, D], rows of their items.
+            rows: rows of their items, float32 [L, D].
             drawn: ids int64 [n] and rows float32 [n, D] of the negatives.
         """
-        # The query of the k-th item is the output after the k - 1 before it.
+        # The query for the k-th item is the output after the k - 1 items before it.
         loss = self.action_loss(self.outputs(*self.inputs(rows, batch, -1)), batch, rows, drawn)
         return loss, {"action": loss.detach()}
 
     def action_loss(self, queries: torch.Tensor, batch: Sequences, rows: torch.Tensor,
                     drawn: tuple[torch.Tensor, torch.Tensor],
                     weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Mean next-item loss [] over the steps, given `queries` float32 [B, P, D], the outputs
-        before each item. With `weights` float32 [L], one per interaction, each loss is multiplied
-        by its weight before the mean is taken."""
+        """Mean next-item loss [] over the steps with a target, given queries float32 [B, P, D] (the
+        outputs before each item); losses are multiplied by `weights` [L], if given."""
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)
@@ -157,13 +154,13 @@ class NextItem(Recommender):
 
     def recent(self, histories: Histories
                ) -> tuple[Histories, torch.Tensor, torch.Tensor | None]:
-        """The last `context` interactions of each user, and the arguments of `outputs` for them."""
+        """Return users' last `context` interactions, and the arguments of `outputs` for them."""
         recent = last(histories, self.context)
         rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
         return recent, *self.inputs(rows, recent)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Queries float32 [B, D] for the next item of each user; uses the last `context` items."""
+        """Compute the query for each user's next item from the last `context` items; [B, D]."""
         recent, items, times = self.recent(histories)
         out = self.outputs(items, times)
         return out[torch.arange(recent.num_users, device=out.device), recent.lengths]

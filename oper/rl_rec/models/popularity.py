@@ -1,4 +1,4 @@
-"""The most popular items for every user: the baseline that every other model should beat."""
+"""Recommend the most popular items to every user: the baseline that other models should beat."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from oper.rl_rec.models.base import Histories, Recommender
 
 @dataclass(frozen=True, slots=True)
 class PopularityConfig:
-    """No options."""
+    """Configuration without options."""
 
 
 class Popularity(Recommender):
-    """Scores an item by its training count.
+    """Scores an item by its number of training interactions.
 
     Args:
-        counts: [num_items], row 0 (padding) included.
+        counts: training interactions of each item, [num_items], row 0 (padding) included.
     """
 
     counts: torch.Tensor
@@ -28,9 +28,8 @@ class Popularity(Recommender):
         self.register_buffer("counts", counts.float())
 
     def encode(self, histories: Histories) -> int:
-        """The number of users."""
         return histories.num_users
 
     def scores(self, encoded: int, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n], equal rows."""
+        """Scores float32 [B, n], equal for all users."""
         return self.counts[items].expand(encoded, -1)

@@ -1,9 +1,8 @@
 """SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018).
 
-Causal transformer blocks over items with learned positions. Loss: cross-entropy (the paper's is
-binary with one negative, which is known to rank worse: Klenitskiy and Vasilev, RecSys 2023), or
-gBCE (gSASRec: Petrov and Macdonald, RecSys 2023), whose negatives are here drawn once per batch
-instead of once per item.
+Causal transformer blocks over items with learned positions. The loss is cross-entropy (the paper's
+binary loss with one negative ranks worse: Klenitskiy and Vasilev, RecSys 2023) or gBCE (gSASRec:
+Petrov and Macdonald, RecSys 2023), with negatives drawn once per batch instead of once per item.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from oper.rl_rec.models.transformer import Block
 
 @dataclass(frozen=True, slots=True)
 class SASRecConfig(AttentionConfig):
-    """Sizes: those of every next-item model with attention."""
+    """Configuration of SASRec."""
 
 
 class SASRec(NextItem):
-    """The model; see the module docstring. Takes the arguments of `NextItem`."""
+    """The SASRec model; see the module docstring. For arguments see `NextItem`."""
 
     def __init__(self, config: SASRecConfig, num_items: int, device: str = "cpu") -> None:
         super().__init__(config, num_items, device)

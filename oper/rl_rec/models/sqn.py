@@ -2,28 +2,27 @@
 
 Xin, Karatzoglou, Arapakis and Jose: "Self-Supervised Reinforcement Learning for Recommender
 Systems" (SIGIR 2020, arXiv 2006.05779), "Supervised Advantage Actor-Critic for Recommender Systems"
-(WSDM 2022, arXiv 2111.03474). The state s is the output of SASRec's network after the items before
-a; an interaction with item a and reward r leads to the state s' after a. Besides the scores of the
-next item there are two value heads, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2:
+(WSDM 2022, arXiv 2111.03474). The state s is the output of SASRec's network before item a; the
+interaction with a and reward r leads to the state s' after a. In addition to next-item scores there
+are two value heads, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2:
 
     loss       L = weight(s, a) L_s(s, a) + q_weight L_q
-    L_s        that of the next item, see `NextItem`
-    L_q        mean over h of (y_h - Q_h(s, a))^2 / 2, and the same for `q_negatives` other items n
-    y_h        r + gamma Q_k(s', argmax_i Q_h(s', i)), k the other head: double Q-learning (van
-               Hasselt, NeurIPS 2010). After the last interaction of a subsequence: the logged
-               return-to-go, which is r where the log of the user ends
-    y_h for n  gamma Q_k(s, argmax_i Q_h(s, i)): reward 0, and the state does not change
-    weight     1, or, ``actor="advantage"``, in the last two thirds of training the advantage
-               ``Q(s, a) - mean of Q over a and the other items``, within 0..10, Q the mean of the
-               heads. ``actor="none"``: there is no L_s, and items are ranked by Q
+    L_s        next-item loss, see `NextItem`
+    L_q        mean over h of (y_h - Q_h(s, a))^2 / 2, plus the same for `q_negatives` other items n
+    y_h        r + gamma Q_k(s', argmax_i Q_h(s', i)) with k the other head: double Q-learning (van
+               Hasselt, NeurIPS 2010). For the last interaction of a subsequence, the logged
+               return-to-go (r for the last one of a user)
+    y_h for n  gamma Q_k(s, argmax_i Q_h(s, i)): reward 0 and unchanged state
+    weight     1. With ``actor="advantage"``, after the first third of training, the advantage
+               ``Q(s, a) - mean of Q over a and the other items n``, clipped to 0..10, where Q is
+               the mean of the heads. With ``actor="none"`` there is no L_s, and Q ranks items
 
-No gradient goes through y_h or the weight; the gradient of L_q also reaches the network and the
-item rows.
+No gradient flows through y_h and the weight; that of L_q also trains the network and item rows.
 
 Differences from the authors' code: two heads of one network that both learn at every step, instead
-of two networks of which one learns; Q on the rows of the item table instead of an output layer of
-its own; the largest Q is that of the drawn items where `negatives` is not 0; the other items n are
-taken from the drawn ones; one learning rate throughout.
+of two networks of which one learns; Q uses the rows of the item table, not a separate output layer;
+if `negatives` > 0, maxima are over the drawn items, and n are chosen among these; there is only one
+learning rate.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ MOST_ADVANTAGE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SQNConfig(SASRecConfig):
-    """Sizes and weights.
+    """Configuration of SQN; symbols are those of the module docstring.
 
     Attributes:
-        gamma: discount of the rewards to come, 0 <= gamma < 1.
-        q_weight: weight of the loss of Q.
-        q_negatives: other items per step, whose values are trained with a reward of 0; 0 = none.
+        gamma: discount of future rewards, 0 <= gamma < 1.
+        q_weight: weight of L_q.
+        q_negatives: number of other items n per step, trained with reward 0.
         actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module docstring.
     """
 
@@ -66,7 +65,7 @@ class SQNConfig(SASRecConfig):
 
 @dataclass(frozen=True, slots=True)
 class SA2CConfig(SQNConfig):
-    """Supervised advantage actor-critic; with ``actor="supervised"`` it is SNQN."""
+    """Configuration of SA2C; with ``actor="supervised"``, of SNQN."""
 
     q_negatives: Count = 10
     actor: Actor = "advantage"
@@ -74,14 +73,14 @@ class SA2CConfig(SQNConfig):
 
 @dataclass(frozen=True, slots=True)
 class DQNConfig(SQNConfig):
-    """Double Q-learning alone."""
+    """Configuration of DQN: double Q-learning without the next-item loss."""
 
     q_negatives: Count = 10
     actor: Actor = "none"
 
 
 class SQN(SASRec):
-    """The model; see the module docstring. Takes the arguments of `NextItem`."""
+    """The SQN family of models; see the module docstring. For arguments see `NextItem`."""
 
     config: SQNConfig
 
@@ -91,18 +90,18 @@ class SQN(SASRec):
         self.weigh = False
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """With ``actor="advantage"``, weight the loss by advantages after the first third of
-        training."""
+        """With ``actor="advantage"``, weight L_s by advantages after the first third of training.
+        """
         self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [2, N, D] and offsets [2, N] of states [N, D]."""
+        """Apply both value heads to states [N, D]; queries [2, N, D] and offsets [2, N]."""
         found = self.critic(states).view(-1, 2, self.config.dim + 1).transpose(0, 1)
         return found[..., :-1], found[..., -1]
 
     def values(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Both heads' Q float32 [2, N, n] of states [N, D] and items with the rows [n, D], or [N,
-        n, D] if every state has its own items."""
+        """Q of both heads, float32 [2, N, n], given states [N, D] and rows of items: [n, D], or [N,
+        n, D] for different items per state."""
         queries, offsets = self._heads(states)
         return (rows @ queries.unsqueeze(-1)).squeeze(-1) + offsets.unsqueeze(-1) if (
             rows.ndim == 3) else queries @ rows.T + offsets.unsqueeze(-1)
@@ -110,7 +109,7 @@ class SQN(SASRec):
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
                ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `NextItem.losses`; the parts are ``action`` and ``q``."""
+        """See `NextItem.losses`; the terms are ``action`` (with an actor) and ``q``."""
         outputs = self.outputs(*self.inputs(rows, batch, -1))
         before = unpadded(outputs, batch.lengths)  # the state before each interaction
         at = batch.is_step.nonzero()[:, 0]
@@ -141,12 +140,12 @@ class SQN(SASRec):
 
     @torch.no_grad()
     def _best(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [2, N]: each head's best item of the rows [n, D], valued by the other head."""
+        """Value by the other head of each head's best item, [2, N], among items of rows [n, D]."""
         found = self.values(states, rows)
         return found.flip(0).gather(2, found.argmax(dim=2, keepdim=True)).squeeze(2)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Queries float32 [B, D] for the next item; without an actor those of Q, up to a constant
-        per user."""
+        """Queries for next items, float32 [B, D]; without an actor, mean queries of Q, whose
+        scores differ from Q by a constant per user."""
         states = super().encode(histories)
         return states if self.config.actor != "none" else self._heads(states)[0].mean(dim=0)

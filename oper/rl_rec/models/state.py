@@ -1,4 +1,4 @@
-"""Summaries of the items before a step, used as the state of a model."""
+"""Summaries of the items before a step, used as states by models."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ STATES = ("mean", "last", "gru", "transformer")
 
 
 class ItemState(nn.Module):
-    """A summary of the items before a step, of the width of their rows.
+    """Summarises the rows of the items before a step in a vector of the same width.
 
-    ``"mean"``: the mean row of the last `window` items; ``"last"``: the row of the last one; both
-    are 0 if there is none. ``"gru"``, ``"transformer"``: the output of one such layer over all
-    items of the subsequence that come before.
+    ``"mean"``: mean row of the last `window` items; ``"last"``: row of the last item; both are 0
+    without items. ``"gru"``, ``"transformer"``: output of one such layer over all earlier items of
+    the subsequence.
 
     Args:
         kind: one of `STATES`.
-        dim: columns D of a row.
-        window: items of the mean.
-        most: items of the longest subsequence.
-        heads, dropout: of the transformer.
+        dim: D, columns of a row.
+        window: maximum number of items in the mean.
+        most: number of items of the longest subsequence.
+        heads, dropout: heads and dropout of the transformer.
     """
 
     def __init__(self, kind: str, dim: int, window: int, most: int, heads: int = 1,
@@ -37,16 +37,16 @@ class ItemState(nn.Module):
             self.position = nn.Parameter(0.02 * torch.randn(most + 1, dim))
 
     def forward(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Summaries float32 [B, T, D].
+        """Compute summaries, float32 [B, T, D].
 
         Args:
-            rows: float32 [B, P, D], rows of the items of every subsequence, padded on the right.
-            place: int64 [B, T], number of these items before each step, 0..P.
+            rows: rows of each subsequence's items, padded on the right, float32 [B, P, D].
+            place: number of these items before each step, 0..P, int64 [B, T].
         """
         trajectory = torch.arange(rows.shape[0], device=rows.device)[:, None]
-        before = F.pad(rows, (0, 0, 1, 0))  # at k: the k-th item, counted from 1
+        before = F.pad(rows, (0, 0, 1, 0))  # index k is the k-th item, counted from 1
         if self.kind == "mean":
-            # Differences of prefix sums: every row is looked up once, though it is in many windows.
+            # Differences of prefix sums, since each row is in many windows.
             sums, begin = before.cumsum(dim=1), (place - self.window).clamp(min=0)
             total = sums[trajectory, place] - sums[trajectory, begin]
             return total / (place - begin).clamp(min=1).unsqueeze(-1)

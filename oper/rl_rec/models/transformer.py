@@ -8,15 +8,15 @@ from torch import nn
 
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, T, D] as [B, heads, T, D / heads]."""
+    """Reshape [B, T, D] to [B, heads, T, D / heads]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention; step t of the queries sees steps 0..t of the keys.
+    """Causal multi-head attention: query step t attends to key steps 0..t.
 
-    Dropout is on the output, not on the attention weights: torch's fused kernels for CPUs have
-    none.
+    Dropout is applied to the output, since torch's fused CPU kernels do not support dropout of
+    attention weights.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         self.out = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(dropout))
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """float32 [B, T, D] from queries `x` and keys `seen`, both [B, T, D]."""
+        """Attend from `x` to `seen`, both float32 [B, T, D]; returns [B, T, D]."""
         key, value = self.key_value(seen).chunk(2, dim=-1)
         query, key, value = (by_head(y, self.heads) for y in (self.query(x), key, value))
         found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 def feed_forward(dim: int, dropout: float) -> nn.Sequential:
-    """Two layers of width 4 D and D, with GELU between."""
+    """Two linear layers D -> 4 D -> D with GELU in between, and dropout."""
     return nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim),
                          nn.Dropout(dropout))
 

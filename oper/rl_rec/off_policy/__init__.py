@@ -1,1 +1,1 @@
-"""Estimation of a policy's value from the log of another policy."""
+"""Off-policy evaluation: estimate a policy's value from the log of another policy."""

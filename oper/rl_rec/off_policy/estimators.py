@@ -1,21 +1,20 @@
-"""Estimates of the value of a policy from the log of another one, with propensities.
+"""Estimators of a policy's value from another policy's log with propensities.
 
-A log holds for row n a context x_n, the action a_n, its probability p_n under the policy that
-logged it, and the reward r_n. With the target policy's pi(a | x), w_n = pi(a_n | x_n) / p_n and a
-model q(x, a) of the reward:
+Row n of a log has a context x_n, an action a_n, its probability p_n under the logging policy, and a
+reward r_n. With the target policy pi(a | x), w_n = pi(a_n | x_n) / p_n and a reward model q(x, a):
 
     IPS         1/N sum w_n r_n                                        (Horvitz & Thompson 1952)
     SNIPS       sum w_n r_n / sum w_n                      (Swaminathan & Joachims, NeurIPS 2015)
     DM          1/N sum_n sum_a pi(a | x_n) q(x_n, a)
     DR          DM + 1/N sum w_n (r_n - q(x_n, a_n))                 (Dudik et al., ICML 2011)
     Switch-DR   DR with 0 for weights above a threshold              (Wang et al., ICML 2017)
-    DRos        DR with l w / (w^2 + l) for w                          (Su et al., ICML 2020)
-    MIPS        1/N sum v_n r_n with v_n = pi(g_n | x_n) / p(g_n | x_n) of the group g_n of a_n
+    DRos        DR with l w / (w^2 + l) instead of w                   (Su et al., ICML 2020)
+    MIPS        1/N sum v_n r_n, v_n = pi(g_n | x_n) / p(g_n | x_n), with the group g_n of a_n
                                                            (Saito & Joachims, ICML 2022)
 
-IPS, SNIPS and the DR family need p > 0 wherever pi > 0. DR is consistent if either the propensities
-or q are right, MIPS if the reward depends on the action only through its group. Threshold and l
-minimise the estimated mean squared error: the variance plus the squared difference from DR's mean.
+IPS, SNIPS and the DR family require p > 0 wherever pi > 0. DR is consistent if the propensities or
+q are correct, MIPS if the reward depends on the action only through its group. Threshold and l
+minimise the estimated mean squared error: variance plus squared difference from DR's mean.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
-PRIOR = 0.5  # rows of the overall mean in each mean of `reward_model`
-_QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
-_SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
+PRIOR = 0.5  # pseudo-rows with the overall mean in each mean of `reward_model`
+_QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # quantiles of w that are candidate thresholds
+_SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # candidates for l / (largest w)^2
 
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyEstimates:
-    """Value of a policy: expected reward per row.
+    """Estimates of a policy's value, the expected reward per row.
 
     Attributes:
-        intervals: by estimator: ``"ips"``, ``"snips"``, ``"dm"``, ``"dr"``, ``"switch-dr"``,
-            ``"dros"`` and, with groups of actions, ``"mips"``.
-        threshold: threshold of Switch-DR; infinite = DR.
-        shrinkage: the parameter l of DRos; infinite = DR.
+        intervals: estimate and interval by estimator: ``"ips"``, ``"snips"``, ``"dm"``, ``"dr"``,
+            ``"switch-dr"``, ``"dros"`` and, if groups of actions are given, ``"mips"``.
+        threshold: chosen threshold of Switch-DR; infinite = DR.
+        shrinkage: chosen parameter l of DRos; infinite = DR.
         effective_rows: ``(sum w)^2 / sum w^2``, the effective sample size of the log.
         largest_weight: the largest w.
     """
@@ -58,50 +57,53 @@ class Groups:
     """Groups of actions, for MIPS.
 
     Attributes:
-        of_action: int64 [num_actions], a number from 0 on.
-        behaviour: float64 [N, num_actions], the logging policy's probability of every action.
+        of_action: group of each action, int64 [num_actions], >= 0.
+        behaviour: the logging policy's probability of each action, float64 [N, num_actions].
     """
 
     of_action: np.ndarray
     behaviour: np.ndarray
 
     def weights(self, log: LoggedBandit, target: np.ndarray) -> np.ndarray:
-        """v, float64 [N]."""
+        """Compute v, float64 [N], for the target policy pi(a | x_n) [N, num_actions]."""
         for name, probabilities in (("behaviour", self.behaviour), ("target", target)):
             _check_policy(probabilities, (log.actions.size, log.num_actions), name)
         if self.of_action.shape != (log.num_actions,) or (self.of_action < 0).any():
-            raise InvalidInputError("cannot estimate a policy", "groups.of_action",
-                                    self.of_action.shape, f"int64 [{log.num_actions}], >= 0",
-                                    "give the group of every action")
+            raise InvalidInputError(
+                "cannot estimate a policy", "shape, minimum of groups.of_action",
+                (self.of_action.shape, int(self.of_action.min(initial=0))),
+                f"int64 [{log.num_actions}], >= 0", "pass the group of every action")
         same = self.of_action == self.of_action[log.actions][:, None]  # [N, num_actions]
         mine = (self.behaviour * same).sum(1)
         if not (mine > 0).all():
-            raise InvalidInputError("cannot estimate a policy", "behaviour of a shown group", 0.0,
-                                    "> 0", "give the policy that logged the rows")
+            raise InvalidInputError("cannot estimate a policy",
+                                    f"behaviour of the group in row {int(np.argmin(mine))}", 0.0,
+                                    "> 0", "pass the policy that logged the rows")
         return (target * same).sum(1) / mine
 
 
 def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None = None,
              groups: Groups | None = None, clusters: np.ndarray | None = None,
              samples: int = SAMPLES) -> OffPolicyEstimates:
-    """All estimates, with bootstrap intervals over clusters of rows.
+    """Compute all estimates, with bootstrap intervals over clusters of rows.
 
-    With right propensities IPS, DR and MIPS are unbiased, and SNIPS is consistent, whatever q is.
-    DM relies on q, as do Switch-DR and DRos where they reduce weights. Intervals include the
-    sampling error of the default q (linearised), but not the bias of a misspecified q, and treat a
-    given q, the threshold and l as fixed.
+    With correct propensities, IPS and DR are unbiased and SNIPS is consistent for every q. DM
+    relies on q; so do Switch-DR and DRos to the extent that they reduce weights. Intervals include
+    the (linearised) sampling error of the default q, but not the bias of a misspecified q; a given
+    q, the threshold and l are treated as fixed.
 
     Args:
         log: N rows.
         target: pi(a | x_n), float [N, num_actions], rows that sum to 1.
-        model: q(x_n, a), float [N, num_actions]; `reward_model` by default.
-        groups: groups of actions, for MIPS.
-        clusters: int64 [N]: rows of one cluster, such as a visitor's, are drawn together; by
-            default every row is its own cluster.
-        samples: bootstrap samples.
+        model: q(x_n, a), float [N, num_actions]; None = `reward_model`.
+        groups: groups of actions, for MIPS; None = no MIPS.
+        clusters: cluster of each row, such as its visitor, int64 [N]; clusters are resampled as a
+            unit. None = every row is its own cluster.
+        samples: number of bootstrap samples.
 
     Raises:
-        InvalidInputError: impossible shapes, probabilities or propensities.
+        InvalidInputError: invalid shapes, probabilities or propensities, or no row has an action
+            that the target policy can take.
     """
     shape = (log.actions.size, log.num_actions)
     target = np.asarray(target, np.float64)
@@ -109,22 +111,24 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
     q = np.asarray(reward_model(log) if model is None else model, np.float64)
     if q.shape != shape or not np.isfinite(q).all():
         raise InvalidInputError(
-            "cannot estimate a policy", "model", q.shape, f"finite rewards {shape}",
-            "give the reward model's estimate of every action for every row, without NaN")
+            "cannot estimate a policy", "shape, non-finite values of model",
+            (q.shape, int((~np.isfinite(q)).sum())), f"finite rewards {shape}",
+            "pass the reward model's estimate of every action for every row, without NaN")
     if not ((log.propensities > 0) & (log.propensities <= 1)).all():
-        raise InvalidInputError("cannot estimate a policy", "propensities",
-                                float(log.propensities.min()), "in (0, 1]",
-                                "log the probability of what was shown")
+        raise InvalidInputError(
+            "cannot estimate a policy", "range of propensities",
+            (float(log.propensities.min()), float(log.propensities.max())), "in (0, 1]",
+            "log the probability with which each action was chosen")
     at = np.arange(shape[0])
     cluster = at if clusters is None else np.unique(clusters, return_inverse=True)[1]
     if cluster.shape != at.shape:
         raise InvalidInputError("cannot estimate a policy", "clusters", cluster.shape,
-                                f"int64 [{shape[0]}]", "give the cluster of every row")
+                                f"int64 [{shape[0]}]", "pass the cluster of every row")
     w = target[at, log.actions] / log.propensities
     if not w.any():
         raise InvalidInputError("cannot estimate a policy", "weights", 0.0,
                                 "at least one row whose action the target policy can take",
-                                "use a log that covers its actions")
+                                "use a log that contains its actions")
     rewards = log.rewards.astype(np.float64)
     direct, error = (target * q).sum(1), rewards - q[at, log.actions]
     largest = float(w.max())
@@ -158,18 +162,19 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
 
 def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None:
     if policy.shape != shape or (policy < 0).any() or not np.allclose(policy.sum(1), 1, atol=1e-6):
-        raise InvalidInputError("cannot estimate a policy", name, policy.shape,
-                                f"probabilities {shape}, rows that sum to 1",
-                                "give the policy's probability of every action for every "
+        raise InvalidInputError("cannot estimate a policy", f"shape, minimum of {name}",
+                                (policy.shape, float(policy.min(initial=0))),
+                                f"{shape}, probabilities >= 0 whose rows sum to 1",
+                                "pass the policy's probability of every action for every "
                                 "row of the log")
 
 
 class _FittedModel:
-    """Sensitivity of the mean of ``direct + v error`` to the rewards, through `reward_model`'s q.
+    """Linearised effect of rewards on the mean of ``direct + v error`` through `reward_model`'s q.
 
-    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward moves q by
-    ``error / (N + prior)``; q moves the mean by the target's total probability in the cell minus
-    the total correction weight v there.
+    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward changes q by
+    ``error / (N + prior)``; q changes the mean by the target's total probability in the cell minus
+    the total correction weight v in it.
     """
 
     def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
@@ -180,15 +185,15 @@ class _FittedModel:
         self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
 
     def sensitivity(self, weights: np.ndarray) -> np.ndarray:
-        """Contribution of each row, on the scale of one row's term: float64 [N]."""
+        """Effect of each row's reward, in units of one row's term, float64 [N]; `weights`: v."""
         corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
         return ((self.wanted - corrected) / self.count)[self.cell] * self.error
 
 
 def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np.ndarray,
                  cluster: np.ndarray, fitted: _FittedModel | None) -> float:
-    """The key of the weights (float64 [N]) with the least estimated squared error of the mean; the
-    key inf holds the unmodified weights."""
+    """Return the key of the weights, float64 [N], with the least estimated squared error of the
+    mean; the key inf has the unmodified weights."""
     def squared_error(key: float) -> float:
         term = direct + options[key] * error
         if fitted:
@@ -201,16 +206,16 @@ def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np
 
 
 def reward_model(log: LoggedBandit, folds: int = 10, seed: int = 0) -> np.ndarray:
-    """Mean reward of an action at a position, from the other folds' rows: float64 [N, num_actions].
+    """Estimate q(x_n, a), float64 [N, num_actions], by the mean reward of a at row n's position.
 
-    Cross-fitted in `folds` parts, at most one per row, so that no row's own reward is in its q. A
-    mean is shrunk towards the overall mean as if `PRIOR` additional rows had that value; more
-    shrinkage would bias DM.
+    The means are cross-fitted: those for a row exclude the rows of its fold (of min(`folds`, N)).
+    They are shrunk towards the overall mean as if there were `PRIOR` additional rows with it.
+    Raises InvalidInputError for fewer than 2 folds or rows.
     """
     rows, folds = log.actions.size, min(folds, log.actions.size)
     if folds < 2:
         raise InvalidInputError("cannot model rewards", "folds, rows", (folds, rows), ">= 2",
-                                "choose another number")
+                                "use at least 2 folds, and a log with at least 2 rows")
     fold = np.random.default_rng(seed).permutation(rows) % folds
     cell = log.positions * log.num_actions + log.actions
     cells = log.num_positions * log.num_actions

@@ -1,8 +1,8 @@
-"""Logs to and from Open Bandit Pipeline (obp): its ``BanditFeedback``, a dictionary of arrays.
+"""Convert logs to and from the ``BanditFeedback`` dictionaries of Open Bandit Pipeline (obp).
 
-Its data sets give such dictionaries (``obtain_batch_bandit_feedback``), its estimators and learners
-take them. The package itself is not needed. Files of the Open Bandit data set are read with
-``oper preprocess open-bandit`` and `load_bandit`.
+obp's data sets return such dictionaries (``obtain_batch_bandit_feedback``), and its estimators and
+learners take them. obp itself is not needed. Files of the Open Bandit data set are read with ``oper
+preprocess open-bandit`` and `load_bandit`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _ROWS = ("context", "action", "reward", "pscore", "position")
 
 
 def to_feedback(log: LoggedBandit) -> dict[str, Any]:
-    """A log as feedback.
+    """Convert a log to a feedback dictionary.
 
-    Policies float [N, num_actions], as made by `oper.rl_rec.off_policy.policies`, are obp's
-    ``action_dist`` once they are repeated for every position: ``policy[:, :,
+    For obp's ``action_dist``, repeat a policy float [N, num_actions] of
+    `oper.rl_rec.off_policy.policies` for every position: ``policy[:, :,
     None].repeat(log.num_positions, axis=2)``.
 
     Returns:
         ``n_rounds``, ``n_actions``; ``action``, ``position`` int64 [N]; ``reward``, ``pscore``
-        float64 [N]; ``context`` uint8 [N, sum of context_rows], a 0/1 column per id, since ids are
-        no quantities; ``action_context`` uint8 [num_actions, groups], the action's group as 0/1
-        columns, or [num_actions, num_actions], the action itself, where groups are not known.
+        float64 [N]; ``context`` uint8 [N, sum of context_rows], one-hot per context column; and
+        ``action_context`` uint8, one-hot groups of actions [num_actions, groups], or one-hot
+        actions [num_actions, num_actions] if groups are not known.
     """
     columns = [np.eye(rows, dtype=np.uint8)[log.context[:, n]]
                for n, rows in enumerate(log.context_rows)]
@@ -43,29 +43,29 @@ def to_feedback(log: LoggedBandit) -> dict[str, Any]:
 
 
 def from_feedback(feedback: Mapping[str, Any]) -> LoggedBandit:
-    """The log in a feedback dictionary, without groups of actions.
+    """Convert a feedback dictionary to a log, without groups of actions.
 
-    Every distinct value of a column of ``context`` becomes an id, so divide columns of real numbers
-    into ranges first. Without ``position`` there is a single position; ``context`` may be missing,
-    too.
+    Every distinct value of a column of ``context`` becomes an id, so discretise real numbers first.
+    ``context`` and ``position`` are optional; without ``position`` there is a single position.
 
     Raises:
-        InvalidInputError: a key is missing, or arrays that do not fit together.
+        InvalidInputError: a key is missing, arrays have different lengths, or values are out of
+            range.
     """
     what = "cannot read a feedback dictionary"
     missing = [key for key in _NEEDED if feedback.get(key) is None]
     if missing:
         raise InvalidInputError(what, "key", missing[0], f"{list(_NEEDED)}, none of them None",
-                                "log the propensities, too" if missing == ["pscore"] else
-                                "take obp's BanditFeedback of one policy")
+                                "log the propensities too" if missing == ["pscore"] else
+                                "pass obp's BanditFeedback of one policy")
     action = np.asarray(feedback["action"], np.int64)
     arrays = {key: np.asarray(feedback[key]) for key in _ROWS if feedback.get(key) is not None}
     for key, array in arrays.items():
         dims = 2 if key == "context" else 1
         if array.ndim != dims or len(array) != action.size or not action.size:
-            raise InvalidInputError(what, key, array.shape,
-                                    f"{dims} dimension(s), {action.size} >= 1 rows as action has",
-                                    "give one row per impression; slates are not taken")
+            raise InvalidInputError(what, f"shape of {key}", array.shape,
+                                    f"{dims} dimension(s), {max(1, action.size)} rows like action",
+                                    "pass one row per impression; slates are not supported")
     num_actions = int(feedback["n_actions"])
     position = arrays.get("position", np.zeros_like(action)).astype(np.int64)
     for key, numbers, most in (("action", action, num_actions), ("position", position, np.inf)):

@@ -14,19 +14,19 @@ from oper.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoggedBandit:
-    """Impressions with the probability of what was shown (Open Bandit's form).
+    """N impressions with the propensities of the shown items, as in the Open Bandit data set.
 
     Attributes:
-        context: int64 [N, C], ids of the context known before the choice.
-        actions: int64 [N], 0..num_actions-1: the item that was shown.
-        positions: int64 [N], the position at which it was shown, from 0.
+        context: ids of the context known before the choice, int64 [N, C].
+        actions: the shown item, int64 [N], in 0..num_actions-1.
+        positions: the position at which it was shown, int64 [N], in 0..num_positions-1.
         rewards: float32 [N], 1 = clicked.
-        propensities: float64 [N] in (0, 1]: probability under the logging policy of this action at
-            this position.
-        num_actions: distinct actions.
-        num_positions: distinct positions.
-        context_rows: ids of each context column.
-        action_groups: int64 [num_actions], a number from 0 on, such as the item's category; None =
+        propensities: probability under the logging policy of this action at this position,
+            float64 [N], in (0, 1].
+        num_actions: number of distinct actions.
+        num_positions: number of distinct positions.
+        context_rows: number of ids of each context column.
+        action_groups: group of each action, such as its category, int64 [num_actions], >= 0; None =
             not known.
     """
 
@@ -41,7 +41,7 @@ class LoggedBandit:
     action_groups: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> LoggedBandit:
-        """The chosen rows, numbers int64 [M] or bool [N], of the same actions and positions."""
+        """Select rows by indices int64 [M] or a mask bool [N]; actions and positions are kept."""
         return replace(self, context=self.context[chosen], actions=self.actions[chosen],
                        positions=self.positions[chosen], rewards=self.rewards[chosen],
                        propensities=self.propensities[chosen])
@@ -49,13 +49,13 @@ class LoggedBandit:
 
 @dataclass(frozen=True, slots=True)
 class BanditColumns:
-    """Columns of the folder; all other sparse columns are context.
+    """Names of a folder's columns; all other sparse columns are context.
 
     Attributes:
-        action: sparse column of the item shown.
-        propensity: dense column of its probability, not transformed.
+        action: sparse column of the shown item.
+        propensity: dense column of its probability, which must not be transformed.
         position: sparse column of its position; empty = there is only one position.
-        group: sparse column of the action's group; empty = there is none.
+        group: sparse column of its group; empty = no groups.
     """
 
     action: str = "item_id"
@@ -66,11 +66,16 @@ class BanditColumns:
 
 def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = None
                 ) -> LoggedBandit:
-    """Logged feedback from a folder that ``oper preprocess`` wrote, in the order of its parts.
+    """Load all parts of a log from a folder that ``oper preprocess`` wrote.
+
+    Args:
+        path: the folder.
+        columns: names of its columns; None = those of the recipe ``open-bandit``.
 
     Raises:
-        FileFormatError: not such a folder.
-        InvalidInputError: a column is missing, or a propensity lies outside (0, 1].
+        FileFormatError: the folder is not a preprocessed one, or damaged.
+        InvalidInputError: a column is missing or transformed, the log is empty, a propensity is
+            not in (0, 1], or an action has several groups.
     """
     names = columns or BanditColumns()
     folder = Folder.open(path)
@@ -90,7 +95,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     tables = [folder.read_part(part, wanted)
               for split in SPLITS for part in folder.parts(split)]
     if not tables:
-        raise InvalidInputError(what, "rows", 0, "some impressions", "preprocess a log")
+        raise InvalidInputError(what, "rows", 0, "at least one", "preprocess a log with rows")
 
     def column(name: str) -> np.ndarray:
         return np.concatenate([t.column(name).to_numpy() for t in tables])
@@ -102,7 +107,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
                                 float(propensities[bad[0]]), "in (0, 1]", "correct the log")
     rows = dict(zip(folder.sparse, folder.num_rows, strict=True))
     num_rows = len(propensities)
-    # Row 0 stands for rare and missing values: an action of its own only where it occurs.
+    # Id 0, shared by rare and missing values, counts as an action only if it occurs.
     actions, num_actions = without_gap(column(names.action))
     positions, num_positions = (without_gap(column(names.position)) if names.position
                                 else (np.zeros(num_rows, np.int64), 1))
@@ -115,7 +120,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
 
 
 def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray:
-    """The group of every action, numbered from 0."""
+    """Return the group of every action, renumbered from 0; raises InvalidInputError if several."""
     _, first = np.unique(actions, return_index=True)
     if (groups != groups[first][actions]).any():
         raise InvalidInputError(what, "groups of an action", "several", "one for all rows",
@@ -124,6 +129,6 @@ def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray
 
 
 def without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:
-    """The ids renumbered from 0 without gaps, in the same order, int64, and their number."""
+    """Renumber ids to 0..K - 1 in the same order; returns them, int64, and K."""
     values, numbers = np.unique(ids, return_inverse=True)
     return numbers.astype(np.int64), int(values.size)

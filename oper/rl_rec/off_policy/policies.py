@@ -1,4 +1,4 @@
-"""Policies whose value can be estimated: probabilities of actions for the rows of a log."""
+"""Policies to evaluate, as probabilities of actions for the rows of a log."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     """``(1 - uniform) softmax(scores / temperature) + uniform / num_actions``.
 
     Args:
-        scores: float [N, num_actions]; -inf: chosen only through `uniform`.
-        temperature: 0 = the highest score, ties shared equally.
-        uniform: share of the choices that are made at random.
+        scores: float [N, num_actions]; an action with -inf is chosen only through `uniform`.
+        temperature: >= 0; 0 = choose the highest score, uniformly among ties.
+        uniform: share of uniformly random choices, in [0, 1].
 
     Returns:
         float64 [N, num_actions], rows that sum to 1.
 
     Raises:
-        InvalidInputError: NaN, +inf or only -inf in a row, or impossible parameters.
+        InvalidInputError: a row has NaN, +inf or only -inf, or a parameter is out of range.
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
         raise InvalidInputError("cannot make a policy", "shape of scores", scores.shape,
-                                "numbers [N, num_actions] with finite row maxima",
-                                "check the shape, and the scores for NaN")
+                                "[N, num_actions], not empty, with finite row maxima",
+                                "check the shape, and the scores for NaN and infinity")
     require("cannot make a policy", "choose another value",
             ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
@@ -43,12 +43,12 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
 @torch.no_grad()
 def recommender_policy(model: Recommender, histories: Histories, items: torch.Tensor,
                        temperature: float = 1.0, uniform: float = 0.0) -> np.ndarray:
-    """A recommender that shows one of `items`, by `softmax_policy` of its scores.
+    """Make the policy that shows one of `items` by the `softmax_policy` of a recommender's scores.
 
     Args:
-        model: the recommender; it is in evaluation mode during the call.
+        model: the recommender, which is put into evaluation mode during the call.
         histories: histories of the users of the N rows.
-        items: int64 [num_actions], the item of each action.
+        items: item id of each action, int64 [num_actions].
         temperature, uniform: see `softmax_policy`.
 
     Returns:
@@ -64,15 +64,18 @@ def recommender_policy(model: Recommender, histories: Histories, items: torch.Te
 
 
 def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np.ndarray:
-    """The policy that logged `of`, approximated by its action frequencies at each position.
+    """Approximate the policy that logged `of` by its action frequencies at each position.
 
     Args:
-        log: the log whose rows it is evaluated on, with the same actions and positions.
-        of: the log to estimate it from.
-        prior: rows added to each action, so that none has probability 0.
+        log: log of N rows for which probabilities are returned.
+        of: log whose policy is approximated, with the same actions and positions.
+        prior: pseudo-count of each action at each position, so that none has probability 0.
 
     Returns:
-        float64 [rows of `log`, num_actions].
+        float64 [N, num_actions].
+
+    Raises:
+        InvalidInputError: the logs have different numbers of actions or positions.
     """
     if (log.num_actions, log.num_positions) != (of.num_actions, of.num_positions):
         raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Simulated logs with known rewards, for testing estimators."""
+"""Simulated logs with known expected rewards, for testing estimators."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ CONTEXTS, ACTIONS, GROUPS = 3, 8, 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedLog:
-    """A log and the ground truth behind it.
+    """A log and its ground truth.
 
     Attributes:
-        log: N rows; the context is the position.
-        target: the policy to be estimated, float64 [N, ACTIONS].
-        value: its expected reward per row.
-        rewards: the expected reward of every action, float64 [N, ACTIONS].
-        groups: groups of the actions, which alone determine the reward, with the logging policy.
-        visitors: int64 [N], the visitor of each row.
+        log: N rows; positions equal the context.
+        target: the policy to evaluate, float64 [N, ACTIONS].
+        value: expected reward per row under `target`.
+        rewards: expected reward of every action, float64 [N, ACTIONS].
+        groups: groups of actions, which determine expected rewards, and the logging policy.
+        visitors: visitor of each row, int64 [N].
     """
 
     log: LoggedBandit
@@ -35,16 +35,16 @@ class SimulatedLog:
 
 
 def simulate_log(rows: int, seed: int, per_visitor: int = 1) -> SimulatedLog:
-    """Visitors of three kinds come and are shown an action each time.
+    """Simulate a log of visitors of three kinds (the contexts).
 
-    The rewards and both policies are fixed; `seed` changes only the draws. All rows of a visitor
-    have the same context, and a reward is 0.5 or 1.5 times as likely as usual for its kind, so a
-    visitor's rows are not independent.
+    Expected rewards and both policies are fixed; `seed` changes only the draws. All rows of a
+    visitor have the same context, and each visitor clicks 0.5 or 1.5 times as often as its kind on
+    average, so a visitor's rows are not independent.
 
     Args:
         rows: N.
         seed: seed of visitors, actions and rewards.
-        per_visitor: rows per visitor.
+        per_visitor: number of rows per visitor.
     """
     world = np.random.default_rng(0)
     of_action = np.arange(ACTIONS) % GROUPS

@@ -1,1 +1,1 @@
-"""Full ranking and its metrics."""
+"""Full ranking of the catalogue, and ranking metrics."""

@@ -1,4 +1,4 @@
-"""Recommenders under full ranking: every item of the catalogue is scored, block by block."""
+"""Evaluate recommenders by full ranking: every item is scored, in blocks of items."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from oper.rl_rec.ranking.metrics import MetricOptions, RankingMetrics, top_k
 
 @dataclass(frozen=True, slots=True)
 class RankingResult:
-    """Metrics of one model on one split.
+    """Per-user metrics of one model on one split.
 
     Attributes:
-        users: int64 [U], in the order of the values.
-        per_user: float64 [U] by metric, e.g. ``"ndcg@10"``.
+        users: ids of the users, int64 [U].
+        per_user: by metric, such as ``"ndcg@10"``, the value of each user, float64 [U].
     """
 
     users: np.ndarray
     per_user: dict[str, np.ndarray] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
-        """Means over users, and ``"users"``; means are NaN without users."""
+        """Return the mean of each metric (NaN without users), and ``"users"``, their number."""
         means = {name: float(v.mean()) if v.size else float("nan")
                  for name, v in self.per_user.items()}
         return {**means, "users": int(self.users.size)}
@@ -38,17 +38,16 @@ class RankingResult:
 def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
                      metrics: MetricOptions | None = None, batch_size: int = 256,
                      block: int = 65536, users: np.ndarray | None = None) -> RankingResult:
-    """Rank all items for the users of a split; items in a user's history are never recommended.
+    """Rank all items for the users of a split, excluding each user's history.
 
     Args:
-        model: the model, in evaluation mode during the call.
+        model: the model, which is put into evaluation mode during the call.
         data: the interactions.
-        split: ``"valid"`` or ``"test"``.
-        metrics: what is measured; the default options by default.
+        split: ``"valid"`` or ``"test"``; raises InvalidInputError for others.
+        metrics: options of the metrics; None = the defaults.
         batch_size: users per batch.
-        block: items that are scored at once; the result does not depend on it.
-        users: int64, indices into ``held_out(split).users`` of the users to take, e.g. a rank's
-            share; all by default.
+        block: number of items scored at once; does not affect the result.
+        users: indices into ``held_out(split).users``, int64, such as a rank's share; None = all.
     """
     held = data.held_out(split)
     chosen = np.arange(held.users.size) if users is None else np.asarray(users, np.int64)

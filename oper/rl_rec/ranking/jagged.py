@@ -1,4 +1,4 @@
-"""Rows of unequal length: users' items, held-out positives."""
+"""Jagged arrays of item ids, such as users' histories and held-out targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oper.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Jagged:
-    """Rows of item ids one after another.
+    """N concatenated rows of item ids; raises InvalidInputError for invalid offsets.
 
     Attributes:
         values: int64 [L].
@@ -28,12 +28,12 @@ class Jagged:
                 or self.values.ndim != 1 or bool((o.diff() < 0).any())):
             raise InvalidInputError(
                 "cannot read rows", "offsets", o.tolist()[:8],
-                f"int64 [N + 1] that rise from 0 to the {self.values.numel()} values",
-                "count the values of each row")
+                f"int64 [N + 1], non-decreasing from 0 to {self.values.numel()}, the number of "
+                "values", "use Jagged.from_lengths with the length of each row")
 
     @classmethod
     def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
-        """From values [L] and the rows' lengths int64 [N]."""
+        """Make rows from values [L] and the length of each row, int64 [N]."""
         return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     def __len__(self) -> int:
@@ -46,11 +46,11 @@ class Jagged:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The row of each value, int64 [L]."""
+        """Row index of each value, int64 [L]."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     def __getitem__(self, chosen: torch.Tensor | slice) -> Jagged:
-        """The chosen rows, in that order: int64 [M] or a slice."""
+        """Select rows by indices int64 [M] (in that order) or by a slice."""
         rows = torch.arange(len(self))[chosen]
         lengths = self.lengths[rows]
         picked = Jagged.from_lengths(self.values.new_empty(int(lengths.sum())), lengths)

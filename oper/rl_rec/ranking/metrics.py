@@ -1,10 +1,9 @@
-"""Ranking metrics over the whole catalogue, streamed over shards of items.
+"""Top-k rankings of the entire catalogue, merged from shards of items, and their metrics.
 
-Full ranking, never sampled candidates: metrics on sampled negatives are not comparable (Krichene &
-Rendle, KDD 2020). Conventions of RecBole and of Liang et al. (WWW 2018): binary relevance, the
-ideal DCG over ``min(k, positives)``, users without positives are skipped and counted. Equal scores
-are ranked by id, the smaller first, so that results do not depend on how items are divided into
-shards.
+All items are ranked, since metrics on sampled candidates are not comparable (Krichene & Rendle, KDD
+2020). Conventions are those of RecBole and of Liang et al. (WWW 2018): binary relevance, ideal DCG
+over ``min(k, positives)``; users without positives are skipped and counted. Equal scores are ranked
+by ascending id, so that results do not depend on the division into shards.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from oper.ranges import one_of, rules_of
 from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
-NOTHING = -1  # in a ranking: fewer items than places
+NOTHING = -1  # fills rankings with fewer than k items
 
 
 def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | None = None
           ) -> torch.Tensor:
-    """The k best items of each row, merged from shards of the catalogue.
+    """Rank the k best items of each of B users, merging shards of the catalogue.
 
     Args:
-        shards: (first id, scores float [B, R]): scores of the ids ``first .. first + R - 1``. Any
-            division into shards, in any order; each id once. An item with ``-inf`` is never ranked.
-        k: number of items per row.
-        exclude: by row, ids that it must not get, such as those that the user has; length B.
+        shards: pairs (first, scores float [B, R]) with scores of the ids ``first .. first + R -
+            1``, in any order; each id occurs once. Items with score ``-inf`` are not ranked.
+        k: number of items per user.
+        exclude: ids to exclude by user, such as the history; B rows.
 
     Returns:
-        int64 [B, k], best first; `NOTHING` where fewer than k items are left.
+        Item ids int64 [B, k], best first, padded with `NOTHING`.
 
     Raises:
-        InvalidInputError: k < 1, no shards, NaN scores, rows that do not match.
+        InvalidInputError: k < 1, no shards, NaN scores, or different numbers of users.
     """
     if k < 1:
         raise InvalidInputError("cannot rank", "k", k, ">= 1", "use a k of 1 or more")
@@ -46,10 +45,11 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
     for first, scores in shards:
         if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
                 exclude is not None and scores.shape[0] != len(exclude)):
-            raise InvalidInputError("cannot rank", "scores of a shard", tuple(scores.shape),
-                                    "[B, R] with one row per user", "score the same users")
+            raise InvalidInputError("cannot rank", "shape of a shard's scores", tuple(scores.shape),
+                                    "[B, R], with the same B users in all shards and exclude",
+                                    "score the same users")
         if bool(scores.isnan().any()):
-            raise InvalidInputError("cannot rank", f"scores from id {first}", "NaN", "numbers",
+            raise InvalidInputError("cannot rank", f"scores from id {first} on", "NaN", "numbers",
                                     "find the step at which the loss became NaN")
         if exclude is not None:
             scores = _without(scores, first, exclude)
@@ -72,12 +72,12 @@ def _without(scores: torch.Tensor, first: int, exclude: Jagged) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids [B, min(k, R)] of the best items, by descending score, then ascending id."""
+    """Select scores and ids [B, min(k, R)] of the best items, by descending score, ascending id."""
     k = min(k, scores.shape[1])
     if k == 0:
         return scores, ids
     last = scores.topk(k, dim=1, sorted=True).values[:, -1:]
-    # topk takes any of the items that tie for the last place: take those of the smallest ids.
+    # topk selects arbitrary items among ties for the last place: replace them by the smallest ids.
     tied = scores == last
     if bool((tied.sum(1) + (scores > last).sum(1) > k).any()):
         order = ids.masked_fill(~tied, torch.iinfo(torch.int64).max).argsort(dim=1)
@@ -96,12 +96,12 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class MetricOptions:
-    """What is measured.
+    """Options of the ranking metrics.
 
     Attributes:
-        ks: cut-offs.
-        recall: ``"all"`` divides by all positives, ``"min"`` by ``min(k, positives)`` (Liang et
-            al. 2018, MacridVAE).
+        ks: cut-offs k, each >= 1.
+        recall: denominator of recall: ``"all"``: the number of positives; ``"min"``: ``min(k,
+            positives)`` (Liang et al. 2018, MacridVAE).
     """
 
     ks: tuple[int, ...] = (5, 10, 20)
@@ -113,21 +113,21 @@ class MetricOptions:
             ("ks", min(self.ks, default=0) >= 1, "cut-offs >= 1"))
 
     def names(self) -> list[str]:
-        """Names of the metrics, e.g. ``"ndcg@10"``."""
+        """Names of all metrics, such as ``"ndcg@10"``."""
         return [f"{m}@{k}" for m in METRICS for k in self.ks]
 
 
 class RankingMetrics:
-    """Collects per-user metrics at several cut-offs, over batches of users.
+    """Accumulates per-user metrics at several cut-offs, over batches of users.
 
-    With positives P of a user, h_r = 1 where the item at rank r is in P:
+    With the positives P of a user, and h_r = 1 if the item at rank r is in P, else 0:
 
         precision@k = sum h_r / k           recall@k = sum h_r / |P|  (or / min(k, |P|))
         hit_rate@k = max h_r                mrr@k = 1 / (first rank with h_r = 1), else 0
         ndcg@k = sum h_r / log2(r + 1) / sum_{r <= min(k, |P|)} 1 / log2(r + 1)
 
     Attributes:
-        skipped: users without positives so far.
+        skipped: number of users without positives so far.
     """
 
     def __init__(self, options: MetricOptions) -> None:
@@ -136,16 +136,19 @@ class RankingMetrics:
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in options.names()}
 
     def update(self, top: torch.Tensor, positives: Jagged) -> None:
-        """Add users.
+        """Add B users.
 
         Args:
-            top: int64 [B, K], K >= the largest cut-off, best first, as returned by `top_k`.
-            positives: the items that each of the B users has chosen; distinct ids.
+            top: result of `top_k`, int64 [B, K], K >= the largest cut-off.
+            positives: distinct relevant items of each user, B rows.
+
+        Raises:
+            InvalidInputError: shapes do not match.
         """
         if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
-            raise InvalidInputError("cannot measure rankings", "top", tuple(top.shape),
+            raise InvalidInputError("cannot measure rankings", "shape of top", tuple(top.shape),
                                     f"[{len(positives)}, {max(self.ks)} or more]",
-                                    "rank that many items per user")
+                                    "rank that many items for each of these users")
         users = positives.lengths > 0
         self.skipped += int((~users).sum())
         hits = _hits(top, positives)[users].double()
@@ -164,14 +167,14 @@ class RankingMetrics:
                 self._parts[f"{name}@{k}"].append(value)
 
     def per_user(self) -> dict[str, np.ndarray]:
-        """float64 [users with positives] by metric, in the order of the updates."""
+        """Return, by metric, the values of users with positives in the order added, float64 [U]."""
         return {name: (torch.cat(p) if p else torch.zeros(0, dtype=torch.float64)).numpy()
                 for name, p in self._parts.items()}
 
 
 def _hits(top: torch.Tensor, positives: Jagged) -> torch.Tensor:
-    """Whether each item is among its row's positives, bool [B, K]."""
-    # Sorted (row, id) pairs as one number each; ids of a catalogue are below 2^40.
+    """Whether each ranked item is among its row's positives, bool [B, K]."""
+    # Binary search among (row, id) pairs, each encoded as one integer; ids are below 2^40.
     base = 1 << 40
     wanted = (positives.rows * base + positives.values).sort().values
     asked = torch.arange(top.shape[0]).unsqueeze(1) * base + top

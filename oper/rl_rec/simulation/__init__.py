@@ -1,1 +1,1 @@
-"""A simulated shop, policies and logs of its visits."""
+"""A simulated shop, policies for it, and logs of their visits."""

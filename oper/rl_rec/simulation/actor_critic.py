@@ -1,9 +1,9 @@
-"""Offline reinforcement learning with critics and (except for DQN) an actor: TD3+BC, IQL, CQL, DQN.
+"""Offline reinforcement learning with two critics and (except for DQN) an actor.
 
-One network maps the present observation to an action in [-1, 1]^A, and two map observation and
-action to the value Q(s, a) of future rewards. All are trained only on the transitions of a log,
-with the constants of the papers unless stated otherwise. Rewards are divided by `REWARD_SCALE` and
-discounted by `GAMMA`.
+The methods are TD3+BC, IQL, CQL and DQN. An actor maps the current observation to an action in
+[-1, 1]^A; critics map observation and action to the value Q(s, a) of future rewards. They are
+trained only on the transitions of a log, with the papers' constants unless stated otherwise.
+Rewards are divided by `REWARD_SCALE` and discounted by `GAMMA`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from oper.rl_rec.simulation.offline import (
 from oper.rl_rec.simulation.shop import ACTION_DIM
 
 GAMMA = 0.99
-FOLLOWED = 0.005  # weight of the trained networks in a step's update of their slow copies
-TRANSITIONS = 256  # of a step
-CHOICES = 32  # of DQN
+FOLLOWED = 0.005  # rate of the moving average that updates target networks per step
+TRANSITIONS = 256  # transitions per gradient step
+CHOICES = 32  # number of actions that DQN chooses from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transitions:
-    """Single steps of a log.
+    """N transitions of a log.
 
     Attributes:
-        states, next_states: float32 [N, S].
+        states, next_states: observations before and after the action, float32 [N, S].
         actions: float32 [N, A].
-        rewards: float32 [N], divided by `REWARD_SCALE`.
-        goes_on: float32 [N], 0 if no step follows.
+        rewards: rewards divided by `REWARD_SCALE`, float32 [N].
+        goes_on: 0 if the episode ends after the step, else 1, float32 [N].
     """
 
     states: torch.Tensor
@@ -55,7 +55,7 @@ class Transitions:
 
     @staticmethod
     def of(batch: Trajectories, count: int) -> Transitions:
-        """At most `count` transitions, from randomly drawn whole trajectories."""
+        """Draw up to `count` transitions from a batch of trajectories."""
         trajectory, step = batch.valid.nonzero(as_tuple=True)
         if step.numel() > count:
             at = torch.randperm(step.numel())[:count]
@@ -68,10 +68,10 @@ class Transitions:
 
 
 class Critics(nn.Module):
-    """Base of the methods: ``Q(s, a)`` is fitted to ``r + gamma V(s')``.
+    """Base class of the methods, which fit ``Q(s, a)`` to ``r + gamma V(s')``.
 
     Args:
-        steps: the logged steps to learn from.
+        steps: the logged trajectories.
     """
 
     def __init__(self, steps: Trajectories) -> None:
@@ -81,8 +81,7 @@ class Critics(nn.Module):
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
 
     def forward(self, batch: Trajectories) -> torch.Tensor:
-        """The sum of the losses of all networks, []; the gradient of each reaches only its own
-        network."""
+        """Sum of the losses of all networks, a scalar; each loss trains its own network only."""
         self.follow()
         step = Transitions.of(batch, TRANSITIONS)
         with torch.no_grad():
@@ -91,23 +90,22 @@ class Critics(nn.Module):
         return critic + self.regulariser(step) + self.actor_loss(step)
 
     def follow(self) -> None:
-        """Move the slow networks a step towards their originals."""
+        """Update the target networks by a moving average of the trained ones."""
         _follow(self.slow_critics, self.critics)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """V(s') float32 [N]."""
+        """Estimate V(s'), float32 [N], of states [N, S]."""
         raise NotImplementedError
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """A term that is added to the critics' loss."""
+        """Term that is added to the critics' loss, a scalar."""
         return step.rewards.new_zeros(())
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """The actor's loss []; 0 without an actor."""
+        """Loss of the actor, a scalar; 0 without an actor."""
         return step.rewards.new_zeros(())
 
     def policy(self) -> Policy:
-        """The learned policy."""
         raise NotImplementedError
 
 
@@ -120,8 +118,8 @@ def _follow(slow: nn.Module, fast: nn.Module) -> None:
 class DQN(Critics):
     """Double Q-learning (van Hasselt, Guez and Silver 2016) over `CHOICES` actions of the log.
 
-    ``V(s') = Q'(s', argmax_a Q(s', a))`` with slow critics Q'; each Q is the mean of two. Nothing
-    limits the values of actions that the log does not contain in s'.
+    ``V(s') = Q'(s', argmax_a Q(s', a))`` with target critics Q'; Q and Q' are means of two critics.
+    There is no pessimism: values of actions that the log does not have in s' may be too high.
     """
 
     choices: torch.Tensor
@@ -132,22 +130,20 @@ class DQN(Critics):
         self.register_buffer("choices", logged[torch.randperm(len(logged))[:CHOICES]])
 
     def best(self, states: torch.Tensor) -> torch.Tensor:
-        """The choice of the highest value, float32 [N, A]."""
+        """Select the choice with the highest value in each state [N, S]; actions [N, A]."""
         shape = len(states), len(self.choices), -1
         found = values(self.critics, states[:, None].expand(shape), self.choices.expand(shape))
         return self.choices[found.mean(dim=0).argmax(dim=1)]
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """V(s') float32 [N]."""
         return values(self.slow_critics, states, self.best(states)).mean(dim=0)
 
     def policy(self) -> Policy:
-        """The best choice."""
         return lambda past: self.best(normalised(past.states[:, -1]))
 
 
 class ActorCritic(Critics):
-    """Critics with an actor. The arguments are those of `Critics`."""
+    """Critics with an actor; for arguments see `Critics`."""
 
     def __init__(self, steps: Trajectories) -> None:
         super().__init__(steps)
@@ -155,31 +151,28 @@ class ActorCritic(Critics):
         self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
 
     def follow(self) -> None:
-        """See `Critics.follow`."""
         super().follow()
         _follow(self.slow_actor, self.actor)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """V(s') float32 [N]: the lower slow critic at the slow actor's action with a little noise.
-        """
+        """V(s'), float32 [N]: minimum of the target critics at the target actor's noisy action."""
         actions = self.slow_actor(states)
         noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
         return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
 
     def value_of(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """The first critic's Q float32 [N], whose gradient reaches the actions alone."""
+        """Q of the first critic, float32 [N], with gradients to `actions` but not to the critic."""
         critic = self.critics[:1].requires_grad_(False)
         found = values(critic, states, actions)[0]
         critic.requires_grad_(True)
         return found
 
     def policy(self) -> Policy:
-        """The actor."""
         return acting(self.actor)
 
 
 def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-    """Q float32 [critics, ...] of states [..., S] and actions [..., A]."""
+    """Q of each critic, float32 [critics, ...], for states [..., S] and actions [..., A]."""
     seen = torch.cat([states, actions], dim=-1)
     return torch.stack([critic(seen).squeeze(-1) for critic in critics])
 
@@ -187,14 +180,13 @@ def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) 
 class TD3BC(ActorCritic):
     """TD3+BC (Fujimoto and Gu 2021): the actor maximises Q and stays close to the log's actions.
 
-    ``-alpha Q(s, pi(s)) / mean |Q(s, a)| + |pi(s) - a|^2``; the actor is updated in every step, not
-    in every other one.
+    The actor's loss is ``-alpha Q(s, pi(s)) / mean |Q(s, a)| + |pi(s) - a|^2``. Unlike in the
+    paper, the actor is updated in every step, not in every other step.
     """
 
     alpha = 2.5
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         chosen = self.actor(step.states)
         scale = self.alpha / self.value_of(step.states, step.actions).abs().mean().clamp(min=1e-6)
         gain = scale.detach() * self.value_of(step.states, chosen).mean()
@@ -202,8 +194,8 @@ class TD3BC(ActorCritic):
 
 
 class IQL(ActorCritic):
-    """Implicit Q-learning (Kostrikov, Nair and Levine 2021): Q is only evaluated at actions of the
-    log.
+    """Implicit Q-learning (Kostrikov, Nair and Levine 2021): training evaluates Q at logged actions
+    only.
 
     V(s) is an upper expectile of Q(s, a) over the log's actions; the actor is regressed on the
     log's actions with weights ``exp(beta (Q(s, a) - V(s)))``, at most 100.
@@ -216,18 +208,15 @@ class IQL(ActorCritic):
         self.value = perceptron(steps.states.shape[-1], 1)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """V(s') float32 [N]."""
         found: torch.Tensor = self.value(states).squeeze(-1)
         return found
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """The loss of V."""
         gap = self._advantage(step)
         weight = torch.where(gap > 0, self.expectile, 1 - self.expectile)
         return (weight * gap.square()).mean()
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         weight = (self.beta * self._advantage(step)).exp().clamp(max=100).detach()
         error = (self.actor(step.states) - step.actions).square().mean(dim=-1)
         return (weight * error).mean()
@@ -239,17 +228,16 @@ class IQL(ActorCritic):
 
 
 class CQL(ActorCritic):
-    """Conservative Q-learning (Kumar, Zhou, Tucker and Levine 2020), CQL(rho): actions that are not
-    in the log get low values.
+    """Conservative Q-learning (Kumar, Zhou, Tucker and Levine 2020): penalises values of actions
+    that are not in the log.
 
     ``alpha (log mean_i exp Q(s, a_i) - Q(s, a))`` is added to the critics' loss; half of the a_i
-    are uniform, half are the actor's with noise. The actor maximises Q and is deterministic.
+    are uniform, half are the actor's actions with noise. The actor is deterministic, maximises Q.
     """
 
     alpha, actions, noise = 5.0, 8, 0.2
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         half = self.actions // 2
         states = step.states.expand(half, -1, -1)
         with torch.no_grad():
@@ -261,7 +249,6 @@ class CQL(ActorCritic):
         return self.alpha * (high - values(self.critics, step.states, step.actions)).mean()
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """See the class."""
         return -self.value_of(step.states, self.actor(step.states)).mean()
 
 
@@ -269,7 +256,10 @@ METHODS: dict[str, type[Critics]] = {"cql": CQL, "iql": IQL, "td3+bc": TD3BC, "d
 
 
 def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed: int) -> Policy:
-    """The policy that a key of `METHODS` learns from a log; sets torch's generator."""
+    """Train a policy on a log by `method`, a key of `METHODS`; seeds torch's global generator.
+
+    Raises InvalidInputError for other methods.
+    """
     if method not in METHODS:
         raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
                                 "choose one")

@@ -1,4 +1,4 @@
-"""The simulated shop in gymnasium's form; importing this needs the package gymnasium."""
+"""The simulated shop as a gymnasium environment; importing this module requires gymnasium."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ except ImportError as error:
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
-    """One customer at a time: an episode is a visit, or, if customers come back, all visits of one
-    customer.
+    """Environment with one customer at a time.
 
-    Observations are float32 [91] or [94], see `Visits.observe`, also the last one of an episode;
-    actions float32 [27] in [-1, 1]; the reward is the number of clicks. Random numbers come from
-    the seed of ``reset`` alone.
+    An episode is a visit or, if customers return, all visits of one customer. Observations are
+    float32 [91] or [94], see `Visits.observe`; actions are float32 [27] in [-1, 1]; the reward is
+    the number of clicks. All random numbers derive from the seed of ``reset``.
 
     Args:
         shop: the shop's networks.
@@ -50,7 +49,7 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None
               ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The next customer enters; a seed determines everything from here on."""
+        """Let the next customer enter; a seed determines all later random numbers."""
         super().reset(seed=seed)
         if self._visits is None or seed is not None:
             start = seed if seed is not None else int(self.np_random.integers(1 << 62))
@@ -60,9 +59,9 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
         return self._observe(), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Show a page; the information has the customer's page, day and visits after it."""
+        """Show a page; ``info`` has the customer's page, day and number of visits afterwards."""
         if self._visits is None or bool(self._visits.done):
-            raise RuntimeError("the episode has ended, or not begun: call reset first")
+            raise RuntimeError("the episode has ended or has not begun: call reset() first")
         shown = torch.as_tensor(np.asarray(action, np.float32)).reshape(1, -1)
         clicks = self._visits.step(shown)
         done = bool(self._visits.done)

@@ -1,7 +1,7 @@
-"""Logs of the simulated shop as Minari data sets; importing this needs the package minari.
+"""Write and read logs of the simulated shop as Minari data sets; requires the package minari.
 
-A Minari data set (minari.farama.org) holds episodes with one observation more than steps: the last
-one is what was seen at the end. Its folder is that of Minari: ``MINARI_DATASETS_PATH``, or
+An episode of a Minari data set (minari.farama.org) has one observation more than steps, the one
+after the last step. Data sets are in Minari's folder, ``MINARI_DATASETS_PATH`` or
 ``~/.minari/datasets``.
 """
 
@@ -29,18 +29,17 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
     """Write a log as a new data set.
 
     Args:
-        log: a log made by `collect_visits`.
-        shop: the shop of the log; the spaces of observations and actions are those of
-            `ShopEnvironment`.
-        dataset_id: ``(namespace/)name-vN``.
+        log: a log from `collect_visits`.
+        shop: the shop of the log, which defines the spaces as in `ShopEnvironment`.
+        dataset_id: id of the data set, ``name-vN`` or ``namespace/name-vN``.
 
     Raises:
-        InvalidInputError: the log has no last observations, or Minari refuses the name.
+        InvalidInputError: the log lacks last observations, or Minari refuses the id.
     """
     what, steps = f"cannot write the Minari data set {dataset_id!r}", log.steps
     if log.last is None:
         raise InvalidInputError(what, "log.last", None, "an observation after each episode",
-                                "take a log of collect_visits")
+                                "pass a log from collect_visits")
     episodes = []
     for n, count in enumerate(log.pages.tolist()):
         ended = [False] * (count - 1) + [True]
@@ -49,7 +48,7 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
             actions=steps.actions[n, :count].numpy(), rewards=steps.rewards[n, :count].tolist(),
             terminations=ended, truncations=[False] * count))
     env = ShopEnvironment(shop)
-    with warnings.catch_warnings():  # of fields that are left empty: author, address of the code
+    with warnings.catch_warnings():  # about empty fields, such as the author
         warnings.simplefilter("ignore", UserWarning)
         try:
             minari.create_dataset_from_buffers(
@@ -62,12 +61,12 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
 
 
 def read_minari(dataset_id: str) -> Episodes:
-    """The log in a local data set, written by `write_minari` or collected in `ShopEnvironment` by
-    ``minari.DataCollector``.
+    """Read a local data set written by `write_minari`, or by ``minari.DataCollector`` in a
+    `ShopEnvironment`.
 
     Raises:
-        FileFormatError: there is no such data set here.
-        InvalidInputError: it is empty, its observations or actions are not the shop's, or it has
+        FileFormatError: there is no such local data set.
+        InvalidInputError: the data set is empty, its spaces are not those of the shop, or it has
             truncated episodes, whose returns are unknown.
     """
     what = f"cannot read the Minari data set {dataset_id!r}"
@@ -80,13 +79,13 @@ def read_minari(dataset_id: str) -> Episodes:
     if shapes not in [((width,), (ACTION_DIM,)) for width in (OBSERVATION_DIM, RETURNING_DIM)]:
         raise InvalidInputError(what, "shapes of observations and actions", shapes,
                                 f"({OBSERVATION_DIM},) or ({RETURNING_DIM},), and ({ACTION_DIM},)",
-                                "take a log of the simulated shop")
+                                "read a log of the simulated shop")
     found = list(dataset.iterate_episodes())
     whole = [bool(e.terminations[-1]) and not e.terminations[:-1].any() for e in found]
     if not found or not all(whole):
-        raise InvalidInputError(what, "episodes that end", f"{sum(whole)} of {len(found)}",
+        raise InvalidInputError(what, "terminated episodes", f"{sum(whole)} of {len(found)}",
                                 "all of them, and at least one",
-                                "leave out truncated episodes (MinariDataset.filter_episodes)")
+                                "remove truncated episodes (MinariDataset.filter_episodes)")
     states, actions, rewards = (
         [torch.as_tensor(getattr(e, name)).float() for e in found]
         for name in ("observations", "actions", "rewards"))

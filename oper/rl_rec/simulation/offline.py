@@ -1,4 +1,4 @@
-"""Policies for the simulated shop, logs of their visits, and training from such logs alone."""
+"""Policies for the simulated shop, logs of their visits, and offline training on such logs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
 
-_STDS = (0.3, 0.6, 1.0, 1.5)  # of the noise in mediocre logs
+_STDS = (0.3, 0.6, 1.0, 1.5)  # standard deviations of the noise in medium and mixed logs
 _PAGE_SCALE = 10.0
 REWARD_SCALE = 10.0  # most clicks of a page
 
 
 class Policy(Protocol):
-    """Chooses actions for many visits at once."""
+    """Chooses actions for n customers at once."""
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
-        """Actions float32 [n, 27].
+        """Return actions, float32 [n, 27].
 
         Args:
-            past: everything so far, [n, t, ...]: observations including the present one, which is
-                last; actions and rewards of earlier pages (0 at the present one); `valid` says
-                which customers were present.
+            past: trajectories so far, [n, t, ...]. The last of the t observations is the current
+                one, for which action and reward are 0; `valid` is false where a customer has left.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episodes:
-    """Logged visits, or all visits of customers who come back, padded on the right.
+    """E logged episodes: a visit each or, if customers return, all visits of a customer.
 
     Attributes:
-        steps: states float32 [E, T, S], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
-            (undiscounted), valid bool [E, T].
+        steps: trajectories [E, T, ...], padded on the right, with undiscounted returns-to-go.
         policy: name of the policy that chose the actions.
-        last: float32 [E, S], observation after the last step; None = not known.
+        last: observation after the last step, float32 [E, S]; None = not known.
     """
 
     steps: Trajectories
@@ -51,20 +49,20 @@ class Episodes:
 
     @property
     def clicks(self) -> np.ndarray:
-        """Clicks of each visit, float64 [E]."""
+        """Number of clicks in each episode, float64 [E]."""
         return self.steps.rewards.sum(dim=1).double().numpy()
 
     @property
     def pages(self) -> np.ndarray:
-        """Pages of each visit, int64 [E]."""
+        """Number of pages in each episode, int64 [E]."""
         return self.steps.valid.sum(dim=1).numpy()
 
 
 def collect_visits(shop: Shop, policy: Policy, count: int, seed: int, name: str = "") -> Episodes:
-    """Let `count` customers be served by a policy until all have left.
+    """Serve `count` customers by a policy until all have left, and log the episodes.
 
-    Equal seeds give equal customers; the policy's random numbers come from torch's global
-    generator.
+    Equal seeds give equal customers; the policy draws from torch's global generator. `name` is
+    recorded as `Episodes.policy`.
     """
     visits = Visits(shop, count, seed)
     states: list[torch.Tensor] = []
@@ -95,19 +93,18 @@ def to_go(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def random_policy(past: Trajectories) -> torch.Tensor:
-    """Uniformly random actions in [-1, 1]."""
+    """The policy of uniformly random actions in [-1, 1]."""
     return torch.rand(past.states.shape[0], ACTION_DIM) * 2 - 1
 
 
 class DrawPerCustomer:
-    """Draws one of several numbers for each customer at the first page, and keeps it."""
+    """Draws one of several numbers for each customer at the first page, and caches it."""
 
     def __init__(self, choices: tuple[float, ...]) -> None:
         self.choices = torch.tensor(choices)
         self._kept = torch.zeros(0)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
-        """float32 [n, 1]."""
         if past.states.shape[1] == 1:
             shape = past.states.shape[0], 1
             one_only = self.choices.numel() == 1
@@ -118,17 +115,16 @@ class DrawPerCustomer:
 
 
 class Oracle:
-    """Uses the shop's networks to maximise the expected clicks of the current page.
+    """Policy that uses the shop's networks to maximise the expected clicks of the current page.
 
-    If customers do not come back, actions change neither them nor the length of a visit, so that
-    the best page is the best policy. If they do, this policy is short-sighted, unless the second
-    attribute, which brings customers back, has a weight. Adam runs from several starting points,
-    and the best point found is used.
+    Adam optimises the action from several starting points; the best result is used. Without
+    returning customers, actions affect neither customers nor the length of a visit, so this is the
+    best policy. With returning ones it is myopic unless the second attribute has a weight.
 
     Args:
-        shop: its networks.
-        starts, steps: starting points of Adam, and its steps.
-        weights: weights of the mean second attribute, added to the clicks; each customer keeps one.
+        shop: the shop's networks.
+        starts, steps: number of starting points, and of Adam's steps.
+        weights: weights of the expected second attribute in the objective, one drawn per customer.
     """
 
     def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,
@@ -160,8 +156,8 @@ class Oracle:
 
 
 class Noisy:
-    """Another policy's actions with N(0, std) added; a customer keeps one std, drawn from `stds`,
-    so that some are served well and some badly."""
+    """Adds normal noise to a policy's actions, with a standard deviation per customer, drawn from
+    `stds`, so that the quality of service differs between customers."""
 
     def __init__(self, policy: Policy, stds: tuple[float, ...]) -> None:
         self.policy, self._std = policy, DrawPerCustomer(stds)
@@ -172,13 +168,13 @@ class Noisy:
 
 
 def graded_policy(shop: Shop, grade: str) -> Policy:
-    """The policy behind a log of the given quality, without any online training.
+    """Make the behaviour policy of a log of the given quality.
 
     Args:
-        shop: its networks.
-        grade: ``"random"``; ``"medium"``: the oracle with noise of 0.3 to 1.5 that differs from
-            visit to visit; ``"expert"``: the oracle with noise of 0.05; ``"mixed"``: as medium,
-            but the oracle's weight of the second attribute differs from customer to customer, too.
+        shop: the shop's networks.
+        grade: ``"random"``; ``"medium"``: `Oracle` with noise of 0.3 to 1.5, by customer;
+            ``"expert"``: `Oracle` with noise of 0.05; ``"mixed"``: as medium, but also with the
+            weight of the second attribute by customer. Raises InvalidInputError for others.
     """
     policies: dict[str, Callable[[], Policy]] = {
         "random": lambda: random_policy,
@@ -192,26 +188,26 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
 
 
 def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
-    """A log of `count` visits, or customers who come back, that `graded_policy` serves.
+    """Log `count` customers served by the `graded_policy` `grade`.
 
-    The seed determines the whole log; sets torch's generator.
+    `seed` determines the entire log and seeds torch's global generator.
     """
     torch.manual_seed(seed)
     return collect_visits(shop, graded_policy(shop, grade), count, seed, grade)
 
 
 def normalised(states: torch.Tensor) -> torch.Tensor:
-    """Observations scaled for networks: counts, page and day are of the order of 1."""
+    """Scale observations [..., S] as network inputs: counts, page and day become of order 1."""
     return torch.cat([states[..., :NUM_FEATURES], states[..., NUM_FEATURES:] / _PAGE_SCALE], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptions:
-    """Options of training from a log.
+    """Options of offline training.
 
     Attributes:
-        steps: gradient steps.
-        batch_size: visits per step.
+        steps: number of gradient steps.
+        batch_size: episodes per step.
         lr: Adam's learning rate.
     """
 
@@ -222,15 +218,15 @@ class OfflineOptions:
 
 def train_offline(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log: Episodes,
                   options: OfflineOptions, window: int = 0) -> None:
-    """Train a model on logged visits, with observations scaled by `normalised`.
+    """Train a model on logged episodes, with observations scaled by `normalised`.
 
     Args:
         model: the model; it is in evaluation mode afterwards.
-        loss_of: the loss of a batch.
-        log: the visits.
-        options: steps, batch and learning rate.
-        window: largest number of steps of a visit in a batch, taken from a random position in
-            longer ones; 0 = all.
+        loss_of: computes the loss of a batch.
+        log: the episodes.
+        options: options of training.
+        window: maximum number of steps of an episode in a batch, from a random position on; 0 = no
+            limit.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     steps = log.steps._replace(states=normalised(log.steps.states))
@@ -257,23 +253,23 @@ def _subsequences(steps: Trajectories, at: torch.Tensor, window: int) -> Traject
 
 
 def perceptron(inputs: int, outputs: int) -> nn.Sequential:
-    """An MLP with two hidden layers of 128 units and GELU: [..., inputs] -> [..., outputs]."""
+    """Make an MLP with two hidden layers of 128 units and GELU, [..., inputs] -> [..., outputs]."""
     return nn.Sequential(nn.Linear(inputs, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
                          nn.Linear(128, outputs))
 
 
 def actor(state_dim: int) -> nn.Sequential:
-    """A network from an observation [..., S] to an action in [-1, 1]^27."""
+    """Make a network from an observation [..., S] to an action in [-1, 1]^27."""
     return nn.Sequential(perceptron(state_dim, ACTION_DIM), nn.Tanh())
 
 
 def acting(network: nn.Module) -> Policy:
-    """The policy of a network from the present observation to an action."""
+    """Make the policy that applies a network to the current, `normalised` observation."""
     return lambda past: network(normalised(past.states[:, -1]))
 
 
 def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy:
-    """Behaviour cloning: a network from the present observation to the logged action."""
+    """Train a policy by behaviour cloning: regress logged actions on current observations."""
     torch.manual_seed(seed)
     network = actor(log.steps.states.shape[-1])
 
@@ -286,11 +282,11 @@ def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy
 
 
 class ReturnPolicy:
-    """A policy by a `ContinuousCDT4Rec` that is conditioned on a requested return.
+    """Policy of a `ContinuousCDT4Rec` conditioned on a target return.
 
     Args:
         model: the trained model.
-        target: requested number of clicks in the whole visit; clicks made so far are subtracted.
+        target: target number of clicks in an episode, from which clicks so far are subtracted.
     """
 
     def __init__(self, model: ContinuousCDT4Rec, target: float) -> None:
@@ -305,7 +301,9 @@ class ReturnPolicy:
 
 def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions, seed: int
                   ) -> ContinuousCDT4Rec:
-    """Train a `ContinuousCDT4Rec` on subsequences of ``config.steps`` pages of logged visits."""
+    """Train a `ContinuousCDT4Rec` on subsequences of ``config.steps`` pages of logged episodes.
+
+    Seeds torch's global generator."""
     torch.manual_seed(seed)
     model = ContinuousCDT4Rec(config, log.steps.states.shape[-1], ACTION_DIM,
                               returns=max(1.0, float(log.steps.returns.max())),
@@ -315,7 +313,7 @@ def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions,
 
 
 def high_return(log: Episodes, quantile: float = 0.9) -> float:
-    """A quantile of the logged visits' clicks, to be used as the requested return."""
+    """Quantile of the clicks per logged episode, for `ReturnPolicy.target`."""
     return float(np.quantile(log.clicks, quantile))
 
 

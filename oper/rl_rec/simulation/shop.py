@@ -1,20 +1,20 @@
-"""A shop with simulated customers: the mechanics of VirtualTaobao, for many customers at once.
+"""A simulated shop with the mechanics of VirtualTaobao, for many customers at once.
 
-Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as their public release works:
+Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as implemented in their public release:
 
-    customer   z ~ U[0, 1]^128 -> network -> 11 groups of logits (88 in all); each group drawn once:
-               a one-hot vector of 88 features
-    patience   88 -> network -> logits of the page 0..100 at which the customer leaves
-    page       (88 features, page number, action in [-1, 1]^27) -> network -> 11 + 10 logits: clicks
-               0..10, which are the reward, and a second attribute; both drawn
-    end        after the page whose number reaches the customer's patience
-    return     with `Returning`, an addition of this project: whether customers come back depends on
+    customer   z ~ U[0, 1]^128 -> network -> logits of 11 groups (88 in total); one draw per group
+               gives a one-hot vector per group, 88 features
+    patience   88 features -> network -> logits of the page 0..100 at which the customer leaves
+    page       (88 features, page number, action in [-1, 1]^27) -> network -> 11 + 10 logits, from
+               which clicks 0..10 (the reward) and a second attribute 0..9 are drawn
+    end        a visit ends when the number of shown pages reaches the customer's patience
+    return     with `Returning`, an addition of this project: whether customers return depends on
                what they have been shown
 
 The networks are three multi-layer perceptrons with LeakyReLU. Their trained weights are not part of
 this project: `load_virtual_taobao` reads them from a folder that the user provides.
-`synthetic_shop` makes networks of the same shape from a seed. The customers are synthetic in both:
-a high click-through rate here says nothing about a real shop, and the release's networks reward
+`synthetic_shop` draws networks of the same shape from a seed. Customers are synthetic in both
+cases: click-through rates here say nothing about a real shop, and the release's networks reward
 actions that no real shop would take.
 """
 
@@ -35,13 +35,13 @@ from oper.ranges import Positive, Share, ShareBelowOne, rules_of
 GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
 NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
 MAX_PAGE, MAX_CLICKS, NUM_ATTRIBUTES = 100, 10, 10
-# Features, last clicks, last attribute, page; where customers come back, then day, visits and
+# Observation: features, last clicks, last attribute, page; with `Returning`, also day, visits and
 # satisfaction.
 OBSERVATION_DIM = NUM_FEATURES + 3
 RETURNING_DIM = OBSERVATION_DIM + 3
-PAGE, VISITS = NUM_FEATURES + 2, OBSERVATION_DIM + 1  # columns
+PAGE, VISITS = NUM_FEATURES + 2, OBSERVATION_DIM + 1  # indices in an observation
 _MOST_ATTRIBUTE = NUM_ATTRIBUTES - 1
-# The files of eyounx/VirtualTaobao 0.0.5.
+# SHA-256 of the files of eyounx/VirtualTaobao 0.0.5.
 WEIGHTS = {
     "generator_model.pt": "15f4f5b05df3de81016cde4b29379d24cf8b4fcb076d78055b06984137a983ac",
     "leave_model.pt": "022d7f88e180899bd8fe6b26b82b6ccca8bbb82d253b30ebac372534e8a2df12",
@@ -58,18 +58,18 @@ def _network(*sizes: int) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """Whether and when customers come back.
+    """Parameters of whether and when customers return.
 
-    A page's second attribute is interpreted as the time spent on it. Satisfaction u, 0..1, is the
-    moving average of this time over the pages so far, divided by its largest value; it starts at
-    1/2. At the end of a visit a customer leaves for good with probability ``lost (1 - u)``, or
-    comes back after ``1 + Binomial(longest - 1, 1 - u)`` days if that is within the horizon.
+    The second attribute of a page is interpreted as the time spent on it. Satisfaction u is the
+    moving average of this time over the pages so far, divided by its maximum; it starts at 1/2. At
+    the end of a visit, a customer leaves for good with probability ``lost (1 - u)``, or returns
+    after ``1 + Binomial(longest - 1, 1 - u)`` days if that is within the horizon.
 
     Attributes:
-        horizon: number of days simulated; the first visit is on day 1.
-        memory: weight of the past in the moving average, by page.
-        lost: probability that a customer without any satisfaction never comes back.
-        longest: most days between two visits.
+        horizon: number of simulated days; the first visit is on day 1.
+        memory: weight of the previous average in the moving average.
+        lost: probability that a customer with satisfaction 0 never returns.
+        longest: maximum number of days between two visits.
     """
 
     horizon: Positive = 30
@@ -84,14 +84,14 @@ class Returning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shop:
-    """The three networks.
+    """The three networks of a shop; see the module docstring.
 
     Attributes:
         name: source of the networks.
-        customer: [n, 128] -> logits [n, 88].
-        patience: [n, 88] -> logits [n, 101].
-        page: [n, 116] -> logits [n, 21].
-        returning: whether customers come back; None = one visit each.
+        customer: random vector [n, 128] -> logits of features [n, 88].
+        patience: features [n, 88] -> logits of patience [n, 101].
+        page: features, page number, action [n, 116] -> logits of clicks and attribute [n, 21].
+        returning: parameters of returning customers; None = each customer makes one visit.
     """
 
     name: str
@@ -102,11 +102,11 @@ class Shop:
 
     def expected(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean clicks and mean second attribute, float32 [n] each.
+        """Expected clicks and second attribute of a page, float32 [n] each.
 
         Args:
-            features: float32 [n, 88].
-            page: float32 [n], the number of the page.
+            features: features of the customers, float32 [n, 88].
+            page: number of pages shown before, float32 [n].
             actions: float32 [n, 27].
         """
         logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
@@ -124,13 +124,13 @@ def _empty_shop(name: str, returning: Returning | None) -> Shop:
 
 
 def load_virtual_taobao(folder: str | os.PathLike[str], returning: Returning | None = None) -> Shop:
-    """VirtualTaobao's networks from the three weight files of its release.
+    """Load VirtualTaobao's networks from the three weight files of its release 0.0.5.
 
-    Only tensors are unpickled, and only from files whose SHA-256 is that of the release. Its
-    customers do not come back; `returning` is an addition.
+    Only tensors are unpickled, and only from files with the release's SHA-256. `returning` is an
+    addition: customers of VirtualTaobao do not return.
 
     Raises:
-        FileFormatError: a file is missing or is not the release's.
+        FileFormatError: a file is missing or differs from the release's.
     """
     shop = _empty_shop("VirtualTaobao 0.0.5", returning)
     what = f"cannot read VirtualTaobao's weights in {os.fspath(folder)!r}"
@@ -144,21 +144,20 @@ def load_virtual_taobao(folder: str | os.PathLike[str], returning: Returning | N
                                   "put the release's weight files there") from None
         if found != digest:
             raise FileFormatError(what, f"SHA-256 of {name}", found, digest,
-                                  "take the file of release 0.0.5")
+                                  "use the file of release 0.0.5")
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     return shop
 
 
 def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
-    """Networks of the same shapes, drawn from a seed.
+    """Draw networks of VirtualTaobao's shapes from a seed; they are not fitted to any shop.
 
-    Customers differ, stay about eight pages, and click the more the better an action suits them:
-    the logit of k clicks rises with k times a random function of customer, page and action. Nothing
-    is fitted to any shop.
+    Customers differ and stay for about eight pages. The logit of k clicks grows with k times a
+    random function of customer, page and action.
 
-    If customers are `returning`, a visit has about three pages, and the second attribute depends on
-    another such function that is almost unrelated to the first: the items with the most clicks are
-    not those that bring customers back.
+    With `returning`, a visit has about three pages, and the second attribute depends on another
+    such function, which is almost unrelated to the first: the items with the most clicks are not
+    those that make customers return.
     """
     shop = _empty_shop(f"synthetic shop {seed}", returning)
     g = torch.Generator().manual_seed(seed)
@@ -194,28 +193,28 @@ def _last(network: nn.Module) -> nn.Linear:
 
 
 class Visits:
-    """Simultaneous visits of many customers, with a separate random generator.
+    """Simultaneous visits of n customers, with their own random generator.
 
     Attributes:
         features: float32 [n, 88], one-hot by group.
-        page: int64 [n], pages shown so far in this visit.
-        clicks, attribute: int64 [n], those of the visit's last page.
-        done: bool [n], which customers have left for good.
-        day, visits: int64 [n], day of the current visit, and number of visits including it.
-        satisfaction: float32 [n], moving average of the attribute, see `Returning`.
+        page: number of pages shown so far in this visit, int64 [n].
+        clicks, attribute: clicks and second attribute of the visit's last page, int64 [n].
+        done: whether customers have left for good, bool [n].
+        day, visits: day of the current visit, and number of visits including it, int64 [n].
+        satisfaction: moving average of the attribute (0..9), see `Returning`, float32 [n].
     """
 
     def __init__(self, shop: Shop, count: int, seed: int) -> None:
-        """`count` customers enter."""
+        """Let `count` customers enter; raises InvalidInputError if `count` < 1."""
         if count < 1:
             raise InvalidInputError("cannot simulate visits", "count", count, ">= 1",
-                                    "ask for at least one customer")
+                                    "simulate at least one customer")
         self.shop = shop
         self._generator = torch.Generator().manual_seed(seed)
         self.enter(torch.ones(count, dtype=torch.bool))
 
     def enter(self, who: torch.Tensor) -> None:
-        """Replace the customers `who`, bool [n], by new ones."""
+        """Replace the customers in the mask `who`, bool [n], by new ones."""
         if not hasattr(self, "done"):
             n = who.numel()
             self.features = torch.zeros(n, NUM_FEATURES)
@@ -243,26 +242,27 @@ class Visits:
         return torch.multinomial(torch.softmax(logits, dim=1), 1, generator=self._generator)[:, 0]
 
     def observe(self) -> torch.Tensor:
-        """float32 [n, 91]: features, clicks and attribute of the last page, pages shown; where
-        customers come back [n, 94]: also day, visits and satisfaction."""
+        """Return observations, float32 [n, 91]: features, clicks and attribute of the last page,
+        pages shown; with `Returning` [n, 94]: also day, visits and satisfaction."""
         rest = [self.clicks, self.attribute, self.page]
         if self.shop.returning:
             rest += [self.day, self.visits, self.satisfaction]
         return torch.cat([self.features, torch.stack([x.float() for x in rest], dim=1)], dim=1)
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
-        """Show a page to every customer who has not left; clicks int64 [n], 0 for the others.
+        """Show a page to every customer who has not left; returns clicks int64 [n], 0 if left.
 
         Args:
-            actions: float32 [n, 27] in [-1, 1]; others are clamped.
+            actions: float32 [n, 27], clamped to [-1, 1].
 
         Raises:
-            InvalidInputError: another shape, or not finite.
+            InvalidInputError: `actions` has another shape or is not finite.
         """
         if actions.shape != (self.done.numel(), ACTION_DIM) or not bool(actions.isfinite().all()):
-            raise InvalidInputError("cannot show a page", "actions", tuple(actions.shape),
-                                    f"finite [{self.done.numel()}, {ACTION_DIM}]",
-                                    "give an action per customer")
+            raise InvalidInputError("cannot show a page", "shape, non-finite values of actions",
+                                    (tuple(actions.shape), int((~actions.isfinite()).sum())),
+                                    f"[{self.done.numel()}, {ACTION_DIM}], all finite",
+                                    "pass a finite action for each customer")
         here = ~self.done
         seen = torch.cat([self.features, self.page[:, None].float(), actions.clamp(-1, 1)], dim=1)
         with torch.no_grad():
@@ -280,11 +280,11 @@ class Visits:
         return torch.where(here, clicks, 0)
 
     def _return(self, law: Returning, here: torch.Tensor, ended: torch.Tensor) -> None:
-        """Customers whose visit has ended leave for good or begin another visit."""
+        """Let customers whose visit has ended leave for good or begin another visit."""
         average = law.memory * self.satisfaction + (1 - law.memory) * self.attribute
         self.satisfaction = torch.where(here, average, self.satisfaction)
         discontent = 1 - self.satisfaction / _MOST_ATTRIBUTE
-        # Drawn for everybody: the same customer has the same luck under every policy.
+        # Drawn for all customers, so that a customer's draws are the same under every policy.
         luck = torch.rand(here.numel(), law.longest, generator=self._generator)
         with torch.no_grad():
             patience = self._draw(self.shop.patience(self.features))

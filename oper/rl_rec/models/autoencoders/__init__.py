@@ -1,1 +1,1 @@
-"""Autoencoders of users' items: the items as weighted bags, and a softmax over all items."""
+"""Autoencoders of users' item sets: encoders of weighted bags, and softmax decoders over items."""

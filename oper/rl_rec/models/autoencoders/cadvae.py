@@ -6,11 +6,11 @@ CausalVAE (Yang et al., CVPR 2021) for the structural layer, MacridVAE (Ma et al
 concepts of items and the decoder. It is not a reproduction and claims none of the paper's numbers.
 
 B users, K concepts, d columns per concept, H columns of the encoder, n candidate items; S_u are the
-items that user u liked. c [n, K], rows that sum to 1, says how much an item belongs to a concept.
+items that user u liked. c [n, K] are the shares of concepts in items; its rows sum to 1.
 
     labels      u_k = x_k - sum_j w_j x_j, standardised                                       [B, K]
-                x_k = log(1/2 + how many of S_u have their largest c at k); w takes the user's
-                activity out
+                x_k = log(1/2 + number of items in S_u whose largest c is c_k); w removes the
+                user's activity
     encoder     y_k = |S_u|^(-1/2) sum_{i in drop(S_u)} c_{i,k} W_in[i]                    [B, K, H]
                 (mu_k, log sigma_k^2) = W_2 tanh(y_k + b) + b_2          shared over k     [B, K, d]
                 ``unit_mean``: mu_k to length 1, sigma_k times prior_std, as MacridVAE
@@ -27,18 +27,19 @@ items that user u liked. c [n, K], rows that sum to 1, says how much an item bel
                 + label_weight |u - A' u|^2                              means over users
                 + mask_weight sum_k |f_k((A' z)_k) - (A' z)_k|^2         z of the linear layer
                 + multiplier h(A) + penalty / 2 h(A)^2 + l1 |A|_1        free graphs only
-    do(z_k = v) replaces row k and works its descendants out again from their causes and their own
-                eps (abduction, action, prediction; Pearl 2009), then decodes.
+    do(z_k = v) replaces row k and recomputes its descendants from their causes and their own eps
+                (abduction, action, prediction; Pearl 2009), then decodes.
 
-Choices that keep A meaningful: it is fitted on the labels first, cut at a threshold, and only the
-kept edges are trained on (``graph`` given; h(A) = 0 throughout); the map of labels has unit gain,
-so that it cannot rescale A'u while A shrinks. Labels are counts of each concept by itself, and an
-item counts for one concept. Ratios to one concept, to the mean or to the sum have their denominator
-in common, and items that count for several concepts are in all of their labels: either correlates
-labels of independent tastes. CausalVAE applies its non-linear layer once; here it defines the
-structural equations, so that interventions are exact in both layers.
+Choices that keep A meaningful: with a given ``graph``, A is fitted to the labels first, edges below
+a threshold are removed, and only the remaining edges are trained (h(A) = 0 throughout). The map of
+labels has unit gain, so that it cannot rescale A'u while A shrinks. Labels are separate counts per
+concept, and an item counts for one concept only: a shared denominator, or items that count for
+several concepts, would correlate the labels of independent tastes. CausalVAE applies its non-linear
+layer once; here it defines the structural equations, so that interventions are exact in both
+layers.
 
-K = 1, A = 0, ``similarity="dot"``, tau = 1, no labels: MultVAE without a hidden decoder layer.
+With K = 1, A = 0, ``similarity="dot"``, tau = 1 and no labels, the model is MultVAE without a
+hidden decoder layer.
 """
 
 from __future__ import annotations
@@ -78,32 +79,31 @@ MASK_HIDDEN = 32
 
 @dataclass(frozen=True, slots=True)
 class CaDVAEConfig(ModelConfig):
-    """Sizes and weights.
+    """Configuration of CaD-VAE; symbols are those of the module docstring.
 
     Attributes:
         num_concepts: K.
         hidden: H, columns of the encoder's table.
         dim: d, columns per concept.
         layer: ``"linear"`` or ``"nonlinear"`` structural layer.
-        similarity: ``"cosine"`` or ``"dot"`` of a concept's z with an item's row.
+        similarity: similarity of a concept's z and an item's row, ``"cosine"`` or ``"dot"``.
         temperature: tau.
-        concepts: where c comes from, when the model is built from data: ``"clusters"`` of items
-            that the same users like; ``"axes"``, clusters that join both ends of a taste dimension;
-            or ``"learned"``: softmax over k of cos(W_out[i], m_k) / tau with prototypes m [K, d]
-            (MacridVAE).
-        sharpness: an item's shares of the clusters are the softmax of sharpness * cosine to their
-            centres; 0 = each item in one cluster only.
-        graph: ``"fit"`` on the labels before training, ``"free"`` (all edges, kept acyclic by the
-            augmented Lagrangian), or ``"none"`` (A = 0).
-        threshold: smallest weight of an edge.
-        dropout: chance that an item is dropped from the input.
-        unit_mean: means of length 1: the divergence of eps then weighs its variance alone, and
-            `prior_std` is the noise that z carries against a signal of length 1.
+        concepts: source of c. ``"clusters"``: clusters of items that the same users like;
+            ``"axes"``: clusters that join both ends of a taste dimension; ``"learned"``: softmax
+            over k of cos(W_out[i], m_k) / tau with prototypes m [K, d] (MacridVAE).
+        sharpness: shares of clusters are the softmax of sharpness * cosine to their centres; 0 =
+            each item is in one cluster only.
+        graph: ``"fit"``: edges fitted to the labels before training; ``"free"``: all edges, kept
+            acyclic by an augmented Lagrangian; ``"none"``: A = 0.
+        threshold: least absolute weight of an edge.
+        dropout: probability that an item is dropped from the input.
+        unit_mean: scale means to length 1. The KL term of eps then depends on its variance only,
+            and `prior_std` is the noise of z relative to a signal of length 1.
         prior_std, label_std: standard deviations of the two priors.
-        beta_eps, beta_z: weights of the KL terms at the end of annealing.
-        anneal: share of the steps over which they rise from 0.
-        label_weight, mask_weight, l1: see the loss.
-        sampled: candidates per step; 0 = the full softmax.
+        beta_eps, beta_z: weights of the KL terms after annealing.
+        anneal: share of the training steps over which these weights rise linearly from 0.
+        label_weight, mask_weight, l1: weights of terms of the loss.
+        sampled: number of sampled candidates per step; 0 = the full softmax.
     """
 
     num_concepts: Positive = 4
@@ -130,15 +130,15 @@ class CaDVAEConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         self.check(("graph", self.layer == "linear" or self.graph != "free",
-                    "'fit', 'none', or a given graph with the non-linear layer, which follows a "
-                    "topological order"))
+                    "'fit' or 'none' with layer='nonlinear', which needs a topological order"))
 
 
 @dataclass(frozen=True, slots=True)
 class MacridVAEConfig(CaDVAEConfig):
-    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors' sizes: learned
-    concepts, no graph, no labels. Concepts are soft; Gumbel-softmax samples of them (an option of
-    the authors) are not offered."""
+    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors' sizes.
+
+    Concepts are learned and soft (the authors' Gumbel-softmax option is not implemented); there is
+    no graph and there are no labels."""
 
     num_concepts: Positive = 7
     concepts: ConceptSource = "learned"
@@ -148,15 +148,15 @@ class MacridVAEConfig(CaDVAEConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concepts:
-    """Facts about the concepts, known before training.
+    """Inputs of `CaDVAE` that are computed before training; see `concepts_from`.
 
     Attributes:
         shares: c, float32 [num_items, K], rows that sum to 1; None = learned.
-        graph: A to start from, float [K, K], whose non-zero entries are the edges; None = all
-            edges may be used (a free graph).
-        label_mean, label_std: mean and standard deviation of the labels over the training users,
-            before they are standardised, float32 [K]; None = labels are not used.
-        activity: w, the weights of a user's activity, float32 [K]; None = 0.
+        graph: initial A, float [K, K], whose non-zero entries are the edges; None = a free graph,
+            with all edges.
+        label_mean, label_std: mean and standard deviation over the training users of the labels
+            before standardisation, float32 [K]; None = no labels.
+        activity: w, weights of a user's activity, float32 [K]; None = 0.
     """
 
     shares: torch.Tensor | None = None
@@ -167,14 +167,14 @@ class Concepts:
 
 
 class CaDVAE(Recommender):
-    """The model; see the module docstring.
+    """The CaD-VAE model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
-        config: sizes and weights.
-        concepts: facts about the concepts; by default they are learned, without labels, with a free
-            graph.
-        device: of the tables, ``"cpu"`` or ``"meta"``.
+        config: configuration; None = the defaults.
+        concepts: inputs computed before training; None = learned concepts, a free graph, and no
+            labels.
+        device: device of the tables, ``"cpu"`` or ``"meta"``.
     """
 
     shares: torch.Tensor | None
@@ -206,7 +206,7 @@ class CaDVAE(Recommender):
         start = (0.1 * torch.randn(k, k) if known.graph is None else known.graph.float())
         self.register_buffer("edges", off_diagonal if self.free else (start != 0).float())
         self.weights = nn.Parameter(start * self.edges)
-        # lambda, c and the last h(A) of the augmented Lagrangian, and the step that made them.
+        # Multiplier, penalty and h(A) of the augmented Lagrangian, and the step of their update.
         self.register_buffer("lagrange", torch.tensor([0.0, 1.0, float("inf"), 0.0]))
         self.order = [] if self.free else topological_order(self.edges.bool())
         self.masks = nn.ModuleList(_Residual(c.dim) for _ in range(k)) if (
@@ -220,20 +220,20 @@ class CaDVAE(Recommender):
         return self.weights * self.edges
 
     def support(self) -> torch.Tensor:
-        """The edges that interventions follow, bool [K, K]: acyclic, at least the threshold."""
+        """Acyclic edges used by interventions, bool [K, K], row = cause; see `acyclic_support`."""
         if not self.free:
             return self.edges.bool()
         return acyclic_support(self.adjacency.detach(), self.config.threshold)
 
     def labels(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """u, float32 [B, K], or None without label statistics."""
+        """u, float32 [B, K], given items int64 [L] and lengths [B]; None if labels are not used."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
         counts = log_counts(tags(self.shares), items, lengths)
         return (without(self.activity, counts) - self.label_mean) / self.label_std
 
     def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """c of items int64 [n], float32 [n, K]; `rows` float32 [n, d] are needed to learn c."""
+        """c of items int64 [n], float32 [n, K]; their rows [n, d] are needed if c is learned."""
         if self.shares is not None:
             return self.shares[items]
         assert self.prototypes is not None and rows is not None
@@ -242,7 +242,7 @@ class CaDVAE(Recommender):
 
     def infer(self, lengths: torch.Tensor, items: torch.Tensor, concepts: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log variance of eps, float32 [B, K, d] each; concepts float32 [L, K]."""
+        """Mean and log variance of eps, float32 [B, K, d] each; `concepts`: c of items, [L, K]."""
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, concepts.T * weights)
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)
@@ -252,7 +252,7 @@ class CaDVAE(Recommender):
         return mean, log_var
 
     def structure(self, eps: torch.Tensor) -> torch.Tensor:
-        """z float32 [B, K, d] from eps."""
+        """Apply the structural layer to eps [B, K, d]; returns z, float32 [B, K, d]."""
         a = self.adjacency
         if self.masks is None:
             return solve(a, eps)
@@ -266,9 +266,9 @@ class CaDVAE(Recommender):
         return torch.stack([z[k] for k in range(len(a))], 1)
 
     def intervene(self, z: torch.Tensor, concept: int, value: torch.Tensor) -> torch.Tensor:
-        """do(z_k = v): float32 [B, K, d].
+        """Apply do(z_k = v); returns z, float32 [B, K, d].
 
-        Every concept keeps its own eps; only descendants of `concept` change with it.
+        Every concept keeps its own eps; only `concept` and its descendants change.
 
         Args:
             z: float32 [B, K, d], as returned by `encode`.
@@ -291,7 +291,7 @@ class CaDVAE(Recommender):
         return torch.stack(after, 1)
 
     def _effect(self, k: int, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The effect of its causes on concept k, float32 [B, d]."""
+        """Effect on concept k of its causes, float32 [B, d], given A [K, K] and z [B, K, d]."""
         inflow = torch.einsum("j,bjd->bd", a[:, k], z)
         return inflow if self.masks is None else self.masks[k](inflow)
 
@@ -305,7 +305,7 @@ class CaDVAE(Recommender):
         return torch.einsum("bkd,nd->bkn", z, rows) / self.config.temperature
 
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its parts."""
+        """Loss float32 [] and its detached terms by name."""
         items, lengths = positives(batch)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
@@ -330,9 +330,9 @@ class CaDVAE(Recommender):
 
     def _divergences(self, mean: torch.Tensor, log_var: torch.Tensor,
                      labels: torch.Tensor | None, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The two KL terms, of eps and of z as the linear layer gives it."""
+        """Weighted sum of the KL terms of eps and of the linear layer's z; adds them to `parts`."""
         c = self.config
-        # A mean of given length adds a constant: it is left out.
+        # With unit means, the mean contributes only a constant, which is omitted.
         centre = torch.zeros_like(mean) if c.unit_mean else mean
         parts["kl_eps"] = gaussian_kl(centre, log_var, 0.0, c.prior_std).sum((1, 2)).mean()
         loss = self.anneal * c.beta_eps * parts["kl_eps"]
@@ -351,9 +351,9 @@ class CaDVAE(Recommender):
 
     def _causal_terms(self, mean: torch.Tensor, labels: torch.Tensor | None,
                       parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Label map, mask and, for a free graph, acyclicity."""
+        """Loss terms of the labels, the non-linear layer and a free graph's acyclicity."""
         c, a = self.config, self.adjacency
-        loss = 0.0 * a.sum()  # every parameter takes part, whatever is switched off
+        loss = 0.0 * a.sum()  # gives A a gradient even if no term below is used
         if labels is not None:
             parts["label"] = (labels - labels @ a).square().sum(1).mean()
             loss = loss + c.label_weight * parts["label"]
@@ -370,7 +370,6 @@ class CaDVAE(Recommender):
         return loss
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
@@ -378,21 +377,21 @@ class CaDVAE(Recommender):
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """z float32 [B, K, d]."""
+        """Infer z, float32 [B, K, d], from the mean of eps."""
         items, lengths = positives(histories)
         rows = self.item_out(items) if self.shares is None else None
         return self.structure(self.infer(lengths, items, self.item_concepts(items, rows))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n] of z float32 [B, K, d], as it comes from `encode` or `intervene`."""
+        """Scores float32 [B, n] of items [n], given z [B, K, d] from `encode` or `intervene`."""
         rows = self.item_out(items)
         return self.decode(encoded, rows, self.item_concepts(items, rows))
 
     @torch.no_grad()
     def schedule(self, step: int, num_steps: int) -> None:
-        """Anneals the KL terms; for a free graph, updates the multipliers twenty times in all.
+        """Anneal the KL terms; for a free graph, update the Lagrangian about 20 times per training.
 
-        A run that continues after a crash may announce a step again, which has no further effect.
+        Repeating a step's call, as a resumed run may do, has no further effect.
         """
         self.anneal = annealed(step, num_steps, self.config.anneal)
         if not step:
@@ -425,18 +424,18 @@ def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 
 
 def tags(shares: torch.Tensor) -> torch.Tensor:
-    """The concept of each item's largest share as 1, float32 [num_items, K]; ties are split."""
+    """One-hot concept of each item's largest share, float32 [num_items, K]; ties are split."""
     top = (shares == shares.amax(1, keepdim=True)).float()
     return top / top.sum(1, keepdim=True)
 
 
 def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`log_of` how many items of each concept users have, float32 [B, K].
+    """`log_of` the number of items of each concept that users have, float32 [B, K].
 
     Args:
         tags: result of `tags`, float32 [num_items, K].
-        items: int64 [L].
-        lengths: int64 [B].
+        items: the users' items, one user after another, int64 [L].
+        lengths: number of items of each user, int64 [B].
     """
     count = tags.new_zeros(lengths.numel(), tags.shape[1]).index_add(
         0, rows_of(lengths), tags[items])
@@ -453,7 +452,7 @@ def log_of(counts: torch.Tensor) -> torch.Tensor:
 
 
 def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Log counts [B, K] minus the users' activity, which is their mean with the weights [K]."""
+    """Log counts [B, K] minus each user's activity, ``counts @ activity`` with weights [K]."""
     return counts - (counts @ activity)[:, None]
 
 
@@ -471,8 +470,8 @@ def _check(known: Concepts, num_items: int, k: int) -> None:
         sums = known.shares.sum(1)
         if known.shares.shape != (num_items, k) or bool((known.shares < 0).any()) or (
                 not torch.allclose(sums, torch.ones_like(sums), atol=1e-4)):
-            raise ValueError(f"concepts of items, {tuple(known.shares.shape)}: expected "
-                             f"[{num_items}, {k}], >= 0, rows that sum to 1")
+            raise ValueError(f"concepts of items of shape {tuple(known.shares.shape)}: expected "
+                             f"shape [{num_items}, {k}], values >= 0, rows that sum to 1")
     for name, value, shape in (("graph", known.graph, (k, k)), ("label_mean", known.label_mean,
                                (k,)), ("label_std", known.label_std, (k,)),
                               ("activity", known.activity, (k,))):

@@ -1,6 +1,6 @@
-"""Directed acyclic graphs over a few concepts: constraint, fitting from labels, order, descendants.
+"""Weighted directed acyclic graphs over n concepts, and fitting them to labels.
 
-``A`` is float [n, n] with ``A[j, k] != 0`` where concept j is a cause of concept k.
+``A`` is float [n, n]; ``A[j, k] != 0`` means that concept j is a direct cause of concept k.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def acyclicity(a: torch.Tensor) -> torch.Tensor:
-    """``h(A) = tr[(I + (A o A) / n)^n] - n``, 0 exactly for acyclic A; [].
+    """``h(A) = tr[(I + (A o A) / n)^n] - n``, a scalar, which is 0 if and only if A is acyclic.
 
     Yu, Chen, Gao & Yu, "DAG-GNN", ICML 2019, equation 13 with alpha = 1 / n.
     """
@@ -22,7 +22,7 @@ def acyclicity(a: torch.Tensor) -> torch.Tensor:
 
 
 def topological_order(support: torch.Tensor) -> list[int]:
-    """Concepts with causes before effects; raises ValueError on a cycle.
+    """Sort concepts such that causes precede effects; raises ValueError on a cycle.
 
     Args:
         support: bool [n, n], row = cause.
@@ -35,7 +35,7 @@ def topological_order(support: torch.Tensor) -> list[int]:
 
 
 def is_acyclic(support: torch.Tensor) -> bool:
-    """Whether bool [n, n] has no directed cycle."""
+    """Whether the graph `support`, bool [n, n], has no directed cycle."""
     try:
         topological_order(support)
     except ValueError:
@@ -44,7 +44,7 @@ def is_acyclic(support: torch.Tensor) -> bool:
 
 
 def descendants(support: torch.Tensor, concept: int) -> set[int]:
-    """The concepts that `concept` acts on, directly or not."""
+    """Return the direct and indirect effects of `concept`; `support` bool [n, n], row = cause."""
     found: set[int] = set()
     new = {concept}
     while new:
@@ -55,25 +55,26 @@ def descendants(support: torch.Tensor, concept: int) -> set[int]:
 
 def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: float = 0.02,
               threshold: float = 0.3) -> torch.Tensor:
-    """A linear acyclic graph that explains the labels: ``u = A' u + noise``.
+    """Fit a linear acyclic graph to labels: ``u = A' u + noise``.
 
-    Without an order, NOTEARS (Zheng et al., NeurIPS 2018): least squares with an L1 penalty under
-    h(A) = 0 by an augmented Lagrangian; then edges below `threshold` are dropped, and further
-    weakest edges should a cycle be left; then the kept edges are fitted again without penalty.
-    It finds the true directions when the noises are of equal variance and the labels are *not*
-    standardised; on standardised labels the support is to be read as one explanation of several.
+    Without `order`, NOTEARS (Zheng et al., NeurIPS 2018) is used: least squares with an L1 penalty
+    under h(A) = 0, by an augmented Lagrangian. Edges below `threshold` are removed, then the
+    weakest edges of remaining cycles; the other edges are fitted again without penalty. NOTEARS
+    finds the true directions if noise variances are equal and the labels are *not* standardised; on
+    standardised labels the directions are only one of several explanations.
 
     Args:
-        labels: float [N, n]; they are centred here.
-        order: causes before effects; then ordinary least squares on the predecessors.
+        labels: float [N, n]; centred by this function.
+        order: known order of the concepts, causes before effects: ordinary least squares on the
+            predecessors replaces NOTEARS.
         l1: weight of ``||A||_1``.
-        threshold: smallest weight of an edge.
+        threshold: least absolute weight of an edge.
 
     Returns:
         float64 [n, n], acyclic.
 
     Raises:
-        ValueError: not a matrix of finite numbers, or an order that is no permutation.
+        ValueError: `labels` is not a matrix of finite numbers, or `order` not a permutation.
     """
     if labels.ndim != 2 or not labels.shape[0] or not bool(labels.isfinite().all()):
         raise ValueError(f"labels of shape {tuple(labels.shape)}: expected finite [N, n], N >= 1")
@@ -91,12 +92,12 @@ def fit_graph(labels: torch.Tensor, *, order: Sequence[int] | None = None, l1: f
 
 
 def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The acyclic edges of a graph, bool [n, n]: those of at least `threshold`, from which the
-    weakest is removed while there is a cycle."""
+    """Return the edges with absolute weight >= `threshold`, bool [n, n]; while there is a cycle,
+    the weakest edge on one is removed."""
     support = a.abs() >= threshold
     support.fill_diagonal_(False)
     while not is_acyclic(support):
-        # An edge lies on a cycle when its effect leads back to its cause.
+        # An edge is on a cycle if its cause is a descendant of its effect.
         on_cycle = [(float(a[j, k].abs()), j, k) for j, k in support.nonzero().tolist()
                     if j in descendants(support, k)]
         _, j, k = min(on_cycle)
@@ -105,7 +106,7 @@ def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def least_squares(covariance: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """Each concept regressed on its causes: float64 [n, n] with that support."""
+    """Regress each concept on its causes, given the covariance [n, n]; A, float64 [n, n]."""
     a = torch.zeros_like(covariance)
     for k in range(len(a)):
         causes = support[:, k].nonzero()[:, 0]
@@ -116,7 +117,7 @@ def least_squares(covariance: torch.Tensor, support: torch.Tensor) -> torch.Tens
 
 
 def _notears(covariance: torch.Tensor, l1: float) -> torch.Tensor:
-    """float64 [n, n] from the labels' covariance."""
+    """Fit A, float64 [n, n], to the labels' covariance by NOTEARS, without thresholding."""
     n = len(covariance)
     off = 1 - torch.eye(n, dtype=torch.float64)
     a = torch.zeros(n, n, dtype=torch.float64, requires_grad=True)
@@ -130,7 +131,7 @@ def _notears(covariance: torch.Tensor, l1: float) -> torch.Tensor:
             edges = a * off
             rest = torch.eye(n, dtype=torch.float64) - edges
             h = acyclicity(edges)
-            # A smooth |x|: a quasi-Newton method needs a gradient at 0.
+            # A smooth approximation of |x|: L-BFGS needs a gradient at 0.
             size = (edges.square() + 1e-8).sqrt().sum()
             loss = (0.5 * (rest.T @ covariance @ rest).trace() + l1 * size
                     + multiplier * h + 0.5 * penalty * h * h)

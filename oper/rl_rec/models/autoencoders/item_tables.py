@@ -1,6 +1,6 @@
-"""Shared parts of the autoencoders: items as weighted bags and as rows, the multinomial over items.
+"""Shared parts of the autoencoders: item tables, candidate sampling, losses and annealing.
 
-Row 0 of every table is padding: no bag holds it and it is never a candidate.
+Row 0 of every table is padding: it is in no bag and never a candidate.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from oper.rl_rec.models.base import Histories, NegativeSampler, item_table
 class ItemBags(nn.Module):
     """K weighted sums over the same items of one table: ``y_k = sum_i w_{k,i} W[i]``.
 
-    An ``EmbeddingBagCollection`` with K features on one table and weights per id. It equals the
-    first layer of an autoencoder, a dense product with the K weighted multi-hot vectors.
+    The module is an ``EmbeddingBagCollection`` with K features on one table and per-sample weights.
+    It is the first layer of an autoencoder, the product of W and K weighted multi-hot vectors.
 
     Args:
         name: name of the table.
         num_items: rows, row 0 included.
         dim: columns H.
         num_sets: K.
-        device: ``"cpu"``, or ``"meta"`` for a table that `oper.shard` fills shard by shard.
+        device: ``"cpu"``, or ``"meta"`` for a table that `oper.shard` initialises shard by shard.
     """
 
     def __init__(self, name: str, num_items: int, dim: int, num_sets: int, device: str) -> None:
@@ -45,20 +45,20 @@ class ItemBags(nn.Module):
 
     def lookups(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
                 ) -> KeyedJaggedTensor:
-        """The KJT: items int64 [L], lengths int64 [B], weights float32 [K, L]."""
+        """Make the KJT of items int64 [L], lengths int64 [B] and weights float32 [K, L]."""
         k = len(self.features)
         return KeyedJaggedTensor(self.features, items.repeat(k), weights.reshape(-1),
                                  lengths=lengths.repeat(k), stride=lengths.numel())
 
     def forward(self, items: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
                 ) -> torch.Tensor:
-        """float32 [B, K, H] from items int64 [L], lengths int64 [B], weights float32 [K, L]."""
+        """Compute y, float32 [B, K, H], from the arguments of `lookups`."""
         pooled = self.bags(self.lookups(items, lengths, weights)).values()
         return pooled.view(lengths.numel(), len(self.features), -1)
 
 
 class ItemRows(nn.Module):
-    """Rows of candidate items, through an ``EmbeddingCollection``.
+    """Looks up rows of items in an ``EmbeddingCollection``.
 
     Args:
         name: name of the table.
@@ -74,53 +74,57 @@ class ItemRows(nn.Module):
                                math.sqrt(2 / (num_items + dim)))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
-        """The KJT of ids int64 [n], divided among `samples`.
+        """Make the KJT of ids int64 [n], divided evenly among `samples` bags.
 
-        The assignment of ids to samples does not affect results; it makes access statistics count n
-        lookups for a batch of that many samples.
+        The division does not affect results; it makes access statistics count n lookups for a batch
+        of `samples` samples.
         """
         at = torch.arange(samples, device=items.device)
         lengths = items.numel() // samples + (at < items.numel() % samples).long()
         return KeyedJaggedTensor([self.feature], items, stride=samples, lengths=lengths)
 
     def forward(self, items: torch.Tensor, samples: int = 1) -> torch.Tensor:
-        """float32 [n, d] from items int64 [n]."""
+        """Look up items int64 [n]; returns rows float32 [n, d]."""
         return self.rows(self.lookups(items, samples))[self.feature].values()
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
-    """Items with a positive reward, int64 [L], and their number by user, int64 [B]."""
+    """Select items with a positive reward, int64 [L], and count them by user, int64 [B]."""
     keep = histories.rewards > 0
     user = rows_of(histories.lengths)[keep]
     return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
 
 
 def rows_of(lengths: torch.Tensor) -> torch.Tensor:
-    """The row of each value, int64 [L], from lengths int64 [B]."""
+    """Return the row index of each value, int64 [L], given row lengths int64 [B]."""
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
-    """Weights of a user's items, ``|S_u|^(-1/2)``, with inverted dropout; float32 [L].
+    """Weights ``|S_u|^(-1/2)`` of users' items, float32 [L], with inverted dropout in training.
 
-    A weight of 0 is a dropped item: the multi-hot vector, normalised to length 1, with dropout.
+    They are the entries of the multi-hot vectors, normalised to length 1; 0 = dropped.
     """
     weights = lengths.float().clamp(min=1).rsqrt().repeat_interleave(lengths)
     return nn.functional.dropout(weights, dropout, training)
 
 
 class Candidates:
-    """The items that one training step scores: all of them, or a sample.
+    """The n items that one training step scores: all items or a sample.
 
-    With a sample, the partition function is estimated per user u as the exact sum over S_u plus
-    the sum over sampled items outside of S_u, each divided by how often it is expected in the
-    sample (importance sampling; the logQ correction of Bengio & Senecal 2008). The estimate is
-    unbiased, and with every item sampled once it is the full softmax.
+    With a sample, the partition function of user u is estimated as the exact sum over S_u plus the
+    sum over sampled items outside of S_u, each divided by its expected number of draws (importance
+    sampling, Bengio & Senecal 2008; the logQ correction). The estimate is unbiased.
 
     Args:
         num_items: rows of the table, row 0 included.
         num_sampled: number of draws, see `NegativeSampler`; 0 = all items.
-        device: where the model computes.
+        device: device of the model.
+
+    Attributes:
+        all: whether all items are scored.
+        items: ids of the scored items, int64 [n].
+        log_expected: log of each one's expected number of draws, float32 [n].
     """
 
     def __init__(self, num_items: int, num_sampled: int, device: torch.device) -> None:
@@ -133,14 +137,14 @@ class Candidates:
         self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
-        """The ids that a training step looks up, given the users' own items int64 [L]: all, or own
-        + sampled."""
+        """Return the ids to look up: all items, or own items int64 [L] + sampled ones."""
         return self.items if self.all else torch.cat([own, self.items])
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
              ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up `users` users' own items `own`, int64 [L], and the n candidates: their rows,
-        float32 [L, d] and [n, d]."""
+        """Look up the rows of the own items, int64 [L], of `users` users, and of the n candidates.
+
+        Returns float32 [L, d] and [n, d]."""
         found = table(self.ids(own), max(users, 1))
         if self.all:
             return found[own - 1], found
@@ -149,13 +153,14 @@ class Candidates:
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
                     lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """``-sum_{i in S_u} log p(i | z_u)``, the mean over users; float32 [].
+    """``-sum_{i in S_u} log p(i | z_u)``, averaged over users; float32 [].
 
     Args:
-        own: scores of each user's own items, float32 [L]; unused when all items are scored.
+        own: score of each user's own items, float32 [L]; unused if all items are scored.
         others: scores of the candidates, float32 [B, n].
-        items, lengths: the users' items int64 [L], and their number by user, int64 [B].
-        candidates: the items of the columns of `others`.
+        items: the users' items, one user after another, int64 [L].
+        lengths: number of items of each user, int64 [B].
+        candidates: the items scored in `others`.
     """
     row, users = rows_of(lengths), max(lengths.numel(), 1)
     if candidates.all:
@@ -163,7 +168,7 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
     corrected = others - candidates.log_expected
     corrected = corrected.masked_fill(_has(items, row, candidates.items, lengths.numel()),
                                       float("-inf"))
-    # One log-sum-exp over a user's own items and the sampled others; shifted by its maximum.
+    # Log-sum-exp over a user's own items and the sampled others, shifted by the maximum.
     top = corrected.detach().amax(1).scatter_reduce(0, row, own.detach(), "amax")
     total = (corrected - top.unsqueeze(1)).exp().sum(1).index_add(0, row, (own - top[row]).exp())
     return -(own - (top + total.log())[row]).sum() / users
@@ -171,7 +176,7 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
 
 def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: int
          ) -> torch.Tensor:
-    """Whether user b has sampled item j, bool [B, n]."""
+    """Whether user b has the sampled item j, bool [B, n]; `row` int64 [L] is the user of items."""
     found = torch.zeros(users, sampled.numel(), dtype=torch.bool, device=items.device)
     order = sampled.argsort()
     ids = sampled[order].contiguous()
@@ -192,10 +197,10 @@ def gaussian_kl(mean: torch.Tensor, log_var: torch.Tensor, prior_mean: torch.Ten
 
 
 def sample(mean: torch.Tensor, log_var: torch.Tensor, training: bool) -> torch.Tensor:
-    """``mean + sigma * xi`` with xi standard normal in training, else the mean."""
+    """Return ``mean + sigma * xi`` with standard normal xi in training, otherwise the mean."""
     return mean + (0.5 * log_var).exp() * torch.randn_like(mean) if training else mean
 
 
 def annealed(step: int, num_steps: int, share: float) -> float:
-    """Linear from 0 to 1 over the first `share` of the steps (Bowman et al. 2016)."""
+    """Rise linearly from 0 to 1 over the first `share` of the steps (Bowman et al. 2016)."""
     return min(1.0, step / max(1.0, share * num_steps))

@@ -9,8 +9,7 @@ Liang, Krishnan, Hoffman & Jebara, "Variational Autoencoders for Collaborative F
     score(i) = <g, W_out[i]>                                        [B, n]
     loss = mean_u( -sum_{i in S_u} log softmax(score)_i + beta * KL(q(z | x_u) || N(0, I)) )
 
-Differences: no bias per item in the last layer (a row of a table is a vector), unless
-``item_bias``, when the last column of W_out is the bias.
+With ``item_bias``, as in the paper, the last column of W_out is a bias per item.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 @dataclass(frozen=True, slots=True)
 class MultVAEConfig(ModelConfig):
-    """Sizes and weights; the defaults are the paper's.
+    """Configuration of MultVAE; the defaults are the paper's.
 
     Attributes:
         hidden: H, columns of the encoder's table.
         dim: d, latent columns.
-        decoder_hidden: G, the decoder's hidden layer; 0 = none.
-        item_bias: a learned score per item.
-        dropout: chance that an item is dropped from the input.
-        beta: weight of the KL term at the end of annealing.
-        anneal: share of the steps over which it rises from 0.
-        sampled: candidates per step; 0 = the full softmax.
+        decoder_hidden: G, width of the decoder's hidden layer; 0 = no hidden layer.
+        item_bias: add a learned bias to each item's score.
+        dropout: probability that an item is dropped from the input.
+        beta: weight of the KL term after annealing.
+        anneal: share of the training steps over which this weight rises linearly from 0.
+        sampled: number of sampled candidates per step; 0 = the full softmax.
     """
 
     hidden: Positive = 600
@@ -63,12 +62,12 @@ class MultVAEConfig(ModelConfig):
 
 
 class MultVAE(Recommender):
-    """The model; see the module docstring.
+    """The MultVAE model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
-        config: sizes and weights.
-        device: of the tables, ``"cpu"`` or ``"meta"``.
+        config: configuration; None = the defaults.
+        device: device of the tables, ``"cpu"`` or ``"meta"``.
     """
 
     def __init__(self, num_items: int, config: MultVAEConfig | None = None,
@@ -86,15 +85,14 @@ class MultVAE(Recommender):
 
     def infer(self, items: torch.Tensor, lengths: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log variance of z, float32 [B, d] each, from items int64 [L]."""
+        """Mean and log variance of z, float32 [B, d] each, given items int64 [L], lengths [B]."""
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, weights.unsqueeze(0))[:, 0]
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=1)
         return mean, log_var
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """Users' factors float32 [B, G], or [B, G + 1] with a last 1 to be multiplied by the items'
-        bias."""
+        """Map z [B, d] to factors [B, G], or [B, G + 1] with a last 1 for the items' bias."""
         g = self.decoder(z)
         return nn.functional.pad(g, (0, 1), value=1.0) if self.config.item_bias else g
 
@@ -112,7 +110,6 @@ class MultVAE(Recommender):
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Lookups of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
@@ -120,11 +117,10 @@ class MultVAE(Recommender):
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """The decoder's output, to be multiplied by the items' rows; float32 [B, G]."""
+        """Users' factors as from `decode`, from the mean of z."""
         return self.decode(self.infer(*positives(histories))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Scores of `items` for each user, float32 [B, n]."""
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:

@@ -10,8 +10,9 @@ Shenbin, Alekseev, Tutubalina, Malykh and Nikolenko, WSDM 2020.
                    + gamma |S_u| (log q(z | x_u) - log p(z | x_u)) ),  z drawn from q
     p(z | x) = 3/20 N(0, I) + 3/4 q_old(z | x) + 1/10 N(0, e^10 I)
 
-q_old is the encoder as it was at its last refresh. Three steps in four train the encoder, with
-dropout on its input; then q_old is refreshed, and one in four trains the decoder, without.
+q_old is an earlier copy of the encoder. In each round of steps, the first 3/4 train the encoder,
+with dropout on its input; then q_old becomes a copy of it, and the last 1/4 train the decoder
+without dropout.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from oper.rl_rec.models.autoencoders.item_tables import (
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 _PRIOR = (3 / 20, 3 / 4, 1 / 10)
-_WIDE = 10.0  # log variance of the third part of the prior
+_WIDE = 10.0  # log variance of the third component of the prior
 
 
 @dataclass(frozen=True, slots=True)
 class RecVAEConfig(ModelConfig):
-    """Sizes and weights; the defaults are the paper's.
+    """Configuration of RecVAE; the defaults are the paper's.
 
     Attributes:
         hidden: H, columns of the encoder's layers.
         dim: d, latent columns.
-        dropout: chance that an item is dropped from the input while the encoder trains.
-        gamma: weight of the divergence, per item of a user.
-        rounds: alternations of encoder and decoder over the whole training.
+        dropout: probability that an item is dropped from the input while the encoder trains.
+        gamma: weight of the KL term per item of a user.
+        rounds: number of alternations between encoder and decoder in a training.
     """
 
     hidden: Positive = 600
@@ -58,7 +59,7 @@ class RecVAEConfig(ModelConfig):
 
 
 class Encoder(nn.Module):
-    """q(z | x): mean and log variance, float32 [B, d] each."""
+    """Computes mean and log variance of q(z | x), float32 [B, d] each."""
 
     def __init__(self, num_items: int, config: RecVAEConfig) -> None:
         super().__init__()
@@ -83,11 +84,11 @@ class Encoder(nn.Module):
 
 
 class RecVAE(Recommender):
-    """The model; see the module docstring.
+    """The RecVAE model; see the module docstring.
 
     Args:
         num_items: rows of the item tables, row 0 (padding) included.
-        config: sizes and weights.
+        config: configuration.
     """
 
     def __init__(self, num_items: int, config: RecVAEConfig) -> None:
@@ -118,12 +119,10 @@ class RecVAE(Recommender):
         return _with_one(self.encoder(*positives(histories), 0.0)[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]."""
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Choose whether this step trains the encoder or the decoder; the old encoder is refreshed
-        when the decoder's turn begins."""
+        """Choose whether this step trains the encoder or the decoder; refresh q_old in between."""
         turn = max(1, num_steps // (4 * self.config.rounds))
         place = step % (4 * turn)
         self.trains_decoder = place >= 3 * turn
@@ -137,8 +136,7 @@ def _with_one(z: torch.Tensor) -> torch.Tensor:
 
 def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
               ) -> torch.Tensor:
-    """Log density of the composite prior, a mixture in each column by itself, as the authors have
-    it; [B, d]."""
+    """Log density [B, d] of the composite prior, a mixture per column as in the authors' code."""
     zero = torch.zeros_like(z)
     parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
              zip(_PRIOR, (zero, old_mean, zero), (zero, old_log_var, zero + _WIDE), strict=True)]
@@ -146,5 +144,5 @@ def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
 
 
 def log_normal(z: torch.Tensor, mean: torch.Tensor, log_var: torch.Tensor) -> torch.Tensor:
-    """Log density of normal distributions, column by column; [B, d]."""
+    """Log density of independent normal distributions by column, [B, d]."""
     return -0.5 * (log_var + (z - mean).square() / log_var.exp() + math.log(2 * math.pi))
