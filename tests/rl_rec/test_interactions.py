@@ -100,7 +100,9 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
     for user, mine in users.items():
         found: list[tuple[int, list[int]] | None] = [None, None]
         if protocol == "leave_last_two":
-            train, positives = len(mine), [k for k, r in enumerate(mine) if r[2] > 0][-2:]
+            train, positives = len(mine), [
+                k for k, r in enumerate(mine)
+                if r[2] > 0 and r[1] not in [earlier[1] for earlier in mine[:k]]][-2:]
             if len(positives) == 2 and positives[0] > 0:
                 train = positives[0]
                 found = [(k, [mine[k][1]]) for k in positives]

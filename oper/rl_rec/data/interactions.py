@@ -84,8 +84,8 @@ class HeldOut:
     Attributes:
         users: ids of the users with targets, int64 [U], ascending.
         stop: int64 [U]; a user's history is rows ``offsets[u]:stop`` of the interactions.
-        targets: item ids, int64 [P], user by user. Their rewards are positive; with
-            ``"leave_last_two"`` and ``repeats="keep"`` an item may also be in the history.
+        targets: item ids, int64 [P], user by user. Their rewards are positive, and they are not in
+            the history.
         target_lengths: number of targets of each user, int64 [U], all >= 1.
     """
 
@@ -362,13 +362,14 @@ class _Cut:
         offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users, minlength=num_users))])
         if options.protocol == "time":
             return _Cut._at_times(log, options, offsets)
-        at, wanted = np.arange(log.users.size), log.rewards > 0
+        at = np.arange(log.users.size)
+        # Rankings leave out the history, so an item of the history could never be hit as a target.
+        wanted = (log.rewards > 0) & _first_of_pairs(log)
         begins = at  # first row of each held-out unit, which is a row or a basket
         if options.protocol == "leave_last_baskets":
             new = np.ones(at.size, bool)
             new[1:] = (np.diff(log.users) != 0) | (np.diff(_baskets_of(log)) != 0)
             begins = np.maximum.accumulate(np.where(new, at, 0))
-            wanted = wanted & _first_of_pairs(log)  # targets must not be in the history
         points = np.unique(begins[wanted])
         ends = np.cumsum(np.bincount(log.users[points], minlength=num_users))
         has_two = np.diff(ends, prepend=0) >= 2
