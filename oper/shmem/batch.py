@@ -192,9 +192,14 @@ def is_fit(batch: Lookup, device: torch.device) -> bool:
     return fit
 
 
+def needs_weight_gradient(batch: Lookup) -> bool:
+    """Return whether a lookup would have to compute the gradient of its per-sample weights."""
+    return batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled()
+
+
 def refuse_weight_gradient(batch: Lookup) -> None:
     """Raise InvalidInputError if the weights of a lookup in read-only tables require a gradient."""
-    if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
+    if needs_weight_gradient(batch):
         raise InvalidInputError("cannot look up in read-only tables", "per-sample weights",
                                 "requires_grad=True", "weights that need no gradient",
                                 "detach them, since read-only tables compute no gradients")

@@ -22,6 +22,7 @@ from oper.shmem.batch import (
     FailedBatch,
     Lookup,
     ResolvedIds,
+    needs_weight_gradient,
     raise_status,
     refuse_weight_gradient,
 )
@@ -217,7 +218,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             InvalidInputError: an id is out of range (see `BoundsCheck`), lengths do not add up to
                 the number of ids, or a bag index of a sample is out of range.
         """
-        if self.optimizers is None:
+        if self.optimizers is None and needs_weight_gradient(batch):
+            with torch.no_grad():  # between memory domains, the other ranks wait for this lookup
+                self.lookup(batch)
             refuse_weight_gradient(batch)
         if self.keys is not None and not has_rows:
             return self.keys.lookup(self.lookup, batch)

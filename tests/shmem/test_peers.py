@@ -119,6 +119,26 @@ def test_a_malformed_batch_releases_the_others(
     assert others.rank == 1 and "refused its batch" in str(others)
 
 
+def test_a_refused_gradient_of_weights_releases_the_others() -> None:
+    """Read-only tables between memory domains: the other rank gets its rows, and both continue."""
+    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum")], 2, "striped"))
+
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(plan, [("f", "t")], group, None)
+        weights = torch.ones(10, requires_grad=group.rank == 1)
+        batch, start = replace(bags_of_one(_IDS), weights=weights), time.monotonic()
+        want = tables.lookup(bags_of_one(_IDS))
+        if group.rank == 1:
+            with pytest.raises(InvalidInputError, match="requires_grad"):
+                tables.lookup(batch)
+        else:
+            assert torch.equal(tables.lookup(batch), want)
+        assert torch.equal(tables.lookup(bags_of_one(_IDS)), want)
+        assert time.monotonic() - start < deadline_s() / 10
+
+    run_ranks(2, body, domains=[0, 1])
+
+
 @pytest.mark.parametrize("spoil", _MALFORMED.values(), ids=_MALFORMED)
 def test_a_malformed_batch_of_keys_releases_the_others(spoil: Callable[[Lookup], Lookup]) -> None:
     plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
