@@ -261,7 +261,7 @@ class ServedModel(nn.Module):
         return {"local": local, "remote": remote}
 
     def memory_bytes(self) -> int:
-        """Return the bytes of one epoch's weights, which all workers of the host share."""
+        """Return the size in bytes of one epoch's weights, shared by all workers of the host."""
         return self._reader.layout.num_bytes
 
     def verify(self) -> int:

@@ -1,14 +1,14 @@
-"""Messages between memory domains: bits per number, and which rank pools rows.
+"""Messages between memory domains: bits per value, and which rank pools rows.
 
 Ranks that share no memory send each other answers to lookups (rows, partial sums) and gradients (of
-rows, of bags). A number in such a message takes
+rows, of bags). A value in such a message takes
 
 * 32 bits: float32, exact;
 * 16 bits: bfloat16, rounded to nearest. It has the exponent range of float32, so gradients neither
   underflow nor overflow;
 * 8 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) / 255``
-  over the numbers of a row. The row begins with step and min, float32 each. Answers are rounded to
-  the nearest code; gradients stochastically, so that the expected value is the number itself
+  over the values of a row. The row begins with step and min, float32 each. Answers are rounded to
+  the nearest code; gradients stochastically, so that the expectation is the value itself
   (Alistarh et al., "QSGD", NeurIPS 2017).
 
 All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
@@ -38,7 +38,7 @@ _LEAST_CODED = 3  # columns; narrower rows take fewer bytes as float32 than as c
 
 
 def number_bytes(bits: int, width: int) -> int:
-    """Return the bytes of a row of `width` numbers in a message with `bits` bits per number."""
+    """Return the size in bytes of a row of `width` values in a message of `bits`-bit values."""
     if bits == 8:
         return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
@@ -93,7 +93,7 @@ class MessageBits:
         return [self.answers, self.gradients]
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
-        """Return the bytes of `width` columns of a row of `table` in an answer to a lookup."""
+        """Return the size in bytes of `width` columns of a row in an answer to a lookup."""
         if table.dtype == "float32":
             return number_bytes(self.answers, width)
         return table.row_bytes * width / table.dim

@@ -283,7 +283,7 @@ class Plan:
         except (TypeError, KeyError) as error:
             raise FileFormatError(
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
-                "truncated, damaged or of another kind, write it again") from None
+                "truncated, damaged or of another kind, regenerate it") from None
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(what, "kind, version", (kind, version),
                                   f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release")
@@ -311,7 +311,7 @@ class Plan:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise
             raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
-                                  "a complete plan", "write it again") from None
+                                  "a complete plan", "regenerate it") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -409,15 +409,15 @@ def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray
     count = _whole(value["num_ids"])
     if not 0 <= count <= spec.num_rows:
         raise FileFormatError(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
-                              "write it again")
+                              "regenerate it")
     try:
         packed = base64.b64decode(value["zlib_base64"], validate=True)
         raw = zlib.decompressobj().decompress(packed, count * 8 + 1)
     except (ValueError, zlib.error) as error:
-        raise FileFormatError(what, name, str(error), "packed ids", "write it again") from None
+        raise FileFormatError(what, name, str(error), "packed ids", "regenerate it") from None
     if len(raw) != count * 8 or zlib.crc32(raw) != _whole(value["crc32"]):
         raise FileFormatError(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
-                              "the file is damaged, write it again")
+                              "the file is damaged, regenerate it")
     return np.frombuffer(raw, "<i8").astype(np.int64)
 
 

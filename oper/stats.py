@@ -44,7 +44,8 @@ def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
-        raise InvalidInputError(what, name, values, "a flat array of integers >= 0", "count again")
+        raise InvalidInputError(what, name, values, "a flat array of integers >= 0",
+                                "collect them again")
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -79,7 +80,8 @@ class TimeBucket:
         what = f"invalid time bucket {self.label!r}"
         for name in ("ids", "counts"):
             object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
-        require(what, "count again", _equal_lengths(self, "ids", "counts"), _ascending(self, "ids"),
+        require(what, "collect them again",
+                _equal_lengths(self, "ids", "counts"), _ascending(self, "ids"),
                 ("counts", self.counts, self.counts.min(initial=1) >= 1, ">= 1"))
 
 
@@ -107,7 +109,7 @@ class Sketch:
         what = "invalid sketch"
         for name in _SKETCH:
             object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
-        require(what, "count again",
+        require(what, "collect them again",
                 *(_equal_lengths(self, f"{x}_ids", f"{x}_counts") for x in ("heavy", "sample")),
                 *(_ascending(self, f"{x}_ids") for x in ("heavy", "sample")),
                 ("heavy_error, sample_level", (self.heavy_error, self.sample_level),
@@ -160,7 +162,7 @@ class TableStats:
                 object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
         rows = np.ascontiguousarray(self.presence_rows, np.float64)
         object.__setattr__(self, "presence_rows", rows)
-        require(what, "count again",
+        require(what, "collect them again",
                 *(_equal_lengths(self, *names) for names in (
                     ("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
                     ("length_values", "length_counts"),
@@ -178,7 +180,7 @@ class TableStats:
         counts = self.head_counts
         steps = np.diff(counts)
         is_ordered = not (steps > 0).any() and not (np.diff(self.head_ids)[steps == 0] <= 0).any()
-        require(what, "count again",
+        require(what, "collect them again",
                 ("rows in head and tail", known, known == self.num_rows,
                  f"num_rows={self.num_rows}"),
                 ("head_counts", counts, not counts.size or (is_ordered and counts[-1] >= 1),
@@ -335,7 +337,7 @@ class TableStats:
         if self.num_rows != other.num_rows:
             raise InvalidInputError(
                 what, "num_rows", (self.num_rows, other.num_rows), "equal numbers of rows",
-                "count again, or pass --grown if the vocabulary was extended between the parts")
+                "count one of them again, or pass --grown if the vocabulary was extended")
         if not (self.is_exact and other.is_exact):
             raise InvalidInputError(what, "is_exact", (self.is_exact, other.is_exact),
                                     "exact parts",
@@ -399,7 +401,7 @@ class AccessStats:
     def __post_init__(self) -> None:
         if self.num_samples < 0:
             raise InvalidInputError("invalid statistics", "num_samples", self.num_samples, ">= 0",
-                                    "count again")
+                                    "collect them again")
 
     def __repr__(self) -> str:
         return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
@@ -479,12 +481,12 @@ class AccessStats:
                                bool(meta["ids_in_hotness_order"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing",
-                                  str(error), "a complete header", "write it again") from None
+                                  str(error), "a complete header", "regenerate it") from None
         except InvalidInputError:
             raise
         except (ValueError, OverflowError) as error:
             raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "header",
-                                  str(error), "numbers", "write it again") from None
+                                  str(error), "numbers", "regenerate it") from None
 
 
 _SKETCH = ("heavy_ids", "heavy_counts", "sample_ids", "sample_counts")

@@ -153,7 +153,7 @@ class Trace:
         """Warn about steps and spans that are missing from the file."""
         name = f"the trace {os.fspath(self._path)!r}"
         if not found or (self._steps is not None and found[-1] != self._steps[1]):
-            has = f"has steps {found[0]} to {found[-1]} only" if found else "has no step: no file"
+            has = f"has steps {found[0]} to {found[-1]} only" if found else "was not written"
             warnings.warn(fail(f"{name} {has}", "steps", self._steps,
                                "steps of the block, which ended after step "
                                f"{max(r.step for r in self._recorders)}",

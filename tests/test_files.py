@@ -138,7 +138,7 @@ def test_truncation_anywhere_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for size in [*range(0, len(whole), 37), *range(len(whole) - 80, len(whole))]:
         path.write_bytes(whole[:size])
-        with pytest.raises(FileFormatError, match="write it again"):
+        with pytest.raises(FileFormatError, match="regenerate it"):
             read_arrays(path, KIND, 2)
 
 
@@ -188,7 +188,7 @@ def npy_that_claims(shape: str, dtype: str = "<i8") -> bytes:
 
 @pytest.mark.parametrize(("header", "words"), [
     ({"kind": "oper-plan"}, "kind='oper-plan', expected 'oper-test'"),
-    ({"version": 3}, "version=3, expected 2; write it again with this release"),
+    ({"version": 3}, "version=3, expected 2; regenerate it with this release"),
     ({"meta": []}, "header='malformed'"),
     ({"arrays": []}, "expected a JSON header"),
     ({"arrays": {"ids": ["<u2"]}}, "expected a JSON header"),
@@ -196,10 +196,10 @@ def npy_that_claims(shape: str, dtype: str = "<i8") -> bytes:
     ({"arrays": {"ids": ["<u2", [300.0]]}}, "header='malformed'"),
     ({"arrays": {"ids": ["|O", [300]]}}, "expected bool, integer or float"),
     ({"arrays": {"ids": ["<u2,<u2", [300]]}}, "expected bool, integer or float"),
-    ({"arrays": {"ids": ["<u2", [301]]}}, "write it again"),
-    ({"arrays": {"ids": ["<i2", [300]]}}, "write it again"),
-    ({"arrays": {"ids": ["<u2", [3, 100]]}}, "write it again"),
-    ({"arrays": {"ids": ["<u2", [10**30]]}}, "write it again"),
+    ({"arrays": {"ids": ["<u2", [301]]}}, "regenerate it"),
+    ({"arrays": {"ids": ["<i2", [300]]}}, "regenerate it"),
+    ({"arrays": {"ids": ["<u2", [3, 100]]}}, "regenerate it"),
+    ({"arrays": {"ids": ["<u2", [10**30]]}}, "regenerate it"),
     ({"arrays": {"lost": ["<u2", [300]]}}, "expected a member 'lost.npy'"),
 ])
 def test_a_header_that_lies_is_refused(path: Path, header: dict[str, Any], words: str) -> None:
@@ -215,7 +215,7 @@ def test_a_header_that_lies_is_refused(path: Path, header: dict[str, Any], words
 ])
 def test_a_member_that_lies_is_refused(path: Path, member: bytes) -> None:
     rewrite(path, members={"ids.npy": member})
-    with pytest.raises(FileFormatError, match="write it again"):
+    with pytest.raises(FileFormatError, match="regenerate it"):
         read_arrays(path, KIND, 2)
 
 
@@ -224,7 +224,7 @@ def test_a_small_member_that_claims_much_is_refused(path: Path) -> None:
     text = b"{'descr': '<u2', 'fortran_order': False, 'shape': (10000000000,), }\n"
     rewrite(path, {"arrays": {"ids": ["<u2", [10**10]]}},
             members={"ids.npy": b"\x93NUMPY\x02\x00" + bytes(4) + text})
-    with pytest.raises(FileFormatError, match="write it again"):
+    with pytest.raises(FileFormatError, match="regenerate it"):
         read_arrays(path, KIND, 2)
 
 

@@ -149,7 +149,7 @@ class Recipe:
         name: name of the data set.
         title: title for display.
         layouts: possible layouts of its files, with the same label, dense and sparse columns.
-        by: ``"rows"``: the log is in order of time and split by row numbers; ``"time"``: the log is
+        by: ``"rows"``: the log is in time order and split by row numbers; ``"time"``: the log is
             sorted and split by its time column.
         valid: share of the rows for the validation part, between the training and the test part.
         test: share of the rows for the test part, at the end.

@@ -127,7 +127,7 @@ class TableTensor(torch.Tensor):
             raise InvalidInputError(f"cannot set the data of table {self._rows.name!r}",
                                     "shape, dtype", (tuple(value.shape), value.dtype),
                                     f"{tuple(self.shape)}, {self.dtype}",
-                                    "shard a model with a table of that shape and dtype")
+                                    "change shape or dtype before the model is sharded")
         self.detach().copy_(value)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -293,7 +293,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
         if plain_of[id(x)].shape != x.shape:
             raise InvalidInputError(f"cannot change the shape of table {x._rows.name!r}", "shape",
                                     tuple(plain_of[id(x)].shape), f"{tuple(x.shape)}",
-                                    "shard a model with a table of that shape")
+                                    "change the shape before the model is sharded")
     for copied in {id(c): c for c in (
             copies[id(x._rows.tables), x._rows.name] for x in changed)}.values():
         copied.write_back()

@@ -79,7 +79,7 @@ def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequenc
 
 
 def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
-    """Return inverse indices in the order of `names`; InvalidInputError if one is missing."""
+    """Return inverse indices in order of `names`; raises InvalidInputError if one is missing."""
     keys, rows = features.inverse_indices()
     if keys == names:
         return rows

@@ -47,7 +47,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
     Args:
         old: the statistics that the plan was made from.
-        later: names and statistics, in order of time.
+        later: names and statistics, in time order.
         planned: the plan in use and its machine; None = compute distances only.
         copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
 

@@ -40,7 +40,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub = kinds.add_parser(
         "drift", help="a page about the cost of an old plan on later statistics")
     sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
-    sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in order of time")
+    sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in time order")
     sub.add_argument("--plan", metavar="PLAN",
                      help="the plan in use: also model when a new plan pays off")
     verbs.add_machine(sub, required=False)

@@ -1,7 +1,7 @@
 """Transfers between ranks: their kinds, and their counts in a run or a replay.
 
 Ranks exchange data by reading one another's memory. The reading rank counts a transfer; the *peer*
-is the rank whose memory it reads. Counts are exact numbers of units (rows, ids, numbers). Bytes are
+is the rank whose memory it reads. Counts are exact numbers of units (rows, ids, scalars). Bytes are
 counts times the size of a unit: payload only, without headers and cache-line padding.
 
 ====================  ========  ===================================================================
@@ -55,7 +55,7 @@ ROW_WISE = frozenset(name for name, kind in OPTIMIZERS.items() if kind.is_row_wi
 
 
 def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
-    """Return the bytes of one unit of each kind, int64 [13], for a piece of `dim` columns."""
+    """Return the size in bytes of a unit of each kind, int64 [13], for a piece of `dim` columns."""
     row = table.row_bytes * dim // table.dim
     gradient = 4 * dim
     state = OPTIMIZERS[table.optimizer].state_bytes(dim)

@@ -302,7 +302,7 @@ class Client:
 
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
-    """Convert integers to `dtype`; InvalidInputError for floats, which NumPy would truncate."""
+    """Convert integers to `dtype`; raises InvalidInputError for floats (NumPy truncates them)."""
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidInputError("cannot score", name, found.dtype.name, "integers",

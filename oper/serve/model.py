@@ -120,7 +120,7 @@ class PublishedModel:
         return lambda: epoch
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of this host's published ``tables``, ``dense`` weights and ``spare``."""
+        """Return the bytes used on this host by ``tables``, ``dense`` weights and ``spare``."""
         return dict(self._publication.memory_bytes())
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ class Server:
 
         if self._thread is not None:
             raise InvalidInputError("cannot start the server", "state", "started", "not started",
-                                    "make another one")
+                                    "make another Server")
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
         self._numbers = self._context.RawArray(ctypes.c_double,

@@ -145,7 +145,7 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
 
 
 def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray:
-    """Convert a tensor given as lists in the header; numbers must fit the datatype exactly."""
+    """Convert a tensor given as lists in the header; integer datatypes take integers only."""
     dtype, what = DTYPES[datatype], f"data of {name!r}"
     is_whole = dtype.kind == "i"
     least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if is_whole else (-_LARGE, _LARGE)

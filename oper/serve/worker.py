@@ -228,7 +228,7 @@ class _Worker:
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive bytes and file descriptors; no bytes at the end of the stream."""
+    """Receive bytes and file descriptors; the bytes are empty at the end of the stream."""
     files = array.array("i")
     data, extra, _, _ = control.recvmsg(_HANDOVERS, socket.CMSG_SPACE(
         _HANDOVERS * files.itemsize), socket.MSG_CMSG_CLOEXEC)

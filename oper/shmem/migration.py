@@ -356,7 +356,7 @@ def check_room(num_bytes: list[int], what: str = "the new plan in addition to th
 
 
 def _available_bytes() -> int:
-    """Return the bytes of memory that can still be allocated, within the control group's limit."""
+    """Return how many bytes can still be allocated, within the control group's limit."""
     free = kernel.memory_bytes("MemAvailable")
     # Without cgroup v2 these files do not exist.
     most, used = (kernel.read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))

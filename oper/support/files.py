@@ -287,7 +287,7 @@ def _parsed(text: str | bytes, what: str, kind: str, parse: Callable[[str], Any]
     except (ValueError, RecursionError) as error:
         raise FileFormatError(
             f"{what}: {error}, expected {kind}; it is truncated, damaged or of another kind: "
-            "write it again, or correct it if it was edited by hand") from None
+            "regenerate it, or correct it if it was edited by hand") from None
 
 
 def write_arrays(
@@ -359,7 +359,7 @@ class ArrayFile:
         self.meta: dict[str, Any] = header["meta"]
 
     def read(self, name: str) -> np.ndarray:
-        """Read the array `name`, which must be in `names`; FileFormatError if it is damaged."""
+        """Read the array `name`, one of `names`; raises FileFormatError if it is damaged."""
         with damage_told(self._what):
             return _read_member(self._archive, self._what, name, *self._described[name])
 
@@ -384,8 +384,7 @@ def read_arrays(
 
 @contextlib.contextmanager
 def damage_told(what: str) -> Iterator[None]:
-    """Convert zipfile's exceptions for damaged archives to a FileFormatError beginning with `what`.
-    """
+    """Turn zipfile's exceptions for damaged archives into FileFormatError; `what` begins it."""
     try:
         yield
     except FileFormatError:
@@ -396,7 +395,7 @@ def damage_told(what: str) -> Iterator[None]:
             raise
         raise FileFormatError(
             f"{what}: {error}, expected a complete file; the file is truncated, damaged or "
-            "of another kind, write it again") from error
+            "of another kind, regenerate it") from error
 
 
 def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
@@ -404,11 +403,11 @@ def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise FileFormatError(what, info.filename, "compressed", "a stored member",
-                                  "write it again")
+                                  "regenerate it")
         if info.file_size > file_bytes:
             raise FileFormatError(what, f"{info.filename} bytes", info.file_size,
                                   f"<= {file_bytes}, the file's size",
-                                  "the file is damaged, write it again")
+                                  "the file is damaged, regenerate it")
 
 
 def _member(archive: zipfile.ZipFile, what: str, name: str) -> zipfile.ZipInfo:
@@ -432,15 +431,15 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(what, "header", str(error), "a JSON header",
-                              "write it again") from None
+                              "regenerate it") from None
     if found_kind != kind:
         raise FileFormatError(what, "kind", found_kind, f"{kind!r}",
                               "pass a file of the expected kind")
     if type(found_version) is not int or found_version != version:  # True == 1
         raise FileFormatError(what, "version", found_version, f"{version}",
-                              "write it again with this release")
+                              "regenerate it with this release")
     if not is_complete:
-        raise FileFormatError(what, "header", "malformed", "arrays and meta", "write it again")
+        raise FileFormatError(what, "header", "malformed", "arrays and meta", "regenerate it")
     return header
 
 
@@ -457,7 +456,7 @@ def _read_member(
     """Read and verify an array in one pass, which avoids copies by `zipfile` and NumPy."""
     if not _DTYPE.fullmatch(dtype):
         raise FileFormatError(what, f"dtype of {name}", dtype, "bool, integer or float",
-                              "write it again")
+                              "regenerate it")
     info, file = _member(archive, what, f"{name}.npy"), cast(io.BufferedReader, archive.fp)
     want = np.dtype(dtype)
     num_bytes = want.itemsize * math.prod(shape)
@@ -467,11 +466,11 @@ def _read_member(
     start = file.read(len(expected))
     if len(expected) != info.file_size - num_bytes or start != expected:
         raise FileFormatError(what, name, (info.file_size, start[:96]),
-                              f"{(dtype, shape, num_bytes)}", "write it again")
+                              f"{(dtype, shape, num_bytes)}", "regenerate it")
     array = np.empty(shape, want)  # not larger than the file, see `check_sizes`
     data = array.reshape(-1).view(np.uint8)
     if file.readinto(data.data) != num_bytes or (
             zlib.crc32(data.data, zlib.crc32(start)) != info.CRC):
         raise FileFormatError(what, name, "another CRC-32", f"{info.CRC:08x}",
-                              "the file is truncated or damaged, write it again")
+                              "the file is truncated or damaged, regenerate it")
     return array

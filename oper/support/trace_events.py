@@ -34,7 +34,7 @@ class Bar:
 def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
              threads: Mapping[tuple[int, int], str],
              about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Build a trace: names of processes and threads, then bars in order of time.
+    """Build a trace: names of processes and threads, then bars in time order.
 
     Args:
         bars: the bars, in any order.

@@ -140,7 +140,7 @@ class DynamicConfig:
         self.rule(0)
 
     def rule(self, seed: int) -> DynamicTable:
-        """Return the tables' `oper.DynamicTable`; InvalidInputError for invalid settings."""
+        """Return the tables' `oper.DynamicTable`; raises InvalidInputError for invalid settings."""
         return DynamicTable(
             admit_after=self.admit_after, admit_probability=self.admit_probability,
             eviction=self.eviction, half_life=self.half_life or None,

@@ -138,7 +138,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
 
 
 def _total(config: TrainConfig, task: Task) -> int:
-    """Return the number of steps of the run; InvalidInputError if the trace begins after it."""
+    """Return the run's number of steps; raises InvalidInputError if the trace begins later."""
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     if config.trace and config.traced[0] > total:

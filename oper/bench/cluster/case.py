@@ -184,8 +184,8 @@ class _Runner(Run):
         """Build and verify all contenders, and close those that are too slow to be timed.
 
         Returns the time (ms) of each contender's fastest step of `_SCREENED_STEPS`. The minimum is
-        used because the first steps on newly limited links may send in one direction, then in the
-        other. A contender that cannot be built moves to `planned.left_out` with the reason.
+        used because the first steps on newly limited links may send in one direction at a time,
+        not in both. A contender that cannot be built moves to `planned.left_out` with the reason.
         """
         found: dict[str, float] = {}
         for contender in list(every):

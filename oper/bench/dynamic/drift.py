@@ -1,6 +1,6 @@
 """Quality on logs whose ids drift: dynamic tables, hashing, and a vocabulary of the first day.
 
-Batches are in order of time, and each is scored before training on it (progressive validation). The
+Batches are in time order, and each is scored before training on it (progressive validation). The
 reported AUC is the mean over the days after the first. Contenders only differ in the mapping from
 raw keys to rows.
 """

@@ -91,7 +91,7 @@ class _Live:
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
 
     def at(self, rate: float, seconds: float) -> loadgen.Settings:
-        """Poisson arrivals at a rate."""
+        """Settings of a run of `seconds` or more, with Poisson arrivals at `rate` queries/s."""
         return replace(self.settings, expected_qps=rate, min_duration_s=seconds)
 
 

@@ -100,8 +100,8 @@ class _Runner:
 
     def tune(self, offline: loadgen.Settings, server: loadgen.Settings
              ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Choose the setting of each contender with the lowest p99 (mean of two runs) at 0.6 of its
-        Offline rate.
+        """Choose for each contender the setting with the lowest p99 (mean of two runs) at 0.6 times
+        its rate in LoadGen's Offline scenario.
 
         Returns:
             The Offline rates (queries/s) by contender, and the p99 (ms) by contender and setting.

@@ -199,7 +199,7 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round row numbers to integers by moving each level's fraction of a row to the next level."""
+    """Make each level's number of rows an integer by moving its fraction to the next level."""
     whole, found = [], []
     left_rows = left_mass = 0.0
     for count, rate in zip(rows.tolist(), rates.tolist(), strict=True):

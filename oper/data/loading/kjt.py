@@ -145,7 +145,7 @@ class Assembly:
                 own[0].ends, ids[0].ends):
             raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
                                   f"bag lengths of {self.weights[name]!r}", "different",
-                                  f"those of {name!r}, one weight per id", "write the column again")
+                                  f"those of {name!r}, one weight per id", "regenerate the column")
         return _floats(own), own[0].ends
 
 

@@ -88,7 +88,7 @@ def write_sequences(
     """Convert a folder of events to a folder with one row per user (or session), for `Loader`.
 
     Every user with events in a part (train, valid, test) becomes one row of that part: the user's
-    id, and for every other sparse column the bag of its ids in these events, in order of time if
+    id, and for every other sparse column the bag of its ids in these events, in time order if
     the log has times, otherwise in the order of the log. Label, dense columns and time are those of
     the last event. Users that share a row (rare, unseen or missing ones) are left out. Ids and
     table sizes do not change. Events are partitioned by user on disk, so that about a million (or

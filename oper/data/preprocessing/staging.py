@@ -192,7 +192,7 @@ class Stage:
         return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
 
     def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
-        """Read the values of `distinct` only, without counts."""
+        """Like `distinct`, but read and return only the values."""
         return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
 
     def place(self, number: int, chunk: int, about: dict[str, Any]

@@ -56,7 +56,7 @@ class Split:
 
 
 def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction) -> Split:
-    """Split a log that is in order of time by row numbers; shares are of `num_rows`."""
+    """Split a log that is in time order by row numbers; shares are of `num_rows`."""
     last = int(num_rows * test)
     first_test = num_rows - last
     return Split("rows", first_test - int(num_rows * valid), first_test, 0, max(1, num_rows),

@@ -394,7 +394,7 @@ class _Members:
         if bad:
             raise FileFormatError(
                 f"cannot read {path!r}", "shape, Fortran order and dtype of a member", bad[0],
-                f"({heads[0][0][0]}, ids per bag), False, integers", "write the file again")
+                f"({heads[0][0][0]}, ids per bag), False, integers", "regenerate the file")
         self._heads = heads
         self.shape = (heads[0][0][0], count)
 

@@ -84,7 +84,7 @@ def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray
 
 
 def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return a part's arrays and metadata; FileFormatError if it is damaged or no such part."""
+    """Return a part's arrays and metadata; raises FileFormatError for a damaged or other file."""
     arrays, meta = read_arrays(path, KIND, VERSION)
     return arrays, _checked(path, meta)
 
@@ -157,7 +157,7 @@ def look(folder: Path, number: int) -> Delta:
 
 
 def check(deltas: list[Delta], turn: int, turns: int) -> None:
-    """Verify every `turns`-th file from file `turn` on; FileFormatError if one is damaged."""
+    """Verify every `turns`-th file from `turn` on; raises FileFormatError if one is damaged."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
     for path in files[turn::turns]:
         read_part(path)

@@ -218,12 +218,12 @@ class DeltaCheckpoints:
                 f"{self._problem}; make room and save a whole checkpoint") from self._problem
 
     def flush(self) -> None:
-        """Wait until all deltas have been written; OperError if one could not be written."""
+        """Wait until all deltas have been written; raises OperError if one could not be written."""
         self._queue.join()
         self._raise_problem()
 
     def close(self) -> None:
-        """Write all queued parts and stop the thread; OperError if a write has failed."""
+        """Write all queued parts and stop the thread; raises OperError if a write has failed."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

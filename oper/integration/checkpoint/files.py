@@ -97,7 +97,7 @@ class CheckpointReader(FileSystemReader):
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; FileFormatError if they are damaged or not a checkpoint's."""
+        """Return the metadata; raises FileFormatError if they are damaged or not a checkpoint's."""
         folder = Path(self.path)
         what = f"cannot read the checkpoint {str(folder)!r}"
         try:
@@ -302,4 +302,4 @@ def load_archive(path: str | os.PathLike[str], what: str) -> Any:
         except Exception as error:  # torch raises various classes for other files
             raise FileFormatError(
                 what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
-                "tensors and plain values written by torch.save", "write it again") from None
+                "tensors and plain values written by torch.save", "regenerate it") from None

@@ -78,8 +78,8 @@ class Survivors:
                 raise OperError(
                     _WHAT, "(arrivals, updates begun, updates ended) by rank",
                     [tuple(c) for c in progress.counts()],
-                    f"{mark.updates} updates on all ranks and a barrier that no rank passes",
-                    "the step was under way: load the last checkpoint")
+                    f"{mark.updates} updates begun and ended on all ranks, and no further one",
+                    "an update had begun or may still begin: load the last checkpoint")
         first = self._progress[0]
         missing = set().union(*(p.missing() for p in self._progress))
         if not missing:

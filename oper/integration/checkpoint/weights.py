@@ -79,7 +79,7 @@ class Weights:
                 raise
             raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
                                   "a checkpoint folder or a file of torch.save",
-                                  "write it again") from None
+                                  "regenerate it") from None
 
     def _hold(self, folder: Path) -> Path:
         """Return a path that continues to refer to this folder after a rename. A training run may

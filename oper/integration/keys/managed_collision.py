@@ -41,7 +41,7 @@ def share_maps(module: nn.Module, group: Group) -> None:
 
 
 def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of a module that must not learn; InvalidInputError in training mode."""
+    """Call `forward` of a module that must not learn; raises InvalidInputError in training mode."""
     if module.training:
         raise InvalidInputError(
             "cannot learn a map of ids on several ranks", f"class, mode of {name}",

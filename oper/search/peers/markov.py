@@ -70,8 +70,8 @@ def _cost(found: Evaluation) -> float:
 
 
 def _start(problem: Problem, t: TableProblem) -> Placement:
-    """The initial configuration: rows striped over all ranks if that is allowed. (FlexFlow starts
-    from data parallelism.)"""
+    """The initial configuration: rows striped over the table's possible owners; if not allowed,
+    owned by the first of them, else replicated. (FlexFlow starts from data parallelism.)"""
     places, owners = problem.placements_of(t.spec.name), problem.owners_of(t.spec.name)
     mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
     memory = min(problem.memories_of(t.spec.name))  # "device" < "host"

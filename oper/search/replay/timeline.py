@@ -75,7 +75,7 @@ class Timeline:
         return self.ends_us[-1] / len(self.ends_us) if self.ends_us else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The trace: metadata, then events in order of time."""
+        """The trace: metadata, then events in time order."""
         used = sorted({(x.process, x.thread) for x in self.bars})
         return trace_of(self.bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
                         {(rank, lane): LANES[lane] for rank, lane in used})

@@ -70,7 +70,7 @@ class MeasuredTables(LogicalRows):
         return raise_peer_failure(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
-        """Return the bytes that this rank has sent to other memory domains.
+        """Return the number of bytes that this rank has sent to other memory domains.
 
         Args:
             reset: set the counters to zero afterwards.
@@ -140,8 +140,8 @@ class MeasuredTables(LogicalRows):
         return kernel_traffic(self, self.handle, reset)
 
     def memory_bytes(self) -> dict[str, list[int]]:
-        """Return the bytes of rows, replicas and optimizer states, without outboxes, by kind of
-        memory and rank: ``{"device": [W], "host": [W]}``."""
+        """Return the size in bytes of rows, replicas and optimizer states, without outboxes, by
+        kind of memory and rank: ``{"device": [W], "host": [W]}``."""
         return self._layout.memory_bytes(self.directories)
 
     @property

@@ -42,7 +42,7 @@ _TRANSPORT_FAILED = 7  # Status in csrc/common/exchange.h
 
 
 def segment_bytes(num_tables: int, world_size: int) -> int:
-    """Return the bytes of the uint32 bounds by table and owner in outboxes and requests."""
+    """Return the size in bytes of the array of segment bounds in an outbox or a request."""
     return (4 * (num_tables * world_size + 1) + 7) // 8 * 8
 
 

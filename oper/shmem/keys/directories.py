@@ -313,7 +313,7 @@ def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
 
 
 def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
-    """Return the bytes of the directory of a dynamic table of `num_rows` rows, including row 0."""
+    """Return the size in bytes of a directory of keys for `num_rows` rows, including row 0."""
     load()
     numbers = torch.tensor([[*rule_numbers("", num_rows, rule), -1, 0, 0]])
     of_slots, _ = torch.ops.oper.keys_num_bytes(0, 1, 0, numbers, torch.zeros(1, 2).double())

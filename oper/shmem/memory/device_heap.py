@@ -156,8 +156,7 @@ class DeviceHeap:
         return ""
 
     def _create(self) -> tuple[int, list[int]]:
-        """Create and map this rank's arena; returns its address and the descriptors of its parts.
-        """
+        """Create and map this rank's arena; returns its address and its parts' descriptors."""
         mine = self._host_ranges[self._group.rank]
         address, *fds = torch.ops.oper.device_memory_create(
             self._size, mine, self.device.index or 0)

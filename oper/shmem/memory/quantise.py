@@ -33,7 +33,7 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     bad = torch.ops.oper.quantise_rows(rows, CODE_BITS[dtype], codes)
     if bad >= 0:
         raise InvalidInputError(
-            "cannot quantise", f"first numbers of row {bad}", rows[bad, :4].tolist(),
+            "cannot quantise", f"first values of row {bad}", rows[bad, :4].tolist(),
             "finite numbers, with minimum and range (max - min) within float16's 65504",
             "keep this table in a float type")
     return codes

@@ -12,7 +12,7 @@ _SMALL = 4096  # size of an unused outbox
 
 
 def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
-    """Return the bytes that suffice for any batch, a multiple of the huge-page size; None if the
+    """Return a size in bytes that fits any batch, a multiple of the huge-page size; None if the
     tables imply no limit.
 
     A rank writes one gradient and slot for each distinct row of a batch, also after `no_sync`. For

@@ -50,7 +50,7 @@ class Buffer:
             self.is_filled = False
 
     def held_bytes(self) -> int:
-        """Return the bytes of memory that the segments use now."""
+        """Return the number of bytes of memory that the segments use now."""
         return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
 
     def close(self) -> None:
