@@ -107,8 +107,8 @@ def _readable(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code, except that usage errors found by argparse raise
-    SystemExit(2)."""
+    """Run one command line and return its exit code. As usual with argparse, its usage errors raise
+    SystemExit(2), ``--help`` and ``--version`` SystemExit(0)."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((w for w in words if not w.startswith("-")), None)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

@@ -288,7 +288,7 @@ class TableStats:
         more = num_rows - self.num_rows
         if more < 0:
             raise InvalidInputError("cannot grow table statistics", "num_rows", num_rows,
-                                    f">= {self.num_rows}", "name the larger table's rows")
+                                    f">= {self.num_rows}", "pass the grown table's num_rows")
         if not more:
             return self
         values, rows = self.tail_values, self.tail_num_rows

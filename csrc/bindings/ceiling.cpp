@@ -23,8 +23,8 @@ void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64
   });
 }
 
-// Reads and writes back, unchanged, one word of every cache line at the given addresses: no other
-// thread may write there. `addresses` [N + prefetch], the surplus writable ones.
+// Reads one word of every cache line at the given addresses and writes it back; no other thread may
+// write there. `addresses` [N + prefetch]; the last `prefetch` are only prefetched.
 void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
   constexpr int64_t kLine = 64;
   const int64_t* const places = int64_data(addresses);

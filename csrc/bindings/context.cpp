@@ -39,7 +39,7 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
-// Marks places to read in `maps` with their types, when the tiers of a table differ in it.
+// Marks the places to read in `maps` with their element types, if a table's tiers differ in type.
 void fill_types(Table& table, const Description& d, const int64_t* x, int64_t* maps) {
   std::vector<int64_t> bytes;
   for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
@@ -139,8 +139,8 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
       deadline_ms);
 }
 
-// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: of answers and of gradients. `transport`: address
-// of a function, see Transport.
+// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: bits per number of answers and of gradients.
+// `transport`: address of a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
@@ -182,7 +182,7 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
                           : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
 }
 
-// By table: ids of neighbours' rows when last counted, distinct ones, whether they are copied; [3][T].
+// [3][T]: ids of neighbours' rows when last counted, the distinct ones, whether rows are copied.
 std::vector<int64_t> context_duplication(int64_t handle) {
   Context& context = context_of(handle);
   if (!context.peer_rows) return {};
@@ -196,7 +196,7 @@ std::vector<int64_t> context_duplication(int64_t handle) {
   return result;
 }
 
-// `phase`: what for, see oper/shmem/group/desync.py.
+// `phase`: the purpose of the barrier, see oper/shmem/group/desync.py.
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
@@ -207,12 +207,12 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
 // Nanoseconds of the last batch by phase, see enum Phase.
 std::vector<int64_t> context_phases(int64_t handle) { return context_of(handle).times.last_ns(); }
 
-// Of all batches since the last reset, see `PhaseTimes::histograms`.
+// Histograms of all batches since the last reset, see `PhaseTimes::histograms`.
 std::vector<int64_t> context_phase_histograms(int64_t handle, bool reset) {
   return context_of(handle).times.histograms(reset);
 }
 
-// From now on, or with `most` = 0 no longer, `context_spans` has what the rank does, see `PhaseTimes`.
+// Starts keeping up to `most` spans for `context_spans`, or stops if `most` = 0; see `PhaseTimes`.
 void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trace(most); }
 
 std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
@@ -226,15 +226,15 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   return result;
 }
 
-// Per rank of this memory domain: arrivals at barriers, what the last one was for, whether the rank has
-// given up or closed (Absence), whom it then found to be behind, updates begun and ended. Empty with one.
+// Per rank of this memory domain, if it has several: arrivals at barriers, the last one's purpose,
+// whether it has given up or closed (Absence), whom it waited for then, updates begun and ended.
 std::vector<int64_t> context_positions(int64_t handle) {
   const Context& context = context_of(handle);
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
 }
 
-// Per rank: number of its last head across memory domains, the phase and the collection it was for;
-// as this rank was last told. Empty in a single domain.
+// Per rank: number of its last head across memory domains, the head's phase and collection, as this
+// rank was last told. Empty in a single domain.
 std::vector<int64_t> context_last_phases(int64_t handle) {
   const Context& context = context_of(handle);
   return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
@@ -249,7 +249,7 @@ void context_give_up(int64_t handle, int64_t verdict) {
 
 void context_mark_changes(int64_t handle, bool on) { context_of(handle).mark_changes(on); }
 
-// Slots of a table whose rows have changed since the last call, ascending: uint32 [n], as bits of
+// Slots of a table whose rows have changed since the last call, ascending, uint32 [n] stored as
 // int32.
 Tensor context_take_changes(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
@@ -260,8 +260,8 @@ Tensor context_take_changes(int64_t handle, int64_t table) {
   return out;
 }
 
-// Rows of `from` [n, width] in the slots that `context_take_changes` gave, side by side in `to`,
-// which is as large as they are.
+// Copies the rows of `from` [n, width] at `slots`, as `context_take_changes` returns them, to
+// consecutive rows of `to` [number of slots, width].
 void copy_rows(Tensor from, Tensor slots, Tensor to) {
   const int64_t count = slots.numel();
   STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && from.dim() == 2 && to.dim() == 2 &&

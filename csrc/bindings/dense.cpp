@@ -1,5 +1,5 @@
-// torch operators of a model's dense part: perceptrons in a row, which are libtorch's own linear and relu
-// with nothing between them that needs the interpreter, and DLRM's dot interaction.
+// torch operators of a model's dense part: layers of perceptrons, by libtorch's linear and relu in
+// one call from the interpreter, and DLRM's dot interaction.
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -22,7 +22,7 @@ Tensor call(const char* name, std::array<StableIValue, N> stack) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// x [B, I] through layer k: x @ weights[k]^T + biases[k], and relu where relu[k] is not 0.
+// Applies all layers to x [B, I]: x @ weights[k]^T + biases[k], then relu if relu[k] is not 0.
 Tensor perceptrons(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases,
                    std::vector<int64_t> relu) {
   STD_TORCH_CHECK(weights.size() == biases.size() && weights.size() == relu.size(),
@@ -42,7 +42,7 @@ struct Rows {
   int64_t samples, others, dim;
 
   int num_rows() const { return static_cast<int>(others) + 1; }
-  int64_t columns() const { return dim + (others + 1) * others / 2; }  // of what is made of a sample
+  int64_t columns() const { return dim + (others + 1) * others / 2; }  // of a result
 };
 
 Rows rows_of(const Tensor& dense, const Tensor& sparse) {
@@ -79,7 +79,7 @@ Tensor dot_interaction(Tensor dense, Tensor sparse) {
   return out;
 }
 
-// Its gradients by dense and sparse, of a gradient float32 [B, D + (F + 1) * F / 2].
+// Gradients with respect to `dense` and `sparse`, given that of the result of `dot_interaction`.
 std::tuple<Tensor, Tensor> dot_interaction_gradient(Tensor gradient, Tensor dense, Tensor sparse) {
   const Rows rows = rows_of(dense, sparse);
   STD_TORCH_CHECK(gradient.is_contiguous() && gradient.numel() == rows.samples * rows.columns(),

@@ -1,6 +1,6 @@
 // The operators on batches of tables in device memory: a whole step each, launched on the current
-// stream. None waits for the device, but those between memory domains, and lookups without pooling
-// whose number of ids only the device knows.
+// stream. None waits for the device, except exchanges between memory domains, and lookups without
+// pooling whose number of ids only the device knows.
 #include "bindings/device.h"
 
 #include <algorithm>
@@ -95,8 +95,8 @@ std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
   return before;
 }
 
-// Bounds and memory; nothing is resolved yet. `may_wait`: for the device, which knows how many ids the
-// keys with several features have. Else all may be theirs, and sorting takes as long as if they were.
+// Bounds and memory; nothing is resolved yet. `may_wait`: whether to wait for the device to learn
+// how many ids belong to keys of several features; else all ids count as such, which slows sorting.
 std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
                                   cudaStream_t stream, bool may_wait = false) {
   const Context& context = *tables.context;
@@ -144,7 +144,7 @@ void plan(Call& call) {
   call.prepared.is_swapped = call.work.plan.is_swapped;
 }
 
-// What `lookup_resolve` has made, which Python holds as bytes.
+// The result of `lookup_resolve`, which Python holds as bytes.
 std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
   using Held = std::shared_ptr<Prepared>;
   if (!addresses) return nullptr;
@@ -153,11 +153,11 @@ std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
   return *static_cast<Held*>(addresses->data_ptr());
 }
 
-// Python sees which step is under way.
+// Marks a step as under way, for the operators that Python calls within it.
 class UnderWay {
  public:
   explicit UnderWay(const Call& call) : tables_(call.tables) {
-    // Both wait for the device.
+    // Exchanges and counting wait for the device.
     if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
       throw Status{kNotInGraphs, 0};
     tables_.received = {};
@@ -174,7 +174,7 @@ class UnderWay {
 
 // ---- forward -------------------------------------------------------------------------------------
 
-// Memory for the rows of peers.
+// Bytes of staging memory for the rows of peers.
 int64_t near_bytes(const Call& call) {
   const int64_t most = call.context.max_row_bytes;
   const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
@@ -183,8 +183,8 @@ int64_t near_bytes(const Call& call) {
                            call.tables.most_staging_bytes);
 }
 
-// Fetches what is to be read from staging memory: rows of peers, each once, and those of other
-// domains, which the point asks for. Rows for which there is no memory are read in place.
+// Fetches the rows that are read from staging memory: those of peers, each once, and those of other
+// domains, which the hook at `point` receives. Rows without space there are read in place.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
   const bool near = call.prepared.stages_near && point != Point::kWeightRows;
@@ -209,7 +209,7 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
   return staging;
 }
 
-// Output rows of a batch; waits for the device where only it knows.
+// Number of output rows of a batch; waits for the device if only the device knows it.
 int64_t output_rows(const Call& call, const Lookup& x) {
   if (x.pooled) return x.batch_size;
   const KeyMap& keys = *call.prepared.keys;
@@ -224,7 +224,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
   return rows;
 }
 
-// Owners pool what they hold of each bag; adds their sums to `out`.
+// Lets owners pool the rows that they hold of each bag, and adds their sums to `out`.
 void forward_push(const Call& call, const Output& out) {
   Tables& tables = call.tables;
   // Not the batch plan's memory, which may hold a batch that was resolved ahead.
@@ -239,7 +239,7 @@ void forward_push(const Call& call, const Output& out) {
   const std::optional<Tensor> requests = tables.requests, partials = tables.partials;
   find_messages();
   publish_requests(call.launch(), call.batch, work.plan, push);
-  at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
+  at(tables, Point::kRequests);  // with other domains: replaces both by mirrors
   barrier(call);
   find_messages();
   pool_for_readers(call.launch(), push);
@@ -265,7 +265,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   const Tensor out = torch::stable::new_empty(*tables.like, {output_rows(call, x), columns},
                                               ScalarType::Float);
   const Output output{static_cast<float*>(out.data_ptr()), columns};
-  // What is staged goes by the plan; now and then it is made for its duplication.
+  // Staging needs the batch's plan; else it is made at times, to measure how often rows repeat.
   if (prepared->by_pair || tables.counts ||
       (call.context.view.world_size > 1 && tables.num_forward % kMeasuredEvery == 0))
     plan(call);
@@ -280,7 +280,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
-// A batch that is elsewhere also brings the tables of another back end here.
+// Torch chooses the back end by the batch's device, so `handle` may be of another back end.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!tables_of_device().is_one(handle)) return kElsewhere;
@@ -309,7 +309,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   }
 }
 
-// ---- ahead, and the gradient of weights ----------------------------------------------------------
+// ---- lookups resolved ahead, and the gradient of weights ----------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
@@ -393,7 +393,7 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   for (size_t t = 0; t < order.size(); ++t) {
     const double* x = from + order[t] * kOptimizerWidth;
     wanted.insert(wanted.end(), x, x + kOptimizerWidth);
-    // Only rows of 16 bits are rounded by the number of the step.
+    // The step's number matters only to the rounding of rows of 16 bits.
     if (context.message_tables[t].row_type == RowType::kFloat32) wanted.back() = 0.0;
     const double* kept = wanted.data() + t * kOptimizerWidth;
     arguments.push_back({optimizer_args(kept), rounding_key(kept)});
@@ -418,12 +418,12 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   return inbox;
 }
 
-// From the outboxes to updated rows and replicas.
+// Merges the gradients in all outboxes, and updates rows and replicas.
 void exchange_gradients(Call& call, float scale) {
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
-  // A step that does not finish leaves chains behind.
+  // Kept again only when the step is complete: a step that fails leaves chains in it.
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
@@ -491,7 +491,7 @@ STABLE_TORCH_LIBRARY(oper_emulated, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
 #else
-// Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
+// `ShardedTables` computes gradients itself: these skip torch's search for a derivative.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCUDA, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::device::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::device::lookup_backward));

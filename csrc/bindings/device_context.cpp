@@ -131,7 +131,7 @@ void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hoo
   tables->num_squares = num_squares;
 }
 
-// Where push mode has its messages, int64 [W] each on the device: for good, or within a step for that.
+// Sets the addresses of push mode's messages, int64 [W] each; within a step, for this step only.
 void device_context_set_push(int64_t handle, Tensor requests, Tensor partials, int64_t bytes) {
   const auto tables = tables_of(handle);
   tables->requests = requests;
@@ -145,7 +145,7 @@ void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_
   tables->most_staging_bytes = most_staging_bytes;
 }
 
-// Within a step: rows of other domains, see FarRows.
+// Called within a step: hands over rows of other domains, see FarRows.
 void device_receive_rows(int64_t handle, Tensor ranges, Tensor rows, int64_t num_rows,
                          int64_t num_bytes) {
   tables_of(handle)->received = {ranges, rows, num_rows, num_bytes};
@@ -163,7 +163,7 @@ void device_context_forget_error(int64_t handle) {
   tables->context->forget_error(stream_of(*tables->like));
 }
 
-// The plan's table number of every table in the order of keys.
+// The tables in the order of keys, as numbers of the plan's tables.
 std::vector<int64_t> device_context_order(int64_t handle) {
   const auto tables = tables_of(handle);
   const auto& order = tables->context->order;
@@ -193,8 +193,8 @@ Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarTyp
                    Device(kind, static_cast<int32_t>(tables.like->get_device_index())));
 }
 
-// Within a step: keys of its plan's pairs (int64, or uint32 as bits of int32), where runs begin, their
-// number; then, within an update, where lists begin, int64 [W * (T + 1)], and their rows.
+// Arrays of the step under way: keys of its plan's pairs (int64, or uint32 stored as int32), where
+// runs begin, their number; in an update also where lists begin, int64 [W * (T + 1)], and rows.
 std::vector<Tensor> device_arrays(int64_t handle) {
   const auto tables = tables_of(handle);
   STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");
@@ -225,9 +225,9 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
-// A ManagedTensor [rows, columns] of memory that a device can address, whatever device has it: torch
-// takes the device that it names, where `from_blob` refuses a pointer of another one. `type`: a
-// RowType; `index` -1: host memory. The caller keeps the mapping alive.
+// A ManagedTensor [rows, columns] of memory that device `index` can address, wherever it lies:
+// torch believes the device stated in it, but `from_blob` refuses memory of another device. `index`
+// -1: host memory. `type`: a RowType. The caller keeps the mapping alive.
 int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
   constexpr int32_t kCpu = 1, kCuda = 2;
   constexpr uint8_t kFloat = 2, kBfloat = 4;

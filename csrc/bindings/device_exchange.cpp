@@ -1,5 +1,5 @@
-// torch operators by which tables in device memory exchange with other memory domains: heads, and what
-// packs and places the arrays of a phase. Python moves the bytes, see oper/shmem/exchange/device.py.
+// torch operators by which tables in device memory exchange data with other memory domains: they
+// send heads, and pack and place the arrays of a phase. See oper/shmem/exchange/device.py.
 #include <algorithm>
 #include <tuple>
 
@@ -9,14 +9,14 @@
 namespace oper::device {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // what kernels load at once
+constexpr int64_t kAlignment = 16;  // bytes of the largest load of a kernel
 
 Messages& messages_of(const Tables& tables) {
   STD_TORCH_CHECK(tables.messages != nullptr, "internal: there are no other memory domains");
   return *tables.messages;
 }
 
-// `bits`: of answers and of gradients.
+// `bits`: bits per number of answers and of gradients.
 void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int64_t collection) {
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
@@ -36,7 +36,7 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
   const auto tables = tables_of(handle);
   Messages& messages = messages_of(*tables);
   messages.begin(static_cast<CollectivePhase>(phase));
-  const int64_t width = counts.size(1) * counts.size(2);  // of one rank
+  const int64_t width = counts.size(1) * counts.size(2);  // counts per rank
   Tensor theirs = torch::stable::new_empty(
       counts, {counts.size(0), counts.size(1), counts.size(2)}, ScalarType::Long);
   int64_t* in = static_cast<int64_t*>(theirs.data_ptr());
@@ -57,8 +57,8 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
 // Entries for the kernel that packs or places arrays.
 class PartTable {
  public:
-  // `rows`: address of the numbers of entries, or 0; `limit`: below which these are, or slots that are
-  // placed.
+  // `rows`: address of the entries' indices in `memory`, or 0 if they are contiguous; `limit`:
+  // upper bound of these indices, or of the slots to be placed.
   void add(const Messages::Part& part, int64_t n, int64_t memory, int64_t rows, int64_t wire,
            int64_t limit, bool packs) {
     using Parts = WireParts;
@@ -93,7 +93,7 @@ class PartTable {
   int64_t num_numbers_ = 0;
 };
 
-// An address for a part, of those by array, rank and table, int64 [arrays, W, T].
+// The entry of a part in `addresses`, int64 [arrays, W, T].
 int64_t& at(const Tensor& addresses, int index, int32_t rank, int64_t table) {
   STD_TORCH_CHECK(index < addresses.size(0), "internal: no address for part of a message");
   return static_cast<int64_t*>(
@@ -104,8 +104,8 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
 }
 
 // Packs the arrays of the current phase, or of its reply. `sources`, `rows`: addresses of the
-// arrays and of the numbers of their entries, uint32, or 0; see `at`. Returns the message to send,
-// memory for the received ones (both uint8), and the bytes to and from each rank, int64 [W] each.
+// arrays, and of their entries' indices (uint32) or 0; see `at`. Returns the message to send,
+// memory for received messages (both uint8), and the bytes to and from each rank, int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
   const auto tables = tables_of(handle);
@@ -165,7 +165,7 @@ void place_masters(const Tables& tables, const Tensor& places) {
   std::vector<FarMasters> found(static_cast<size_t>(T * W));
   for (int32_t r : messages.far)
     for (int64_t t = 0; t < T; ++t)
-      if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // in front of the slots, too
+      if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // also stored before the slots
         found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
@@ -173,10 +173,10 @@ void place_masters(const Tables& tables, const Tensor& places) {
                  "cannot copy where masters are");
 }
 
-// Places what has come in return for the last `device_exchange_pack`. `targets`: where arrays go, see
-// `at`, or 0: sums of squares where kernels look for them, by the slots in front of them; else in new
-// memory, a rank's slots of gradients side by side. Returns that memory (uint8); in the place of the
-// targets is where each array is, 0: weights that are not there.
+// Places the arrays received for the last `device_exchange_pack`. `targets`: their addresses, see
+// `at`. 0: sums of squares go where kernels look for them, by the slots before them in the message,
+// all else to new memory, a rank's slots of gradients side by side. Returns the new memory (uint8)
+// and writes the addresses used to `targets`; 0 for weights that were not sent.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
@@ -193,7 +193,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   int64_t slots = begin + list.expanded;
   const int64_t raw = reinterpret_cast<int64_t>(received.data_ptr());
   PartTable table;
-  int64_t before = 0;  // where the array in front is in the message
+  int64_t before = 0;  // address of the previous array of the message
   for (const Messages::Part& x : list.parts) {
     const int64_t wire = raw + x.in_at;
     if (x.in > 0 || x.index < targets.size(0)) {

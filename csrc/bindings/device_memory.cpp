@@ -83,7 +83,7 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Allocations whose handles are released in any case: their memory lives as long as a mapping does.
+// Releases the handles of allocations at its end: their memory lives as long as it is mapped.
 struct Allocations {
   std::vector<CUmemGenericAllocationHandle> handles;
   ~Allocations() {
@@ -116,8 +116,8 @@ int64_t map(const Allocations& made, const std::vector<Part>& parts, int device)
   return static_cast<int64_t>(address);
 }
 
-// Zeroed memory that others may attach: its address, then the descriptors, one per part, by which they
-// do; the caller closes them.
+// Allocates zeroed memory that other processes can attach. Returns its address, then one descriptor
+// per part for them; the caller closes the descriptors.
 std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
                                           int64_t device) {
   const OnDevice on(device);
@@ -137,7 +137,7 @@ std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> ho
       made.push_back(fd);
     }
     made[0] = map(allocations, parts, static_cast<int>(device));
-    // Part by part, each of one kind of memory; done before any stream, or a peer, may write there.
+    // Part by part, since each is of one kind of memory; before any stream or peer can write there.
     for (const Part& part : parts)
       check(cudaMemset(reinterpret_cast<char*>(made[0]) + part.begin, 0, part.bytes),
             "shared device memory cannot be written");
@@ -168,7 +168,7 @@ int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
 }
 
 void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
-  // Mappings are undone as they were made: one by one.
+  // Unmapped part by part, as it was mapped.
   for (const Part& part : cut(bytes, host_ranges))
     OPER_DRIVER(cuMemUnmap, static_cast<CUdeviceptr>(address) + part.begin, part.bytes);
   OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address), static_cast<size_t>(bytes));

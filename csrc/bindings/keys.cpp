@@ -54,7 +54,7 @@ std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers)
   return rules;
 }
 
-// Of a rank: bytes of its directories, and of its arena. `seen_bytes`: space for what its batch has seen.
+// Bytes of a rank's directories and of its arena. `seen_bytes`: space for keys seen by lookups.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
   return KeyTables::num_bytes(rules_of(tables, numbers), world_size, rank, seen_bytes);
@@ -71,7 +71,7 @@ int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes,
       addresses, rank, seen_bytes, rules_of(tables, numbers), std::move(table_of)));
 }
 
-// int64, of a vector of such numbers.
+// A vector of int64 records as a tensor, [n, columns], or [n] for one column.
 template <class Value>
 Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   static_assert(sizeof(Value) % 8 == 0);
@@ -82,9 +82,9 @@ Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   return out;
 }
 
-// Rows of the ids, int32 or int64 [N]; and where they are kept, of keys with a row in how many lookups, int64
-// [N]; the keys without a row, int64 [M]; int64 [P, 6]: KeyPart in host/keys/tables.h; a code. For batches
-// with ids.
+// Returns the rows of the ids, int32 or int64 [N]; if `keeps`, a PlaceCount for every key with a
+// row, int64 [N], the keys without a row, int64 [M], and KeyParts, int64 [P, 6] (see
+// host/keys/tables.h); and a code. Refuses batches of no samples.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids,
                                                               Tensor lengths, Tensor key_of,
                                                               int64_t batch_size, bool keeps) {
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Te
     return {none, none, none, none, kBadBatch};
   KeyBatch batch{ids.data_ptr(), ids.scalar_type() == ScalarType::Int, int64_data(key_of), {}};
   const int64_t num_keys = lengths.numel() / batch_size;
-  // Of the bounds of bags those that every key begins with.
+  // Only the bounds at which keys begin are used.
   const Tensor offsets = pooled_tensor(ScalarType::Long, {lengths.numel() + 1});
   int64_t* const bounds = static_cast<int64_t*>(offsets.mutable_data_ptr());
   if (kernels().start_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, num_keys,
@@ -118,8 +118,8 @@ std::vector<bool> flags_of(const KeyTables& tables, const std::vector<int64_t>& 
   return found;
 }
 
-// `counts`, `missed`, `parts`: of each lookup, as from `keys_find`. KeyTables::Left and a table. With a
-// context its next backward pass does `keys_update` and begins new rows, where owners update rows.
+// `counts`, `missed`, `parts`: results of `keys_find`, by lookup. Returns a KeyTables::Left and a
+// table. The next backward pass of `context`, if given, does `keys_update` and sets the new rows.
 std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> counts,
                                         std::vector<Tensor> missed, std::vector<Tensor> parts,
                                         std::vector<int64_t> frozen,
@@ -147,8 +147,8 @@ void keys_update(int64_t handle, std::vector<int64_t> frozen) {
   tables->update(flags_of(*tables, frozen));
 }
 
-// int64 [n, 2]: rows that have begun anew, and the keys that have them; or -row and the key that has lost
-// it; of all ranks, table by table, and where each table's begin.
+// Returns int64 [n, 2], of all ranks, by table: a row that was reset and its new key, or -row and
+// the key that lost it (see NewRow); and where each table's entries begin.
 std::tuple<Tensor, std::vector<int64_t>> keys_new(int64_t handle) {
   std::vector<int64_t> bounds;
   const std::vector<NewRow> rows = collections().share(handle)->new_rows(&bounds);
@@ -163,7 +163,7 @@ void keys_set_clock(int64_t handle, int64_t table, int64_t clock) {
   collections().share(handle)->clock(table) = static_cast<uint32_t>(clock);
 }
 
-// Admitted, evicted, expired, refused, by this rank's buckets; lookups of this rank, those without a row.
+// Keys admitted, evicted, expired, refused by own buckets; own lookups, those without a row.
 std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
   const KeyTables::Counts c = collections().share(handle)->counts(table);
   return {c.admitted, c.evicted, c.expired, c.refused, c.lookups, c.missed};
@@ -173,7 +173,7 @@ int64_t keys_num_records(int64_t handle, int64_t table, bool candidates) {
   return collections().share(handle)->directory(table).num_records(candidates);
 }
 
-// int64 [end - begin, 3]: key, count and clock, -1 where there is no key.
+// Records, int64 [end - begin, 3]: key, count and clock; clock -1 = no key.
 Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, int64_t end) {
   const auto tables = collections().share(handle);
   const KeyDirectory& directory = tables->directory(table);
@@ -195,7 +195,7 @@ int64_t keys_write(int64_t handle, int64_t table, bool candidates, int64_t begin
                          reinterpret_cast<const KeyRecord*>(int64_data(records)), checks);
 }
 
-// float32 [n, dim], the first values of the rows of keys, int64 [n].
+// The initial rows of `keys`, int64 [n]; float32 [n, dim].
 Tensor keys_draw(Tensor keys, int64_t seed, int64_t dim, double bound) {
   const int64_t n = keys.numel();
   Tensor out = pooled_tensor(ScalarType::Float, {n, dim});

@@ -68,7 +68,7 @@ struct Lookup {
   std::optional<Tensor> bags = {};  // see common/lookup_schemas.h
 };
 
-// Without the empty bags at the end, for steps in which these change nothing.
+// The number of bags without the empty ones at the end, for steps in which these change nothing.
 int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
   if (num_bags == 0 || bounds[num_bags - 1] != bounds[num_bags]) return num_bags;
   return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
@@ -86,7 +86,7 @@ Batch make_batch(const Context& context, const Lookup& lookup, bool trims = fals
   const int64_t B = lookup.batch_size;
   const int64_t* bags = lookup.bags ? int64_data(*lookup.bags) : nullptr;
   const int64_t* ones = lookup.pooled ? nullptr : ascending(lookup.ids.numel() + 1);
-  int64_t first = 0, rows = 0;  // of the current feature of the collection, and behind it
+  int64_t first = 0, rows = 0;  // range of output rows of the current feature of the collection
   int32_t logical = -1;
   for (const Feature& feature : context.features) {
     const int64_t* bounds = offsets + key_of[feature.logical] * B;
@@ -111,7 +111,7 @@ Batch make_batch(const Context& context, const Lookup& lookup, bool trims = fals
   return batch;
 }
 
-// Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
+// Computes bounds of bags, int64 [n + 1]; returns false if the lengths do not match the ids.
 bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
   const int64_t n = lengths.numel();
   *offsets = pooled_tensor(ScalarType::Long, {n + 1});
@@ -134,7 +134,7 @@ bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys
   return true;
 }
 
-// Where each feature's addresses begin; returns how many there are.
+// Sets where each feature's addresses begin; returns the number of all addresses.
 int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   int64_t n = 0;
   for (const FeatureBags& bags : batch.features) {
@@ -144,7 +144,7 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   return n;
 }
 
-// What `lookup_resolve` has found, for a batch; nothing where that was not called.
+// The result of `lookup_resolve` for a batch; nothing if it was not called.
 std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<Tensor>& addresses,
                                        const std::optional<Tensor>& order) {
   if (!addresses) return std::nullopt;
@@ -160,21 +160,21 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
 // An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
 
-// As for all back ends; a batch that is elsewhere also brings the tables of another one here.
+// Torch chooses the back end by the batch's device, so `handle` may be of another back end.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!contexts().is_one(handle)) return kElsewhere;
   return oper::fault_of(kHostMemory, ids, lengths, weights, key_of, batch_size);
 }
 
-// Whether `lookup_forward` would take a batch, whose ids and lengths it does not read. `device`: the tables'.
+// Whether a batch suits tables on `device`, without looking at the values of ids and lengths.
 bool is_fit(Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
             int64_t batch_size, Device device) {
   return oper::fault_of(device, ids, lengths, weights, key_of, batch_size) == kFit;
 }
 
-// Offsets int64 [num_keys * B + 1]; addresses of the rows of all features, int64, and a few more;
-// the order for the backward pass, bytes.
+// Returns offsets, int64 [num_keys * B + 1]; addresses of the rows of all features, int64, with
+// kAddressesAhead more at the end; the order for the backward pass, uint8.
 std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {
@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       are_in_order &= kind.are_in_order;
     }
   }
-  // Only pooling reads the bounds before it has finished, and it computes none for padding.
+  // Only if nothing but pooling reads the bounds; it does not compute those of padding.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&
@@ -257,10 +257,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
-  // Size of the outputs of all ranks together above which they would not stay in the cache until
-  // they are used, in addition to the rows in flight. Measured with a pass over the output on two
-  // cores: past the cache took 10 % less time from a fifth of it on, 5 % more at a tenth. Rows that
-  // are spread are used at once.
+  // Outputs of all ranks of more than a quarter of the cache would not stay there until they are
+  // used. Measured on two cores, with a pass over the output: bypassing the cache took 10 % less
+  // time from a fifth of its size on, and 5 % more at a tenth. Rows to be spread are used at once.
   batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
                                  last_level_cache_bytes() / 4;
   const Status status =
@@ -275,8 +274,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
-// `keys`, bool [num_keys]: which ones have bags of a user; `first` int64 [B], in order: the sample whose
-// bags of these a sample has. Gives, for every sample, the number of its user as well.
+// `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B], ascending:
+// the first sample of each sample's user. Writes the number of each sample's user to `user_of`.
 SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& key_of,
                        int64_t* user_of) {
   STD_TORCH_CHECK(keys.scalar_type() == ScalarType::Bool && first.scalar_type() == ScalarType::Long,
@@ -326,8 +325,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   return {out, offsets, status.code, status.detail};
 }
 
-// The same of samples that have bags in common: products of the users' rows, of the samples' rows, the
-// number of each sample's user.
+// The same for samples that share bags of their user. Returns the products among the users' rows,
+// the samples' results without these, the number of each sample's user, and the offsets.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense, Tensor first, Tensor shared_keys) {
@@ -381,7 +380,7 @@ void place_gradients(const Context& context, const std::vector<Tensor>& grads, i
                                    grad.size(1) == context.unpooled_columns),
                     "internal: a gradient that is not of a feature's rows");
     bags.gradients = float_data(grad) + (are_apart ? feature.start : bags.out_begin);
-    // The output's layout, but for a gradient that is a slice of wider rows.
+    // The output's layout, unless the gradient is a slice of wider rows.
     bags.gradient_stride = batch.num_rows > 0 ? grad.stride(0) : batch.out_stride;
   }
 }
@@ -411,7 +410,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
   Tensor sums;
   if (samples) {
     shared = gradients_of(grads[0], *samples, key_of);
-    // They may have changed since the lookup.
+    // Checked again, since `samples` may have changed since the lookup.
     const int64_t outside = place_sums(context, *bags, key_of, *shared, batch, &sums);
     if (outside >= 0) {
       refuse_backward(context);
@@ -501,13 +500,13 @@ STABLE_TORCH_LIBRARY(oper, m) {
 
 }  // namespace oper::host
 
-// Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
+// `ShardedTables` computes gradients itself: these skip torch's search for a derivative.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
-// Also for batches that are elsewhere, which are refused, unless a back end there has the operator.
+// Also called for batches on devices without a back end, which `fault_of` refuses.
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));

@@ -58,8 +58,8 @@ void publication_set_epoch(int64_t control, int64_t epoch) {
   control_at(control).epoch.store(epoch);
 }
 
-// The epoch that the caller may read until `publication_unpin`; negative, and nothing to unpin, while
-// the buffer is written in place.
+// The epoch that the caller may read until `publication_unpin`. While the buffer is written in
+// place, it is negative, and there is nothing to unpin.
 int64_t publication_pin(int64_t control, int64_t slot) {
   Control& at = control_at(control);
   for (int64_t epoch = at.epoch.load();;) {
@@ -77,7 +77,7 @@ void publication_unpin(int64_t control, int64_t slot, int64_t epoch) {
   control_at(control).slots[slot].in_use[epoch & 1].fetch_sub(1);
 }
 
-// Those of the given slots that have readers in a buffer.
+// Those of `slots` that have readers in a buffer.
 std::vector<int64_t> publication_busy(int64_t control, int64_t buffer, std::vector<int64_t> slots) {
   const auto is_idle = [&](int64_t k) {
     return control_at(control).slots[k].in_use[buffer & 1].load() == 0;
@@ -90,7 +90,7 @@ void publication_clear(int64_t control, int64_t slot) {
   for (auto& count : control_at(control).slots[slot].in_use) count.store(0);
 }
 
-// The rows of a matrix that others go to: their places int64 [n], each once.
+// Rows of a matrix that are to be overwritten: their distinct indices, int64 [n].
 struct Target {
   const int64_t* at;
   int64_t n, width;  // bytes
@@ -119,7 +119,7 @@ void fetch_rows(std::vector<Tensor> to, std::vector<Tensor> places) {
   }
 }
 
-// Row i of `rows` [n, width] to row places[i] of `to`, of each of the matrices.
+// Copies row i of `rows` [n, width] to row places[i] of `to`, for each of the matrices.
 void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<Tensor> rows) {
   constexpr int64_t kAhead = 16;
   STD_TORCH_CHECK(to.size() == places.size() && to.size() == rows.size(),
@@ -142,8 +142,8 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
   }
 }
 
-// Quantises rows of numbers [n, dim] to codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns the first row that
-// cannot be quantised, or -1.
+// Quantises rows of numbers [n, dim] to codes of 8 or 4 bits, uint8 [n, bytes of a row]. Returns
+// the first row that cannot be quantised, or -1.
 int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
   const std::map<ScalarType, RowType> types{{ScalarType::Float, RowType::kFloat32},
                                             {ScalarType::Half, RowType::kFloat16},

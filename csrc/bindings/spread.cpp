@@ -19,9 +19,8 @@ const int64_t* rows_of(const Tensor& rows, int64_t features) {
   return int64_data(rows);
 }
 
-// Pads the lengths of num_keys keys, bags[k] each, to `size` bags each: int [num_keys * size], 0 =
-// padding.
-// And bags, int64 [num_keys].
+// Pads the lengths of the bags of every key, bags[k] of key k, with zeros to `size` per key.
+// Returns int32 or int64 [num_keys * size], and `bags` as int64 [num_keys].
 std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK((are_32_bit || lengths.scalar_type() == ScalarType::Long) &&
@@ -53,8 +52,8 @@ bool are_own_rows(Tensor rows) {
   return true;
 }
 
-// Gradient of samples, float32 [B, C], to its sums by bag, [num_bags, C], zero for bags that no sample has; and -1,
-// or, without sums, the first feature with a sample whose bag does not exist. bags: int64, number of each key's.
+// Sums the gradient of samples, float32 [B, C], by bag: [num_bags, C], 0 for bags without samples;
+// and -1, or the feature if a sample's bag does not exist. `bags`: int64, number of bags by key.
 std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
                                        Tensor key_of, int64_t num_bags) {
   Context& context = context_of(handle);

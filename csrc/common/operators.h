@@ -16,7 +16,7 @@ inline torch::stable::detail::StableLibrary& kernels_for_all_devices() {
 
 }  // namespace oper
 
-// Within a block of STABLE_TORCH_LIBRARY, whose library is `m`: the function as an operator of its name.
+// In a block of STABLE_TORCH_LIBRARY with library `m`: registers a function under its own name.
 #define OPER_OPERATOR(function, signature) \
   m.def(#function signature);              \
   oper::kernels_for_all_devices().impl(#function, TORCH_BOX(&function))

@@ -202,7 +202,7 @@ def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
         value = float("nan")
     if not 0 <= value < 1e12:
         raise InvalidInputError("cannot score the request", name.decode(), text.decode("latin-1"),
-                                "a number >= 0", "send a number, or leave it out")
+                                "a number in [0, 1e12)", "send one, or leave it out")
     return value
 
 

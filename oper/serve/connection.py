@@ -296,5 +296,5 @@ class Connection(asyncio.Protocol):
                 self.close()
         elif now - self.since > options.read_s:
             self._refuse(408 if self._in_body else 400, fail(
-                "the request did not arrive", "waited (s)", options.read_s, "all of it in less",
+                "the request did not arrive", "waited (s)", options.read_s, "all of it by then",
                 "send it again"))

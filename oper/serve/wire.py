@@ -78,7 +78,7 @@ def encode_request(request: Request, features: Sequence[str] | None = None) -> t
 
 def decode(body: bytes, header_length: int | None, direction: str
            ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Decode a message; return its header and its tensors by name.
+    """Decode a message; return its header, and the tensors of its field `direction` by name.
 
     `header_length` None = the message has only a JSON header.
 

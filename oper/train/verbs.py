@@ -69,7 +69,7 @@ def run_train(args: argparse.Namespace) -> int:
 def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
     """Lock the folder `out` inside the block, so that no other run writes to it.
 
-    Only rank 0 locks and checks it, since rank 0 may write to it before other ranks get here.
+    Only rank 0 locks it and looks for a run, since it may write one before other ranks get here.
 
     Raises:
         InvalidInputError: it is no folder, another run uses it, or it contains a run and not

@@ -1,4 +1,4 @@
-// The device barrier: growing counts, a deadline instead of a hang, nothing to reset.
+// The device barrier. Counts only grow, so nothing is reset; a deadline prevents a hang.
 #include "device/batch.cuh"
 
 namespace oper::device {
@@ -21,9 +21,9 @@ OPER_DEVICE uint64_t nanoseconds() {
 OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 #endif
 
-// One block; thread r speaks with rank r, unless that rank's memory cannot be addressed. The count
-// lives in device memory and grows by itself, so that a captured step can be replayed. Who has waited
-// in vain once does not wait again: the step ends, and the host raises the error.
+// One block; thread r waits for rank r, unless that rank's memory cannot be addressed. The kernel
+// itself increments the count in device memory, so that a captured step can be replayed. After one
+// wait in vain a rank does not wait again: the step ends, and the host raises the error.
 __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
                               int32_t world_size, int64_t deadline_ns, ErrorSink error) {
   __shared__ uint32_t turn;

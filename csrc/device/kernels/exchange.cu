@@ -1,5 +1,5 @@
-// What crosses between memory domains: packed into messages and placed from them, see
-// common/exchange.h; rows that were fetched for a batch are put where its forward pass reads them.
+// Exchange between memory domains: packs arrays into messages and places received ones, see
+// common/exchange.h, and puts rows fetched for a batch where its forward pass reads them.
 #include "common/exchange.h"
 #include "device/batch.cuh"
 #include "device/group.cuh"
@@ -7,8 +7,8 @@
 namespace oper::device {
 namespace {
 
-// The row of a table of ranges to which item k belongs; its first column is the number of items
-// before it.
+// The row of a table of ranges to which item k belongs; the first column is the number of items
+// before the row's.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
@@ -59,8 +59,8 @@ OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i)
   return static_cast<uint32_t>(found >> shift & ((uint64_t{1} << bits) - 1));
 }
 
-// A thread per number, or per word of slots that are packed. What a peer says of slots is checked before
-// anything is read or written by it.
+// One thread per number, or per word of packed slots. Slots from a peer are checked before anything
+// is read or written at them.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -9,7 +9,7 @@ namespace {
 struct PoolArgs {
   View view;
   Batch batch;
-  const int32_t* features;  // [num_features] of this launch
+  const int32_t* features;  // [num_features], those of this launch
   int32_t num_features;
   int32_t row_class, dim;        // as in RowClass
   int32_t bags_per_group;        // pooled
@@ -17,7 +17,7 @@ struct PoolArgs {
   const int32_t* tile_begin;     // unpooled: [F + 1]
   const int64_t* output_begin;   // unpooled: [F]
   const int64_t* feature_begin;  // with staged rows: [F + 1]
-  const uint32_t* places;        // of each pair's row in `staging`, or null
+  const uint32_t* places;        // in `staging`, of each pair's row; or null
   const char* staging;
   Output out;
   bool wide_out;  // of columns that are multiples of four
@@ -27,7 +27,7 @@ struct PoolArgs {
 template <class Shape>
 struct Pool {
   using T = typename Shape::T;
-  // Rows on their way, at most as many as the group has lanes.
+  // Number of rows in flight, at most as many as the group has lanes.
   static constexpr int kMost = Shape::V >= 8 ? 1 : 8 / Shape::V;
   static constexpr int kSlots = kMost < Shape::G ? kMost : Shape::G;
   using Ring = RowRing<Shape, T, kSlots>;
@@ -53,8 +53,8 @@ struct Pool {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
-  // One run of bags: calls `finish(bag, sum, length)` for every bag in [bag, last), which hold the
-  // ids [i, stop). `end_of(bag)`: all lanes of the warp call it together, `finish` those of a group.
+  // Pools the bags [bag, last), which hold the ids [i, stop), and calls `finish(bag, sum, length)`
+  // for each. All lanes of the warp call `end_of(bag)` together, those of the group `finish`.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
@@ -76,7 +76,7 @@ struct Pool {
         ++bag;
       }
     };
-    // Of the rows to be fetched next, whose numbers are up to `kSlots` ahead of those to be added.
+    // Address of this lane's row among those fetched next, up to `kSlots` ahead of the additions.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
     unsigned coming = group.ballot(address != 0);
 #pragma unroll
@@ -112,7 +112,7 @@ struct Pool {
     close_bags(stop);
   }
 
-  // Begins to fetch a row, or none.
+  // Begins to fetch a row if `is_there`.
   OPER_DEVICE void start(int slot, int64_t from, bool is_there) const {
     if (is_there) ring.start(slot, reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
     commit_copies();
@@ -122,7 +122,7 @@ struct Pool {
     return i < stop ? id_at(a.batch, i) : 0;
   }
 
-  // Of the row of id number `i`; 0: there is none before `stop`, or none to add.
+  // Address of the row of id number `i`; 0 if i >= stop, or if no row is to be added.
   OPER_DEVICE int64_t address_of(int32_t i, int32_t stop, int64_t id) const {
     if (i >= stop) return 0;
     if (places != nullptr && places[i] != kNotStaged)
@@ -141,15 +141,15 @@ struct Pool {
   }
 };
 
-// Blocks that a multiprocessor must hold: they hide what leads to a row, ids and directory, if it takes
-// few registers.
+// Blocks that a multiprocessor must hold, more if rows take few registers: they hide the latency of
+// ids and of the directory, which lead to the rows.
 template <class Shape>
 constexpr int kPoolBlocks = Shape::V * Shape::E <= 4 && Shape::G == 32 ? 4
                             : Shape::V * Shape::E <= 8                 ? 3
                             : Shape::V * Shape::E <= 16                ? 2
                                                                        : 1;
 
-// Runs of bags that warps of so many groups take one by one.
+// Number of warps' work items: runs of bags, `groups` at a time.
 OPER_HD int64_t num_warps(const PoolArgs& a, int32_t groups) {
   const int64_t bags = static_cast<int64_t>(a.bags_per_group) * groups;
   return (a.batch.batch_size + bags - 1) / bags * a.num_features;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
     float* out = a.out.data + feature.column;
     const bool wide = a.wide_out && feature.column % 4 == 0;
     const int32_t begin = static_cast<int32_t>(bounds[bag]);
-    // Of the bag of each lane: a group takes no more bags than it has lanes.
+    // End of each lane's bag: a group takes no more bags than it has lanes.
     const int32_t own_end =
         static_cast<int32_t>(bounds[bag + group.lane < last ? bag + group.lane + 1 : last]);
     const int32_t end_of_last = group.shuffle(own_end, bag < last ? last - bag - 1 : 0);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
-  const Group<Shape::G> group;  // may belong to other features than its neighbours
+  const Group<Shape::G> group;  // may work on other features than the warp's other groups
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
   for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
     const int32_t f = static_cast<int32_t>(

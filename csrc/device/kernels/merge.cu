@@ -1,7 +1,7 @@
 // At the owner: merge what all ranks left, in rank order, and apply the optimizer once per row.
 //
-// The entries of all ranks' lists are chained by row. The one that a row's chain begins with sums the
-// gradients of all of them, in the order of ranks, and updates the row.
+// The entries of all ranks' lists are chained by row. The group at the head of a chain sums
+// the gradients of all its entries, in the order of ranks, and updates the row.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 
@@ -16,7 +16,7 @@ struct MergeArgs {
   int32_t table_begin, table_end;
 };
 
-// One block per source rank: sums over tables of what it left for this rank.
+// One block per source rank: prefix sums, over tables, of the rows that it left for this rank.
 __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
   int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox)
 __global__ void __launch_bounds__(256) chain_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
   for (int64_t k = 0; k < W; ++k) {
-    const int64_t source = (view.rank + k) % W;  // no peer serves all ranks at once
+    const int64_t source = (view.rank + k) % W;  // so that no peer serves all ranks at once
     const int64_t* begin = inbox.list_begin + source * (T + 1);
     char* box = view.outboxes[source];
     const uint32_t* segments = outbox_segments(box);
@@ -69,7 +69,7 @@ OPER_DEVICE const float* entry_row(const MergeArgs& a, int64_t t, uint32_t entry
          outbox_offsets(box, a.view)[t] + in_table * a.view.tables[t].dim;
 }
 
-// The lowest entry of a chain that is not below `least`: entries ascend with ranks.
+// The lowest entry of a chain that is at least `least`. Entries ascend with ranks.
 OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t least) {
   uint32_t found = kNoEntry;
   for (uint32_t e = head; e != kNoEntry; e = inbox.next[e])
@@ -78,7 +78,7 @@ OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t l
 }
 
 // Calls body(table index, slot, gradient) for every row of the class that any rank has a gradient
-// of; the gradient is summed in rank order and scaled. `is_last`: the chains are not needed again.
+// for; the gradient is summed in rank order and scaled. `is_last`: the chains are not needed again.
 template <class Shape, class Body>
 OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, bool is_last,
                                  Body body) {
@@ -89,7 +89,7 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
     for (int64_t i = begin[a.table_begin] + group.index(); i < last; i += group.count()) {
       const uint32_t head = static_cast<uint32_t>(source * a.inbox.capacity + i);
       const uint32_t row = a.inbox.rows[head];
-      // One lane looks, since another group may end this chain meanwhile.
+      // Read by one lane, since another group may clear this head meanwhile.
       const uint32_t leads = group.lane == 0 ? a.inbox.heads[row] == head : 0;
       if (!group.shuffle(leads, 0)) continue;
       const int32_t t = static_cast<int32_t>(last_at_most(begin, T, i));

@@ -1,8 +1,8 @@
 // Push mode, forward: owners pool what they hold of each bag.
 //
 // The reader sorts its pushed ids by (table, owner), in input order, and publishes their slots and
-// the runs of ids of one bag. An owner pools every run into one partial sum, at a place that both
-// derive from the request. The reader adds the partial sums owner by owner, in rank order. Backward
+// the runs of ids of one bag. An owner pools every run into one partial sum, at a place that the
+// request determines. The reader adds the partial sums owner by owner, in rank order. Backward
 // needs none of this: the reader reduces its gradients by row, which gives the same sums.
 #include "device/batch.cuh"
 #include "device/group.cuh"
@@ -23,8 +23,8 @@ OPER_DEVICE int64_t request_header_bytes(const View& view) {
          8 * static_cast<int64_t>(view.num_tables) * view.world_size;
 }
 
-// Keys: (table * W + owner), which sorting looks at, then feature and bag, so that the ids of one bag
-// that one owner holds are a run of equal keys.
+// Keys have (table * W + owner), by which they are sorted, then feature and bag, so that the ids of
+// one bag that one owner holds are a run of equal keys.
 __global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batch, BatchPlan plan,
                                                            PushPlan push) {
   const int64_t W = view.world_size;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(256) open_request_kernel(View view, Batch batc
     segments[k] = static_cast<uint32_t>(lower_bound(*push.num_runs, k << 32, key_of_run));
   __syncthreads();
   const int64_t part = push.partial_bytes / W / 16 * 4;  // floats
-  bool fits = true;                                      // as thread 0 finds
+  bool fits = true;                                      // set by thread 0 only
   for (int64_t owner = 0; owner < W; ++owner)
     block_sums(
         T,
@@ -192,7 +192,7 @@ OPER_DEVICE void pool_request(const PushArgs& a, int32_t reader) {
   }
 }
 
-// Every owner begins with another reader.
+// Pools for readers; every owner begins with another one.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_requests_kernel(const PushArgs a) {
   const int32_t W = a.view.world_size;

@@ -2,7 +2,7 @@
 //
 // A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are cut
 // into chunks of that many, each summed in order, then the chunks' sums in order: the same tree
-// whatever the grid, and whatever else is in the batch.
+// for every grid, and whatever else is in the batch.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 #include "device/ring.cuh"
@@ -30,12 +30,12 @@ template <To kTo>
 constexpr Optimizer kKindOf =
     kTo == To::kRowWiseAdagrad ? Optimizer::kRowWiseAdagrad : Optimizer::kNone;
 
-// Of shared memory, for the optimizer's sums.
+// Bytes of shared memory for the optimizer's sums.
 template <class Shape, bool kUpdate>
 constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
 
-// Rows of gradients, and of the table where it is updated, in flight at once: up to four, fewer if a
-// block's shared memory has no space for them beside the optimizer's buffer, or the group fewer lanes.
+// Rows of gradients, and of the table if it is updated, in flight at once: up to four, but no more
+// than lanes or than fit a block's shared memory next to the optimizer's buffer.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
@@ -59,14 +59,14 @@ class Reducer {
   OPER_DEVICE Reducer(const ReduceArgs& args, const Group<Shape::G>& group, char* shared)
       : a_(args), group_(group), gradients_(shared), rows_(shared + Gradients::kBytes) {}
 
-  // Calls finish(whether there is one, table, sum, row of the table, its facts) for every run of equal
-  // keys among the pairs [begin, end); in lockstep also for a group without pairs if another has
-  // any.
+  // Calls finish(is_there, table, sum, row of the table, its facts) for every run of equal keys
+  // among the pairs [begin, end). Groups in lockstep with one whose run ends call it as well, with
+  // `is_there` false.
   template <class Finish>
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
     const int count = static_cast<int>(end - begin);
     const int most = group_.most(count);
-    // Of the pairs to be fetched next, which are up to `kSlots` ahead of those to be added.
+    // This lane's pair among those fetched next, up to `kSlots` ahead of those being added.
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll
@@ -109,10 +109,10 @@ class Reducer {
   }
 
  private:
-  // What a lane has read of its pair, and what it found by it. What belongs to the row of the table
-  // comes with the last pair of its run.
+  // What a lane has read of its pair (Raw), and what it derived (Pair). Data of the table's row is
+  // set only in the last pair of a run.
   struct Raw {
-    int64_t key, after;  // its own, and the next one
+    int64_t key, after;  // key of this pair, and of the next one
     uint32_t payload;
     bool is_there;
   };
@@ -137,7 +137,7 @@ class Reducer {
 
   OPER_DEVICE Pair locate(const Raw& raw) const {
     Pair pair{};
-    pair.table = a_.table_begin;  // of this class of rows, also in a group without pairs
+    pair.table = a_.table_begin;  // a table of this class of rows, even without a pair
     if (!raw.is_there) return pair;
     pair.is_last = raw.after != raw.key;
     pair.divisor = pair.weight = 1.0f;
@@ -173,7 +173,7 @@ class Reducer {
     return pair;
   }
 
-  // States of as many numbers as the row has are fetched ahead only.
+  // State with one number per column is only prefetched.
   OPER_DEVICE RowFacts read_facts(const Table& table, int32_t t, int64_t slot) const {
     const Optimizer kind = kTo == To::kOptimizer ? a_.optimizers[t].optimizer.kind : kKindOf<kTo>;
     if (table.momentum1 != nullptr && kind != Optimizer::kNone &&
@@ -182,7 +182,7 @@ class Reducer {
     return facts_of<T>(table, kind, slot);
   }
 
-  // Begins to fetch the gradient of the pair of lane `from`, and with the last one the table's row.
+  // Begins to fetch the gradient of lane `from`'s pair, and the table's row if the pair `is_last`.
   OPER_DEVICE void start(int slot, const Pair& pair, int from, bool is_there, bool is_last) {
     const int64_t at = group_.shuffle(pair.at, from);
     const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(pair.dim, from);
@@ -197,7 +197,7 @@ class Reducer {
   }
 };
 
-// Leaves a run for the next kernels. The order of this list does not matter.
+// Adds a long run to the list for the next kernels, whose order does not matter.
 OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t pairs) {
   const uint32_t chunks = (pairs + kChunk - 1) / kChunk;
   const uint32_t at = atomicAdd(long_runs.counts, 1u);
@@ -207,14 +207,14 @@ OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t 
   for (uint32_t k = 0; k < chunks; ++k) long_runs.chunk_run[first + k] = at;
 }
 
-// `is_there`: false for a group that only stays in lockstep.
+// `is_there`: false if the group has no run and only stays in lockstep.
 template <class Shape, To kTo>
 OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64_t run,
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,
                             Row<Shape>& row, const RowFacts& facts) {
   const Table& table = a.view.tables[t];
   if constexpr (kTo != To::kOutbox) {
-    // A graph may outlive the choice of its kernel: its tables may be frozen since.
+    // A captured graph keeps its kernels; its tables may have been frozen since.
     if (a.optimizers[t].optimizer.kind == Optimizer::kNone) is_there = false;
     const RowOptimizer<Shape, kKindOf<kTo>> optimizer(table, a.dim, a.optimizers[t], group, buffer);
     if (is_there && a.grad.scale != 1.0f) sum.scale(a.grad.scale);
@@ -234,8 +234,8 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64
   }
 }
 
-// Shares out up to 32 runs, of so many pairs each (by lane of the warp), among the warp's groups, so that
-// these have about as many pairs each. Returns the runs of group `number`.
+// Divides `n` <= 32 runs, of `pairs` pairs each (by lane of the warp), among the warp's groups,
+// with about equal numbers of pairs. Returns the runs of group `number`.
 struct RunRange {
   int first, end;
 };
@@ -244,7 +244,7 @@ OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int num
   constexpr int kGroups = 32 / G;
   RunRange range{0, n};
   if constexpr (kGroups == 1) return range;
-  int up_to = pairs;  // of this run and those before it
+  int up_to = pairs;  // number of pairs in this run and those before it
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int more = warp.shuffle(up_to, (warp.lane - distance) & 31);
@@ -261,8 +261,8 @@ OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int num
   return range;
 }
 
-// Blocks that a multiprocessor must hold: all optimizers together take more registers than one, and so do
-// warps that hold many rows.
+// Blocks that a multiprocessor must hold: fewer if the kernel has all optimizers, or a warp many
+// rows, which take more registers.
 template <class Shape, To kTo>
 constexpr int kReduceBlocks =
     Shape::V * Shape::E > 8                                             ? 1
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
-  // Where tables differ in their optimizers, groups part.
+  // If tables differ in their optimizers, the groups of a warp diverge.
   const Group<Shape::G> group(kTo != To::kOptimizer);
   const Group<32> warp;
   const int64_t W = a.view.world_size;
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
         share_runs<Shape::G>(warp, n, pairs > kChunk ? 0 : pairs, warp.lane / Shape::G);
     int k = own.first;
     do {
-      // Short runs that follow each other.
+      // Consecutive short runs.
       while (k < own.end && is_set(are_long, k)) ++k;
       const int first = k;
       while (k < own.end && !is_set(are_long, k)) ++k;
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const Reduc
   const int64_t last_run = a.plan.segments[a.table_end * W];
   const int64_t num_chunks = a.long_runs.counts[1];
   for (int64_t chunk = group.index(); group.any(chunk < num_chunks); chunk += group.count()) {
-    int64_t begin = 0, end = 0;  // of a chunk of another class of rows
+    int64_t begin = 0, end = 0;  // none, if the chunk is of another class of rows
     if (chunk < num_chunks) {
       const uint32_t at = a.long_runs.chunk_run[chunk];
       const int64_t run = a.long_runs.runs[at];
@@ -441,7 +441,7 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-// As many as lanes can look at together, but no more than keep all warps busy for some turns.
+// At most one per lane, and few enough that all warps have work for some turns.
 int32_t runs_per_warp(const Batch& batch) {
   const int64_t warps = std::max<int64_t>(1, 6 * resident_threads() / 32);
   return static_cast<int32_t>(std::clamp<int64_t>(batch.max_pairs / warps, 1, 32));
@@ -484,14 +484,14 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
       OPER_LAUNCH((reduce_runs<S, kTo>), blocks_for(batch.max_pairs, 256 / S::G), 256, on.stream,
                   args);
     };
-    // Where rows repeat, groups of a warp end their runs at different times.
+    // If rows repeat, the groups of a warp end their runs at different times: use whole shapes.
     if constexpr (kTo == To::kRowWiseAdagrad) {
       if (!on.rows_repeat) return reduce_in(Halved<decltype(shape)>{});
     }
     reduce_in(shape);
   });
   if (batch.max_pairs <= kChunk) return;
-  // Once all short runs are summed: the list of long ones is of all classes.
+  // After the short runs of all classes, which the list of long ones covers.
   for_classes([&](auto shape, auto sink, const ReduceArgs& args) {
     using S = decltype(shape);
     const int blocks = blocks_for(long_runs.capacity, 256 / S::G);

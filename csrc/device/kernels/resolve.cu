@@ -3,7 +3,7 @@
 // A pair is one id of one feature (of one column piece). Its payload tells where its gradient is:
 //   pooled:    feature << bag_bits | bag
 //   unpooled:  row of the output
-//   by pair:   number of the pair, behind which pair_bags and pair_weights hold the rest
+//   by pair:   number of the pair, by which pair_bags and pair_weights hold the rest
 #include "device/batch.cuh"
 
 namespace oper::device {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
   });
 }
 
-// First run of every table and owner, and behind the last; and where the last run ends: at the first
-// pair past the valid ones. A warp each.
+// First run of every table and owner, and the end of the last one's; also where the last run ends:
+// at the first pair past the valid ones. One warp for each.
 __global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, BatchPlan plan) {
   const int64_t W = view.world_size;
   const int64_t count = view.num_tables * W;

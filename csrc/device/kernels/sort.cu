@@ -1,4 +1,4 @@
-// Bounds of bags; and sorting through CUB, which takes long to compile.
+// Bounds of bags, and sorting by CUB: in a file of their own, since CUB takes long to compile.
 #include "device/batch.cuh"
 
 #if !defined(OPER_EMULATED)
@@ -13,7 +13,7 @@ namespace {
 constexpr int kPerThread = 8, kPerBlock = 256 * kPerThread;
 int64_t num_blocks(int64_t count) { return (count + kPerBlock - 1) / kPerBlock; }
 
-// Lengths number `first`, `first + step`, ... of a thread, negative ones as 0; returns their sum.
+// Reads a thread's lengths, at `first`, `first + step`, ..., negative ones as 0; returns their sum.
 OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t step,
                                  const ErrorSink& error, int64_t (&own)[kPerThread]) {
 #pragma unroll
@@ -23,7 +23,7 @@ OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t 
              : lengths.are_32_bit ? static_cast<const int32_t*>(lengths.data)[i]
                                   : static_cast<const int64_t*>(lengths.data)[i];
   }
-  // Only once all are on their way.
+  // Checked in a second loop, when all loads have been issued.
   int64_t least = 0, sum = 0;
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
@@ -126,7 +126,7 @@ void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_b
         "cannot find the runs of equal ids");
 }
 
-// Asked for by every operator with few different sizes; finding it out takes microseconds.
+// Cached: every operator asks for one of a few sizes, and computing the answer takes microseconds.
 int64_t sort_scratch_bytes(int64_t count) {
   struct Known {
     int64_t count = -1, bytes = 0;
@@ -153,7 +153,7 @@ bool kernels_overlap() {
     int device = 0, major = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    // Code that was compiled for older devices does not wait for the earlier kernel.
+    // Code compiled for older devices does not wait for the earlier kernel.
     cudaFuncAttributes code{};
     return major >= 9 && cudaFuncGetAttributes(&code, write_bounds_kernel) == cudaSuccess &&
            code.ptxVersion >= 90;
@@ -171,11 +171,11 @@ int64_t resident_threads() {
   return threads;
 }
 
-#else  // the emulation: the same results by the standard library
+#else  // the emulation, with the same results from the standard library
 
 void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream) {
-  // A histogram, its sums and a pass for every 8 bits, from array to array; two kernels select.
+  // CUB's launches: a histogram, its sums, a pass for every 8 bits; and two kernels that select.
   const int passes = (last_bit - first_bit + 7) / 8;
   emulation::num_launches += 2 + passes + 2;
   const SortedPairs before = pairs;
@@ -197,7 +197,7 @@ int64_t resident_threads() { return emulation::resident_threads(); }
 #endif
 
 int blocks_for(int64_t groups, int64_t per_block) {
-  // Results do not depend on the grid; tests set another one to show it.
+  // Results do not depend on the grid; tests change it to verify that.
   const char* chosen = std::getenv("OPER_DEVICE_THREADS");
   const int64_t threads = chosen ? std::strtoll(chosen, nullptr, 10) : resident_threads();
   const int64_t most = 8 * threads / 256;

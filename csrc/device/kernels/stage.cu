@@ -1,9 +1,9 @@
-// De-duplicated pull: every row of a peer that a batch reads comes over the link once.
+// De-duplicated pull: every row of a peer that a batch reads crosses the link once.
 //
 // The runs of the batch plan are the distinct rows. Those outside of this rank's memory are copied
-// into its staging memory, table by table and, within a table, beginning with the next rank: so
+// into its staging memory, table by table and, within a table, beginning with the next rank, so
 // that the ranks do not all read from one peer at a time. The forward pass then reads the copies.
-// Which place a row gets depends on the order of the blocks, its value does not.
+// The place of a row depends on the order of the blocks, its value does not.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 
@@ -19,7 +19,7 @@ struct StageArgs {
   bool skip_pushed;
 };
 
-// Address of the row of a run when it is to be staged, else 0.
+// Address of the row of a run if it is to be staged, else 0.
 OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run) {
   const int64_t pair = a.plan.payloads[a.plan.run_begin[run]];
   const int64_t f = last_at_most(a.plan.feature_begin, a.view.num_features, pair);
@@ -34,7 +34,7 @@ OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run)
   return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
 }
 
-// Rows that a group fetches together, at most one for each of its lanes: a lane finds its own.
+// Number of rows that a group fetches together, at most one per lane, as each lane locates one.
 template <class Shape>
 constexpr int kStaged = Shape::V >= 8 ? 1 : 8 / Shape::V < Shape::G ? 8 / Shape::V : Shape::G;
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
     int32_t own_dim = 0;
     if (group.lane < kStaged<Shape> && w + group.lane < end) {
       const int64_t at = w + group.lane;
-      // The table of this run, and within it the run that is as far behind the next rank's first.
+      // The runs of a table are rotated to begin with the first one of the next rank.
       const int64_t t = last_that(a.table_begin, a.table_end,
                                   [&](int64_t k) { return segments[k * W] <= at; });
       const Table& table = a.view.tables[t];

@@ -36,13 +36,13 @@ OPER_INLINE void transpose(Lanes (&block)[16]) {
   }
 }
 
-// Lanes [first, last) to p[first], ...; nothing else is written.
+// Stores lanes [first, last) to p[first], ...; writes nothing else.
 OPER_INLINE void store_between(float* p, const Lanes& v, int first, int last) {
   const __mmask16 mask = static_cast<__mmask16>((0xffffu << first) & ~(0xffffffffu << last));
   _mm512_mask_storeu_ps(p, mask, reinterpret_cast<const __m512&>(v));
 }
 
-constexpr int kBlockRows = 8, kBlockVectors = 2;  // of products in registers
+constexpr int kBlockRows = 8, kBlockVectors = 2;  // block of products in registers
 
 #else
 
@@ -69,8 +69,8 @@ constexpr int kBlockRows = 4, kBlockVectors = 1;
 
 #endif
 
-// Rows that are `from_stride` floats apart as columns: to[k * to_stride + r], r < width; zeros beyond the
-// rows.
+// Transposes rows that are `from_stride` floats apart: row r, column k goes to to[k * to_stride +
+// r], r < width; zeros beyond the rows.
 OPER_INLINE void as_columns(const float* rows, int64_t from_stride, int num_rows, int dim, int width,
                             float* to, int64_t to_stride) {
   for (int r = 0; r < width; r += 16) {
@@ -109,8 +109,8 @@ OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, in
   }
 }
 
-// Products of the rows [i, i + R) with the rows [j, j + 16 * V), those above the diagonal to `out`,
-// where the pairs (0, 1), (0, 2), ..., (1, 2), ... lie one after another.
+// Products of the rows [i, i + R) with the rows [j, j + 16 * V). Stores those above the diagonal to
+// `out`, which has the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
 template <int R, int V>
 OPER_INLINE void multiply_block(const float* rows, const float* columns, int num_rows, int dim,
                                 int width, int i, int j, float* out) {
@@ -120,7 +120,7 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   multiply<R, V>(row, columns + j, dim, width, sum);
   for (int r = 0; r < R && i + r < num_rows - 1; ++r) {
     const int64_t line = i + r;
-    float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // pair (line, 0) would be
+    float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // at (line, 0)
     for (int v = 0; v < V; ++v) {
       const int at = j + 16 * v;
       const int first = std::max<int>(0, static_cast<int>(line) + 1 - at);
@@ -130,7 +130,7 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   }
 }
 
-// Calls body(number of rows, first row) for blocks of rows before `last`: a number known when compiled.
+// Calls body(number of rows, a constant expression; first row) for blocks of rows before `last`.
 template <class Body>
 OPER_INLINE void for_row_blocks(int last, Body body) {
   int i = 0;
@@ -165,8 +165,8 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
   }
 }
 
-// What `interact` of one sample makes of a gradient: row i gets the sum over j of the gradient of pair
-// (i, j) times row j, and the first row that of its own copy. The first row lies apart from the others.
+// The gradient of `interact` for one sample: that of row i is the sum over j of the gradient of
+// pair (i, j) times row j; the first row, which is stored apart, also gets that of its copy.
 void interact_gradient(const float* first, const float* others, const float* gradient, int num_rows,
                        int dim, float* first_out, float* others_out, Scratch& scratch) {
   const int width = (dim + 15) / 16 * 16;
@@ -204,7 +204,7 @@ void interact_gradient(const float* first, const float* others, const float* gra
   for (int k = 0; k < dim; ++k) first_out[k] += gradient[k];
 }
 
-// Products of the rows [i, i + R) with samples, which are columns here: to[r * width + s].
+// Products of the rows [i, i + R) with samples, which are stored as columns: to[r * width + s].
 template <int R, int V>
 OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* samples, int dim,
                                   int width, int i, float* to) {
@@ -233,7 +233,7 @@ OPER_INLINE void multiply_own(const float* one, const float* others, int64_t nex
   }
 }
 
-// A vector holds one number of 16 samples here, and a row that they have in common is read as it is.
+// Own rows are transposed: a vector holds one column of 16 samples. Shared rows are not.
 void interact_shared(const float* shared, int num_shared, const float* const* own, int num_own,
                      int num_samples, int dim, float* out, Scratch& scratch) {
   const int width = (num_samples + 15) / 16 * 16;

@@ -2,7 +2,7 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// Adds a stored row as FBGEMM's lookups for inference do.
+// Adds a stored row in the way of FBGEMM's lookups for inference.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   const E* p = reinterpret_cast<const E*>(at);
@@ -17,18 +17,18 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   }
 }
 
-// In the place of the type of a table's elements: the rows are of several.
+// Replaces the element type of a table whose rows have several types.
 struct Mixed {};
 
-// Fetches a row of one of several types, the widest of which has `most` bytes, in as many steps for all of
-// them: which rows are hot cannot be foreseen. Lines that a narrow row has not are its last one.
+// Prefetches a row of one of several types, the widest of `most` bytes, in the same number of steps
+// for all, since a branch on the type would be mispredicted. Narrow rows repeat their last line.
 OPER_INLINE void prefetch_marked(RowPlace at, int64_t most) {
   const int64_t last = at.last_byte();
   for (int64_t k = 0; k < most; k += 64) __builtin_prefetch(at.row() + std::min(k, last), 0, 3);
   __builtin_prefetch(at.row() + last, 0, 3);
 }
 
-// Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
+// Pools rows of codes with FBGEMM's roundings: sums begin at zero, means multiply by 1 / length.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {
@@ -42,7 +42,7 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// kNear: the rows are in the cache.
+// Pools rows of numbers. kNear: the rows are in the cache.
 template <int N, bool kWeighted, bool kNear, class E>
 OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
                               int64_t ahead, Row<N>& row) {
@@ -63,7 +63,7 @@ OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, 
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
 }
 
-// Calls body(E{}) with the type of elements.
+// Calls body(E{}), where E is the element type.
 template <class Body>
 OPER_INLINE void with_type(RowType type, Body body) {
   switch (type) {
@@ -75,7 +75,7 @@ OPER_INLINE void with_type(RowType type, Body body) {
   }
 }
 
-// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
+// Pools rows of several types in one table, each by its type, with the roundings of `pool_codes`.
 template <int N, bool kWeighted>
 OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {
@@ -92,8 +92,8 @@ OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Which of n places have rows of a type: their addresses and indices, with space for 8 more. Returns how
-// many there are.
+// Selects the places, of n, that have rows of a type: writes their addresses and indices, which
+// need space for 8 more, and returns their number.
 OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int64_t* rows,
                                 int64_t* which) {
   int64_t count = 0;
@@ -130,7 +130,7 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   alignas(64) int64_t rows[kSome + 8], which[kSome + 8];
   const int dim = table.dim;
   const int64_t most = table.row_bytes(), *last = at + num_bags - 1;
-  // After the last id, its place is repeated.
+  // Behind a batch's last id its place is repeated, and need not be prefetched.
   const int64_t end = num_bags + (last[0] == last[1] && last[0] == last[ahead] ? 0 : ahead);
   for (int64_t b = 0; b < num_bags; b += kSome) {
     const int64_t n = std::min(kSome, num_bags - b);
@@ -168,7 +168,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
     const float* w = kWeighted ? weights + offsets[b] : nullptr;
-    Row<N> row;  // filled in place: one of any dim is 64 vectors to copy
+    Row<N> row;  // filled in place: copying one of any dim moves 64 vectors
     if (n == 0) {
       row.zero(dim);
     } else if constexpr (std::is_same_v<E, Mixed>) {
@@ -187,14 +187,14 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   }
 }
 
-// Counts whose rows `addresses` are: passes over numbers in cache that the compiler turns into
-// vector code.
+// Counts the rows at `addresses` by owner, in passes over numbers in the cache that the compiler
+// turns into vector code.
 OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_t n, Moved kind,
                             Scratch& scratch) {
   int64_t* counts = scratch.rows_read(kind, table.index);
   const Arenas& arenas = *table.arenas;
   const size_t last = arenas.rank.size() - 1;
-  const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // other places have more bits
+  const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // without types
   int64_t left = n;
   for (size_t k = 0; k < last && left > 0; ++k) {
     const int64_t end = arenas.outbox[k];
@@ -206,10 +206,10 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   counts[arenas.rank[last]] += left;
 }
 
-// The same for a batch that was resolved ahead.
+// As `for_blocks`, for a batch that was resolved ahead.
 template <Moved kKind, class Body>
 void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
-  constexpr int64_t kCounted = 1024;  // ids whose addresses, once counted, are still in the first-level cache
+  constexpr int64_t kCounted = 1024;  // ids whose addresses stay in the first-level cache
   const int64_t* bounds = range.bags.bounds;
   const Resolved& resolved = *range.batch.resolved;
   const int64_t* rows = resolved.addresses + resolved.first[range.feature] - bounds[0];
@@ -223,7 +223,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
 
 // Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
-// `kPrefetch` ahead of the current bags: meanwhile, memory serves the prefetched rows.
+// `kPrefetch` ahead of the current bags, to give memory time to deliver the prefetched rows.
 template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
@@ -234,7 +234,7 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
   const int64_t id_bytes = range.batch.ids_are_32_bit ? 4 : 8;
   const char* ids = static_cast<const char*>(range.batch.ids) + first * id_bytes;
-  int64_t room = 8 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
+  int64_t room = 8 * kBlockIds;  // size of `addresses`, which hold those of ids [kept, resolved)
   int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
   int64_t kept = 0, resolved = 0;
   for (int64_t b = range.begin, end; b < range.end; b = end) {
@@ -258,7 +258,7 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
       if (range.bags.rows != nullptr) {  // found, and counted, by an exchange
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
-        // Rows in between keep the processor from seeing that ids are read one after another.
+        // Rows read in between hide from the hardware prefetcher that ids are read in sequence.
         prefetch_row(ids + id_bytes * std::min(total, resolved + kIdsAhead), id_bytes * n);
         const int64_t bad =
             resolve(table.read, range.batch, first + resolved, n, total - resolved, to);
@@ -285,15 +285,15 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
 using PoolBlock = void (*)(const Table&, const int64_t* addresses, const int64_t* offsets,
                            const float* weights, int64_t num_bags, float* out, int64_t stride);
 
-// Whether most rows that so many ids read are in the core's own cache by then: few and read again.
-// Fetching rows ahead takes as many instructions as adding them.
+// Whether most reads find rows in the core's own cache: few rows, each read again. Then
+// prefetching, which takes as many instructions as adding, does not pay off.
 OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t rows = table.home.num_rows;
   return rows <= num_ids && rows * table.row_bytes() <= kBytes;
 }
 
-// Chosen once for a range of bags, not for every part of it.
+// The function that pools a block. Chosen once for a range of bags, not for every block.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
   const bool near = is_near(table, num_ids);
@@ -425,7 +425,7 @@ void spread(const SampleJob& job, const float* bags, float* samples) {
     const int dim = static_cast<int>(job.dim);
     int64_t bag = -1;
     Row<N> row;
-    // From the last one on: in place, a bag's row is read before that of the sample in its place is written.
+    // Backwards: in place, a bag's row must be read before a sample's row overwrites it.
     for (int64_t b = job.count - 1; b >= 0; --b) {
       if (job.bags[b] != bag) {
         bag = job.bags[b];

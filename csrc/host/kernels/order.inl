@@ -29,8 +29,8 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(ids' keys, their number, index of the first in the batch, its bag) for ranges of one
-// bag's ids, all features of the table after one another; returns the first bad id's index, or -1.
+// Calls body(keys of ids, their number, index of the first in the batch, their bag) for ranges of
+// one bag's ids, feature by feature of the table; returns the first bad id's index, or -1.
 template <class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   constexpr int64_t kAtOnce = 512;
@@ -58,7 +58,7 @@ int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   return -1;
 }
 
-// Memory for one table's order, taken piece by piece from what the caller gives or from scratch.
+// Memory for one table's order, taken in pieces from the caller's memory, or from scratch if null.
 class OrderMemory {
  public:
   OrderMemory(char* base, int64_t memory, Scratch& scratch)
@@ -81,13 +81,13 @@ class OrderMemory {
   Scratch& scratch_;
 };
 
-// Ids side by side, in input order.
+// Contiguous ids, in the order of the input.
 struct BagIds {
   uint32_t* keys;  // home keys
   uint32_t* bags;
   int64_t* positions;  // in the batch; with weights only
   int64_t n = 0;
-  // All of a bag, the first of them at `first` of the batch.
+  // Adds `count` ids of a bag; `first`: index of the first in the batch.
   OPER_INLINE void add(const uint32_t* key, int64_t count, int64_t first, uint32_t bag) {
     const int64_t at = n;
     for (int64_t i = 0; i < count; ++i) keys[at + i] = key[i];
@@ -109,7 +109,7 @@ int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memor
   });
 }
 
-// Sorted pairs K of (key, payload).
+// Sorts pairs of (key, payload), packed into K.
 template <class K>
 int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memory,
                        Scratch& scratch, TableOrder& order) {
@@ -123,7 +123,7 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
     bags = memory.take<uint32_t>(1, order.n, &order.bags);
     positions = memory.take<int64_t>(5, order.n, &order.positions);
   }
-  // The sort swaps the arrays in every pass: begin where the last one ends in `result`.
+  // Every pass of the sort swaps the arrays: begin with the one that makes it end in `result`.
   K* pairs = num_passes(order.key_bits) % 2 ? spare : result;
   int64_t at = 0;
   const int64_t bad = for_keys(

@@ -4,7 +4,7 @@
 // them into one partial sum per bag; the reader adds these in rank order to its own partial sum.
 // Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
 
-// The ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
+// Lists the ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
 int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
   const int64_t total = batch.num_ids(table);
   out.keys = scratch.get<uint32_t>(2, total);
@@ -125,12 +125,12 @@ struct Partial {
 // Addresses of the rows of ids, 0 for those in pushed tiers.
 const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Batch& batch,
                            int64_t first, int64_t n, Scratch& scratch) {
-  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // of an exchange
+  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // from an exchange
   int64_t* rows = scratch.get<int64_t>(0, 2 * n);
   uint32_t* keys = scratch.get<uint32_t>(1, n);
   resolve(table.home, batch, first, n, n, keys);
   resolve(table.read, batch, first, n, n, rows);
-  int64_t* read = rows + n;  // side by side, to be counted
+  int64_t* read = rows + n;  // contiguous, to be counted
   int64_t num_read = 0;
   for (int64_t i = 0; i < n; ++i) {
     const bool pushed = table.is_pushed_key(keys[i]);
@@ -200,8 +200,8 @@ bool stage(Context& context, int32_t index, const Batch& batch) {
   return true;
 }
 
-// One rank's requests by slot: the gradients of each row are summed in that rank's order. K packs
-// (slot, payload); the payload is the bag, with weights the index of the id.
+// Sums the gradients of one rank's requests by row, in that rank's order. K packs (slot, payload);
+// the payload is the bag, or with weights the index of the id.
 template <int N, class K>
 void reduce_requests(const Table& table, const Requests& in, int slot_bits, int payload_bits,
                      PushedRows& out, Scratch& scratch) {

@@ -1,6 +1,6 @@
 // Backward: from bag gradients to one gradient per row. Part of kernels.inl.
 
-// Gradient of a bag numbered through the table's features.
+// Gradient of a bag; bags are numbered consecutively over the table's features.
 OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, int64_t bag) {
   const FeatureBags* feature = &batch.features[table.features[0]];
   for (size_t k = 1; bag >= feature->num_bags; ++k) {
@@ -37,20 +37,20 @@ class Outbox {
     rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
   }
   bool ok() const { return ok_; }
-  // Whether rows may be written past the caches: whole lines, and more of them, by the most that a
-  // batch has needed so far, than stay there until their owners read them.
+  // Whether to write rows past the caches: they fill whole lines, and a batch has already needed
+  // more of them than the cache keeps until their owners read them.
   bool streams(const Context& context) const {
     const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
     return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
            reinterpret_cast<uintptr_t>(rows_) % 64 == 0;
   }
-  // Destination of the next key, which is larger than all before.
+  // Where to store the row of the next key, which is larger than all before.
   OPER_INLINE float* next(int64_t key) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_++) * dim_;
   }
-  // The same for the next key, or the last one again, without a branch that depends on which.
+  // The same for the next key or, if not `is_next`, the last one again, without a branch on it.
   OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     count_ += is_next;
@@ -122,9 +122,9 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
 
 // ---- backward: everything else, sorted ---------------------------------------------------------
 
-// Gradient rows by combined bag, contiguous and divided by the bag length where pooling is mean.
-// Rows in the caller's layout are `output_columns` apart, which maps a table's slice to a fraction
-// of the cache sets; reading each one several times from there thrashes.
+// Copies the bags' gradients to contiguous rows, divided by the bag length if pooling is mean. In
+// the caller's layout rows are `output_columns` apart, which maps a table's columns to a fraction
+// of the cache sets; reading each row several times from there thrashes.
 template <int N>
 void stage_gradients(const Table& table, const Batch& batch, float* to) {
   const int dim = table.dim;
@@ -145,8 +145,8 @@ void stage_gradients(const Table& table, const Batch& batch, float* to) {
   }
 }
 
-// Whether it pays to copy the gradients of bags side by side: where they are read again, and stay in
-// the cache until then.
+// Whether `stage_gradients` pays off: the gradients are read again, and stay in the cache until
+// then.
 OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes) {
   constexpr int64_t kBytes = 8 << 20;
   return num_ids >= (num_bags * row_bytes <= kBytes ? 2 : 8) * num_bags;

@@ -16,10 +16,9 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   return i;
 }
 
-// One tier spread evenly over a power of two of ranks, ids in order: its constants hoisted. Tells
-// whether all ids are valid. Places of invalid ids are computed but never used: without a sign,
-// where no
-// number is too large.
+// `resolve` for one tier that is spread evenly over a power of two of ranks, with ids in order.
+// Returns whether all ids are valid. Places of invalid ids are computed but never used, without a
+// sign so that no number overflows.
 template <class Id, class Out>
 bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   const TierMap& tier = map.tiers[0];
@@ -84,7 +83,7 @@ OPER_INLINE void store_places(uint32_t* out, __mmask8 some, __m512i places) {
   _mm256_mask_storeu_epi32(out, some, _mm512_cvtepi64_epi32(places));
 }
 
-// Entry `at` of base or step, for eight lanes; kRegisters: how many hold all entries, 0 = memory.
+// Entry `at` of base or step, for eight lanes. kRegisters: the number that hold all; 0 = in memory.
 template <int kRegisters>
 OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i second, __m512i at) {
   if (kRegisters == 1) return _mm512_permutexvar_epi64(at, first);
@@ -92,9 +91,9 @@ OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i se
   return _mm512_i64gather_epi64(at, entries, 8);
 }
 
-// Eight ids at a time: head words and listed positions by gather, all else in registers. Quotients
-// by way of doubles: offsets are below 2^32, so that (offset + 0.5) / period stays away from integers
-// by more than it is rounded.
+// `resolve` for eight ids at a time: head words and listed positions by gather, all else in
+// registers. Quotients are computed in double: as offsets are below 2^32, (offset + 0.5) / period
+// differs from integers by more than its rounding error.
 template <int kRegisters, bool kHead, class Id, class Out>
 int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const FlatTiers& flat = *map.flat;
@@ -169,8 +168,8 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
 
 #endif
 
-// Places of ids[0..n); returns the first bad id's index, or -1. The ids up to `readable` >= n come
-// next: their head words are fetched early.
+// Writes the places of ids[0..n); returns the first bad id's index, or -1. The ids up to `readable`
+// >= n come next: their head words are prefetched.
 template <class Id, class Out>
 int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const bool is_even = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;
@@ -187,7 +186,7 @@ int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable,
   return -1;
 }
 
-// The same of the ids [first, first + n) of a batch.
+// The same for the ids [first, first + n) of a batch.
 template <class Out>
 int64_t resolve(const TableMap& map, const Batch& batch, int64_t first, int64_t n, int64_t readable,
                 Out* out) {

@@ -4,9 +4,9 @@
 
 #if defined(OPER_KERNELS_AVX512)
 
-// By mask: a part that is copied into whole lanes is read back before it has left the store buffer.
-// Four and eight columns by moves of their size: a masked move of a whole register reaches into the next
-// cache line, which has not been fetched.
+// Loads by mask: copying a part into whole lanes would read it back before it has left the store
+// buffer. Four and eight columns are moved by their size: a masked move of a whole register reaches
+// into the next cache line, which has not been fetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));
@@ -190,7 +190,7 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] = Lanes{};
   }
-  // Where `start`, x + v is x from here on, bit for bit: v becomes -0.0. Without a branch.
+  // If `start`, v becomes -0.0, so that x + v is x, bit for bit. Without a branch.
   OPER_INLINE void start_if(bool start, int dim) {
     const uint32_t keep = static_cast<uint32_t>(start) - 1, sign = ~keep & 0x80000000u;
     const int n = vectors(dim);
@@ -240,8 +240,8 @@ struct Row {
   }
 };
 
-// Number of rows to prefetch, at most `most`, which occupy only a small part of the first-level
-// cache.
+// Number of rows to prefetch: at most `most`, and few enough to take only a small part of the
+// first-level cache.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
@@ -252,7 +252,7 @@ OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 3);
 }
 
-// Rows that begin anywhere may touch one line more.
+// As `prefetch_row`, for rows that may begin within a line and so touch one line more.
 OPER_INLINE void prefetch_codes(const void* p, int64_t bytes) {
   prefetch_row(p, bytes);
   __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 3);
@@ -294,7 +294,7 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
   });
 }
 
-// ---- rows of numbers to rows of codes, as FBGEMM makes them --------------------------------------
+// ---- from rows of numbers to rows of codes, as in FBGEMM ----------------------------------------
 
 // Rounds to the nearest float16, ties to even; infinite beyond the largest float16.
 OPER_INLINE Float16 nearest_half(float value) {

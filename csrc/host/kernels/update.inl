@@ -36,10 +36,10 @@ OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& 
   if (!row_wise) s.store(table.momentum2 + slot * dim, dim);
 }
 
-// One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
-// over all columns of the row. FBGEMM's definitions, see optimizer.h. `random` has a number for every
-// column where rows are rounded, else null. `kScaled`: of an optimizer with a velocity or a trust ratio,
-// whose rows are in one piece, so that their norms are those of their columns.
+// One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its
+// squares over all columns of the row. FBGEMM's definitions, see optimizer.h. `random`: a number
+// for every column if rows are rounded, else null. `kScaled`: for optimizers with a velocity or a
+// trust ratio; their tables are not split by columns, so norms are those of `dim` columns.
 template <bool kScaled, int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
                                  float squares_of_row, const uint16_t* random) {
@@ -71,7 +71,7 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
       update_moments(table, slot, g, squares_of_row, w,
                      args.kind == Optimizer::kPartialRowWiseLamb,
                      [&](int i, const Lanes& x) { step.v[i] = x; });
-      // Behind the last column a step is 0 / eps, which need not be a number.
+      // Beyond the last column a step is 0 / eps, which is NaN if eps is 0.
       for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
       const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
       for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
@@ -119,15 +119,15 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
   }
 }
 
-// The gradients that all ranks left for one row after the other, in ascending order of slots: found
-// ahead of their use, so that everything that a row needs is on its way by then. Which rank has a row
-// is not known in advance, so nothing here branches on it.
+// Iterates over the gradients that all ranks left, row by row in ascending order of slots. Rows are
+// found some steps ahead of their use, and all their data is prefetched. Which ranks have a row
+// cannot be predicted, so nothing here branches on it.
 class Merge {
  public:
   static constexpr int64_t kMostAhead = 16;
   struct Entry {
     int64_t slot;
-    int32_t count;  // ranks that have it
+    int32_t count;  // number of ranks that have the row
     const float* const* rows;  // rows of these ranks, in rank order
   };
 
@@ -143,7 +143,7 @@ class Merge {
     while (found_ < ahead_ && find()) {
     }
   }
-  // The next row, valid until the one after it; false behind the last.
+  // Sets the next row, valid until the following call; returns false after the last row.
   OPER_INLINE bool take(Entry* entry) {
     find();
     if (taken_ == found_) return false;
@@ -189,7 +189,7 @@ class Merge {
 
   const Table& table_;
   std::vector<Incoming>& in_;
-  int64_t row_bytes_, ahead_;  // rows found ahead
+  int64_t row_bytes_, ahead_;  // number of rows found ahead
   bool has_row_state_;
   std::vector<uint64_t> next_;      // [W] slots
   std::vector<const float*> rows_;  // [kRing, W]
@@ -206,8 +206,8 @@ struct Neutral {
   }
 };
 
-// Calls body(slot, gradient) for every row of this rank that any rank has a gradient of, summed in
-// rank order and scaled.
+// Calls body(slot, gradient) for every row of this rank that any rank has a gradient for; gradients
+// are summed in rank order and scaled.
 template <int N, class Body>
 void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, Body body) {
   const int dim = table.dim;
@@ -227,8 +227,8 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
   }
 }
 
-// What all ranks have just left for this rank's rows, in rank order: reduced rows or, `pushed`, those of
-// pushed tiers.
+// What all ranks have just left for this rank's rows, in rank order: reduced rows or, if `pushed`,
+// the rows of pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
   // If this rank owns all rows of a pushed table, its own rows are among the reduced ones.
@@ -250,8 +250,8 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
   return in;
 }
 
-// As merge_rows, over reduced rows and then, in tiers of their own, pushed rows; what was kept comes
-// before what has just been left.
+// As merge_rows, first over reduced rows, then over pushed rows, which are in other tiers; what was
+// kept precedes what has just been left.
 template <int N, class Body>
 void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
@@ -290,14 +290,14 @@ void keep(Context& context, int32_t index) {
   });
 }
 
-// Ids of positions, which come in ascending order within a tier: cold ids are found from the last.
+// Ids of positions that ascend within a tier: the search for a cold id begins at the last one.
 class IdsOfPositions {
  public:
   explicit IdsOfPositions(const HeadIds& head) : head_(head) {}
   int64_t at(int64_t position) {
     const int64_t H = head_.num_head;
     if (position < H) return head_.by_position[position];
-    // The cold row of this ordinal lies behind the k head ids with ascending[j] - j <= ordinal.
+    // The cold row of this ordinal comes after the k head ids with ascending[j] - j <= ordinal.
     const int64_t ordinal = position - H;
     const auto behind = [&](int64_t j) { return head_.ascending[j] - j <= ordinal; };
     if (k_ > 0 && !behind(k_ - 1)) k_ = 0;  // another tier
@@ -343,7 +343,7 @@ class RoundingNumbers {
  private:
   const Table& table_;
   IdsOfPositions ids_;
-  uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors, from a column that starts no block
+  uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors from any column of a block
 };
 
 // Sum over all pieces of a row, in column order: the same number at every piece's owner. `round`: see
@@ -408,7 +408,7 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
     [[maybe_unused]] RoundingNumbers numbers(table);
-    // In line: the gradient stays in registers.
+    // Inlined, so that the gradient stays in registers.
     const auto update_row = [&](int64_t slot, Row<N>& g) __attribute__((always_inline)) {
       clip_and_decay<E>(context, table, slot, g);
       const float sum = !row_wise                ? 0.0f

@@ -351,7 +351,7 @@ def _contents(data: Interactions) -> str:
 
 @functools.cache
 def training_sources(model: str) -> list[Path]:
-    """The source files on which a model's result depends; stored runs are valid only for these."""
+    """The source files on which a model's result depends; if one changes, stored runs are void."""
     found = {f"oper.rl_rec.{name}" for name in _TRAINS}
     left = [type(MODELS[model].config).__module__,
             f"oper.rl_rec.{_BUILT_WITH.get(model, 'harness')}"]

@@ -285,8 +285,8 @@ class Fit:
         self._least_sums = np.where(one[..., None], 0.0, least_sums)
 
     def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
-        """Types of every table in the classes `classes` (int64 [M]), in the layout of
-        `OperPricing`."""
+        """Arrays of the piece types of every table in the rank classes `classes` (int64 [M]), in
+        the layout of `OperPricing` (csrc/search/price.h)."""
         p, number = self._pieces, len(self.whole)
         table, rank_class = np.repeat(np.arange(number), classes.size), np.tile(classes, number)
         whole = self.whole[table, rank_class]

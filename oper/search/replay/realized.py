@@ -188,11 +188,11 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
 
     Args:
         out: float64 [9, W], the units.
-        amount: float64 [W, W], bytes by source and destination if they are on the same host; bytes
-            within a memory domain use no link.
-        message: float64 [W, W], the same if they are on different hosts.
+        amount: float64 [W, W], bytes by source and destination, which use links between domains
+            of the same host; bytes within a domain use no link.
+        message: float64 [W, W], bytes by source and destination on links between hosts.
         machine: the machine.
-        reads_source: whether the bytes are also read from the source's memory.
+        reads_source: whether `amount` is also read from the source's memory, for any host.
     """
     host = machine.host[:, None] == machine.host[None, :]
     far = machine.domain[:, None] != machine.domain[None, :]

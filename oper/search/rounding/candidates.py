@@ -240,8 +240,8 @@ class CandidatePool:
         return np.asarray(self.total - self.resources[k][self.pick[k]] + self.resources[k])
 
     def descend(self, rng: np.random.Generator, target: float) -> None:
-        """Coordinate descent over tables until nothing improves or the score is at most `target`
-        microseconds."""
+        """Coordinate descent over tables, until a sweep improves nothing, the score is at most
+        `target` microseconds, or the limit of sweeps is reached."""
         for _ in range(_SWEEPS):
             if self.score <= target:
                 return
