@@ -20,8 +20,7 @@
 namespace oper::device {
 
 // Codes of the Status that a failed step throws, in addition to those of ErrorWord; see
-// `raise_found` in
-// oper/shmem/device/steps.py.
+// `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 11,   // Python code at a point failed and has stored its exception
   kNotInGraphs = 12,   // the step waits for the device, which is impossible in a CUDA graph
@@ -38,7 +37,7 @@ enum class Point : int64_t {
   kRequests, kPartials,             // push: after requests, and sums, are there
   kGradients, kCollected, kSquares, kUpdated
 };
-using Hook = int64_t (*)(int64_t point, int64_t value);  // not 0: it has kept an error
+using Hook = int64_t (*)(int64_t point, int64_t value);  // not 0 after an error, which is kept
 
 // Which key carries each feature, as kernels take it.
 struct KeyMap {
@@ -50,19 +49,19 @@ struct KeyMap {
   bool is_whole;              // every key has one feature
 };
 
-// A batch's id-only work: its memory and its progress. Where it was made ahead, Python holds it as
-// a tensor of these bytes.
+// A batch's id-only work: its memory and its progress. If it is done ahead, Python holds it as a
+// tensor of these bytes.
 struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
   Tensor workspace;  // of the batch plan
   const KeyMap* keys;
-  const void *ids, *weights;  // whose
+  const void *ids, *weights;  // of the batch
   int64_t max_pairs;  // bound on the ids of all features together
   bool stages_near;   // rows of peers are to be staged
   bool by_pair;       // rows are staged at all
   bool is_planned = false, is_swapped = false;  // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;
-  cudaEvent_t ready = nullptr;  // made ahead: after it, other streams may use it
+  cudaEvent_t ready = nullptr;  // if done ahead: other streams wait for it
 
   Prepared() = default;
   Prepared(const Prepared&) = delete;
@@ -86,7 +85,7 @@ struct Tables {
   std::optional<Tensor> like;      // on the tables' device
   std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
-  bool barrier_in_hook = false;  // ranks are threads of one process, which the hook synchronizes
+  bool barrier_in_hook = false;  // ranks are threads of one process; the hook orders them
   bool exchanges = false;     // other domains take part in steps
   bool tells = false;         // and errors are reported to them in exchanges
   bool gathers = false;       // rows of other domains are read
@@ -95,12 +94,12 @@ struct Tables {
   int64_t num_squares = 0;    // rounds of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses
   int64_t partial_bytes = 0;
-  // Rows of peers: fetched once per batch (1), never (0), or where that pays (-1).
+  // Whether rows of peers are fetched once per batch: 1 = yes, 0 = no, -1 = if that pays off.
   int64_t pull = -1, most_staging_bytes = int64_t{1} << 30, num_staged = 0;
   int64_t num_forward = 0;
   std::vector<double> staged;       // the optimizers' arguments on the device
-  bool all_row_wise_adagrad = false;  // are they
-  std::optional<Tensor> inbox;      // memory of it
+  bool all_row_wise_adagrad = false;  // whether all tables have this one
+  std::optional<Tensor> inbox;      // its memory
   std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
   // Of the step under way.
   ReceivedRows received;
@@ -134,14 +133,14 @@ struct Call {
   }
 };
 
-// No handle of the host back end is one of these.
+// Their handles differ from those of the host back end.
 inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {
   return tables_of_device().share(handle);
 }
 
 cudaStream_t stream_of(const Tensor& tensor);
-// From pageable memory, which the driver has read when the call returns.
+// Copies from pageable memory, which the driver has read when the call returns.
 template <class T>
 void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, const char* what) {
   check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
@@ -149,7 +148,7 @@ void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, c
 }
 bool is_captured(cudaStream_t stream);
 
-// Launches go to a device while this lives.
+// Directs launches to a device during its lifetime.
 class OnDevice {
  public:
   explicit OnDevice(int64_t index);

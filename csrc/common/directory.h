@@ -16,7 +16,7 @@ namespace oper {
 struct TierMap {
   int64_t start;        // first position of the tier
   int64_t period;       // offsets in one turn, >= 1
-  int32_t shift;        // log2(period), or -1 when period is no power of two
+  int32_t shift;        // log2(period), or -1 if period is no power of two
   uint64_t magic;       // floor(2^63 / period) + 1
   const int64_t* base;  // [period]
   const int64_t* step;  // [period]
@@ -86,7 +86,7 @@ struct Refresh {
 };
 
 namespace host {
-struct FlatTiers;  // the tiers' constants side by side, for vector code
+struct FlatTiers;  // the tiers' constants in arrays, for vector code
 }
 
 struct TableMap {

@@ -118,7 +118,7 @@ class Messages {
     int32_t answer_bits = 32, gradient_bits = 32;  // of fp32 numbers
     uint32_t collection = 0;                       // its number, the same on all ranks
     int64_t alignment = 4;                         // of received arrays once they are unpacked
-    bool unpacks_all = false;                      // also arrays that could be read in the message
+    bool unpacks_all = false;                      // even arrays that could be read in the message
   };
   enum Content {
     kNumbers,
@@ -194,7 +194,7 @@ class Messages {
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
   const Table& table(int64_t t) const { return setup_.tables[t]; }
-  CollectivePhase phase() const { return phase_; }  // that is under way
+  CollectivePhase phase() const { return phase_; }  // the current one
   int32_t round() const { return round_; }  // of squares in this backward pass
 
   uint32_t* counts_to(int32_t peer, int64_t table) {
@@ -235,7 +235,7 @@ class Messages {
     }
   }
   // Exchanges heads, whose counts are filled in. `mine` is an error of this rank, if any; all ranks
-  // learn of it. `transfer`: a Transport but for its first argument.
+  // learn of it. `transfer`: a Transport without its first argument.
   template <class Transfer>
   Status exchange_heads(bool weighted, Status mine, Transfer transfer) {
     const int32_t W = world_size();

@@ -58,8 +58,8 @@ class Handles {
   int64_t next_;
 };
 
-// The ones of a process, numbered from `first`. Never freed: other threads may still be in an operator
-// when the process ends.
+// All handles of a process to one type, from `first` on. Never freed: other threads may still be in
+// an operator when the process ends.
 template <class Object, int64_t first = 1>
 Handles<Object>& all_handles() {
   static auto* instance = new Handles<Object>(first);
@@ -78,7 +78,7 @@ inline float* float_data(const Tensor& tensor) {
   return static_cast<float*>(tensor.data_ptr());
 }
 
-// Contiguous, of memory that `deleter` gives back or, without one, the caller keeps.
+// A contiguous tensor in memory that `deleter` frees or, without one, the caller keeps alive.
 template <class... Deleter>
 Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type, Device device,
                  Deleter... deleter) {
@@ -129,10 +129,10 @@ inline bool is_integers(const Tensor& value) {
   return (type == ScalarType::Long || type == ScalarType::Int) && is_vector(value);
 }
 
-// Which of the kernels' assumptions a batch does not meet; `raise_status` in oper/shmem/batch.py names it.
+// The assumption of kernels that a batch violates; `raise_status` in oper/shmem/batch.py names it.
 enum Fault : int64_t { kFit, kElsewhere, kIds, kLengths, kNumLengths, kKeyOf, kWeights };
 
-// Every operator that is given a batch checks it first. `device`: that of the tables.
+// Every operator on a batch checks it by this first. `device`: that of the tables.
 inline Fault fault_of(const Device& device, const Tensor& ids, const Tensor& lengths,
                       const std::optional<Tensor>& weights, const Tensor& key_of,
                       int64_t batch_size) {

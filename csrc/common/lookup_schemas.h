@@ -4,10 +4,10 @@
 
 namespace oper {
 
-// Embeddings, bounds of the bags, code, detail. `offsets` and `addresses`: what `lookup_resolve` gave.
-// Of pooled batches in host memory whose samples share bags, else none: `bags` int64 [num_keys], how many
-// bags each key has, with empty ones behind them; `samples` int64 [F, B], the bag of each sample by feature.
-// The output then has the samples' rows.
+// Returns embeddings, bounds of the bags, code, detail. `offsets`, `addresses`: results of
+// `lookup_resolve`. Only for pooled batches in host memory whose samples share bags: `bags` int64
+// [num_keys], the number of each key's bags, which empty ones follow; `samples` int64 [F, B], the
+// bag of each sample by feature. The output then has the samples' rows.
 constexpr char kLookupForward[] =
     "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
     "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses, "
@@ -20,10 +20,10 @@ constexpr char kLookupResolve[] =
 constexpr char kLookupWeightGradient[] =
     "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
-// `grads`: of the output or, for an unpooled batch in host memory, one per feature, of its rows. `bags` and
-// `samples` as above: the gradient is then that of the samples. `optimizers`: float64
-// [T, kOptimizerWidth] in host memory. Not `updates`: owners keep the sums of a part of a batch until the
-// next call that does; in host memory only.
+// `grads`: the gradient of the output or, for an unpooled batch in host memory, of each feature's
+// rows. With `bags` and `samples`, as above, that of the samples. `optimizers`: float64 [T,
+// kOptimizerWidth] in host memory. Unless `updates`, owners keep the sums until the next call that
+// updates (only in host memory).
 constexpr char kLookupBackward[] =
     "lookup_backward(int handle, Tensor[] grads, Tensor ids, Tensor offsets, Tensor? weights, "
     "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "

@@ -24,8 +24,7 @@ OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
   }
 }
 
-// Stores an error unless there is one. Nothing synchronizes with it: the host reads it in the next
-// call.
+// Stores an error unless there is one. Nothing waits for it: the host reads it in the next call.
 OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
   if (atomicCAS(error.claimed, 0, 1) != 0) return;
   volatile ErrorWord* word = error.word;
@@ -35,7 +34,7 @@ OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t deta
   word->code = code;
 }
 
-// Largest k in [low, high) that `holds`, as `low` and all below such a k do.
+// Largest k in [low, high) with holds(k), which is true for `low` and for all below such a k.
 template <class Holds>
 OPER_DEVICE int64_t last_that(int64_t low, int64_t high, Holds holds) {
   while (high - low > 1) {
@@ -75,8 +74,8 @@ OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
   return last_that(-1, n, [&](int64_t k) { return key_at(k) < key; }) + 1;
 }
 
-// One block of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n]; that of
-// n, which every thread gets returned, is thread 0's.
+// One block of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n], for k
+// = n on thread 0. Returns the last sum to every thread.
 template <class Value, class Store>
 OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
   __shared__ int64_t of_warps[8];
@@ -109,7 +108,7 @@ OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
 // ---- pairs --------------------------------------------------------------------------------------
 
 // Calls body(feature number, id's index in the batch, bag, pair) for every id of every feature; a
-// warp takes a tile of bags (pooled) or ids at a time. Unpooled: the bag means nothing.
+// warp takes a tile of bags (pooled) or ids at a time. Unpooled: the bag has no meaning.
 template <class Body>
 OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan& plan, Body body) {
   const Group<32> group;

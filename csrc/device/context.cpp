@@ -11,7 +11,7 @@
 namespace oper::device {
 namespace {
 
-// Of rows of `dim` columns (1 to 1,024).
+// The class of rows of `dim` columns (1 to 1,024).
 RowClass class_of(RowType type, int32_t dim) {
   RowClass made{.type = type};
   const int32_t per_part = type == RowType::kFloat32 ? 4 : 8;
@@ -52,7 +52,7 @@ char* DeviceMemory::take_bytes(size_t bytes) {
   return taken;
 }
 
-// Puts what kernels need of a description into device memory.
+// Copies the parts of a description that kernels need to device memory.
 class Context::Builder {
  public:
   Builder(Context& context, const Description& d, const Shared& s)
@@ -97,12 +97,12 @@ class Context::Builder {
   DeviceMemory& memory_;
   const Description& d_;
   const Shared& s_;
-  std::vector<int32_t> place_;  // in the order of keys, of each table of the plan
+  std::vector<int32_t> place_;  // position of each of the plan's tables in the order of keys
   std::vector<Table> tables_;
   std::vector<int64_t> table_keys_{0}, own_begin_{0};
   const int64_t* maps_;  // in device memory
 
-  // Tables of one class of rows follow each other.
+  // Makes tables of one class of rows consecutive.
   void order_tables() {
     std::vector<RowClass> shapes;
     const auto dim_of = [&](int64_t t) { return static_cast<int32_t>(d_.table(t)[kDim]); };
@@ -128,7 +128,7 @@ class Context::Builder {
     }
   }
 
-  // Table number k in the order of keys; after those before it.
+  // Table number k in the order of keys; to be called in this order.
   Table table(int32_t k) {
     const int64_t W = d_.world_size, t = c_.order[k];
     const int64_t* x = d_.table(t);
@@ -261,7 +261,7 @@ void Context::forget_error(cudaStream_t stream) {
   const int32_t code = words_->error.code;
   if (code == 0 || code == 2) return;
   check(cudaMemsetAsync(claimed_, 0, sizeof(int), stream), "cannot forget an error");
-  // Kernels before this on the stream write nothing any more: they found it claimed.
+  // No kernel earlier on the stream still writes the words: it found them claimed.
   words_->error = {};
 }
 
@@ -272,7 +272,7 @@ void Context::barrier(cudaStream_t stream) const {
 
 namespace {
 
-// Gives out parts of one block, one after another; with a null block it only counts.
+// Allocates consecutive parts of one block; if the block is null, it only counts bytes.
 class BumpAllocator {
  public:
   explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}

@@ -92,7 +92,7 @@ struct Feature {
   int64_t column;
 };
 
-// The error of a batch, in host memory that the device maps; `code` is written last.
+// The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
   // exchange
@@ -231,8 +231,7 @@ struct Output {
   int64_t stride;  // elements between rows
 };
 
-// ---- steps; they throw if a launch fails
-// ---------------------------------------------------------
+// ---- steps; they throw if a launch fails --------------------------------------------------------
 
 // Arguments of all steps of a rank.
 struct Launch {

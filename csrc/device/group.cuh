@@ -45,7 +45,7 @@ struct Group {
   OPER_DEVICE T shuffle_xor(T value, int distance) const {
     return __shfl_xor_sync(mask, value, distance, G);
   }
-  // Bit l: of lane l of this group.
+  // Bit l is the value of lane l of this group.
   OPER_DEVICE unsigned ballot(bool value) const {
     const int first = static_cast<int>(threadIdx.x) % 32 / G * G;
     const unsigned bits = __ballot_sync(mask, value) >> first;
@@ -101,7 +101,7 @@ using Halved =
     std::conditional_t<sizeof(typename S::T) == 4 && S::V == 1 && S::E == 4 && (S::G >= 8),
                        Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
-// Blocks of 256 threads that a multiprocessor must hold: two where a row takes few registers.
+// Blocks of 256 threads that a multiprocessor must hold: two if a row takes few registers.
 template <class Shape>
 constexpr int kBlocks = Shape::V * Shape::E <= 16 ? 2 : 1;
 
@@ -136,7 +136,7 @@ struct Part {
       __builtin_memcpy(&words[k], &part, sizeof(part));
     }
   }
-  // To an address that is a multiple of 16 where the part is.
+  // `to`: a multiple of 16 if the size of the part is.
   OPER_DEVICE void store(S* to) const {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) *(reinterpret_cast<Word*>(to) + k) = words[k];
@@ -279,7 +279,7 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
   constexpr int kSums = G >= 16 ? 1 : 16 / G;
   const bool is_full = kColumns % 16 == 0 && dim == kColumns;
 #if defined(OPER_EMULATED)
-  if (dim > kColumns) std::abort();  // it would be read past the buffer
+  if (dim > kColumns) std::abort();  // reads would pass the end of the buffer
 #endif
   group.sync();
   if (is_full) {
@@ -325,7 +325,7 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
 template <class T, class Body>
 void with_shape_of(const RowClass& row_class, Body body) {
   constexpr int E = 16 / sizeof(T);
-  if (row_class.lanes == 0) {  // rows that are not made of 16-byte parts
+  if (row_class.lanes == 0) {  // size is not a multiple of 16 bytes
     if (row_class.vectors <= 4) return body(Shape<T, 1, 32, 4>{});
     return body(Shape<T, 1, 32, 32>{});
   }

@@ -20,14 +20,14 @@ OPER_DEVICE int64_t position_at(const Table& table, int64_t slot) {
 OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
   const int64_t num_head = table.head_ids.num_head;
   if (position < num_head) return table.head_ids.by_position[position];
-  // A cold row of this ordinal lies behind the k head ids with ascending[j] - j <= ordinal.
+  // The cold row of this ordinal comes after the k head ids with ascending[j] - j <= ordinal.
   const int64_t ordinal = position - num_head;
   return ordinal + lower_bound(num_head, ordinal + 1, [&](int64_t j) {
            return static_cast<int64_t>(table.head_ids.ascending[j]) - j;
          });
 }
 
-// A row of shared memory for each group of a block: floats of one, of all of them, and this group's.
+// A row of shared memory for each group of a block: size of one and of all (floats); this group's.
 template <class Shape>
 constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
 template <class Shape>
@@ -39,15 +39,15 @@ OPER_DEVICE float* group_buffer(float* buffers) {
 
 // ---- stochastic rounding of two neighbouring columns ---------------------------------------------
 
-// `round_to` of both, by the lower and the upper half of 16 + 16 random bits.
+// `round_to` of both, the first by the lower 16 random bits, the second by the upper 16.
 template <class T>
 OPER_DEVICE uint32_t round_pair(T type, float first, float second, uint32_t random) {
   return round_to(type, first, random & 0xffffu).bits |
          static_cast<uint32_t>(round_to(type, second, random >> 16).bits) << 16;
 }
 
-// Numbers that `round_plain_pair` rounds as `round_pair` does, in a few instructions: those whose random
-// bits, added to their last places, need only be cut off.
+// Whether `round_plain_pair`, which takes fewer instructions, rounds a number as `round_pair` does:
+// by adding random bits to its last places and truncating.
 OPER_DEVICE bool is_plain(Float16, float value) {  // 2^-14 to 2^15
   return (bits_of_float(value) & 0x7fffffffu) - 0x38800000u < 0x47000000u - 0x38800000u;
 }
@@ -115,8 +115,8 @@ class RowOptimizer {
   OPER_DEVICE Optimizer kind() const { return kKind == Optimizer::kNone ? args_.kind : kKind; }
   OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
 
-  // Makes of the exact gradient of a row the one that the optimizer takes: clipped, then with decay.
-  // `squares`: its sum of squares over all columns of the row, where the optimizer clips.
+  // Converts a row's exact gradient to the one that the optimizer uses: clipped, then with decay.
+  // `squares`: its sum of squares over all columns of the row, needed if the optimizer clips.
   OPER_DEVICE void clip_and_decay(int64_t slot, Row<Shape>& g, float squares) const {
     if (clips()) {
       const float factor = clip_factor(squares, args_.max_norm);
@@ -169,7 +169,7 @@ class RowOptimizer {
  private:
   const Table& table_;
   const int32_t dim_;
-  // By value: all that is used of them is loaded at once.
+  // Copies, so that all used fields are loaded at once.
   const OptimizerArgs args_;
   const RoundingKey rounding_;
   const Group<Shape::G>& group_;
@@ -182,8 +182,8 @@ class RowOptimizer {
     s.store(state + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
 
-  // Stochastic rounding by numbers that depend on the row's id, the column and the step only. A part
-  // of 8 columns is a block of 8 such numbers, unless a piece begins inside of one.
+  // Stochastic rounding by numbers that depend only on the row's id, the column and the step. 8
+  // columns use one block of 8 numbers, unless a piece begins within a block.
   OPER_DEVICE void store_rounded(T* row, uint32_t id, const Row<Shape>& w) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {

@@ -14,10 +14,10 @@
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
     check(cudaGetLastError(), "cannot launch " #kernel);             \
   } while (false)
-// For a kernel that may start while its predecessor on the stream still runs (programmatic dependent
-// launch, sm_90 and newer). It calls `wait_for_earlier_kernel` before it reads what the predecessor writes,
-// or writes what that one uses; the predecessor may call `let_next_kernel_begin`. What still earlier
-// kernels wrote it may read at once only if the predecessor was not launched early itself.
+// For a kernel that may start while its predecessor on the stream still runs (programmatic
+// dependent launch, sm_90 and newer). It must call `wait_for_earlier_kernel` before it reads what
+// that writes, or writes what that uses; the predecessor may call `let_next_kernel_begin`. It may
+// read results of still earlier kernels at once only if the predecessor did not start early.
 #define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
   do {                                                                                 \
     cudaLaunchAttribute attribute{};                                                   \
@@ -50,7 +50,7 @@ OPER_DEVICE void let_next_kernel_begin() {
 #endif
 }
 
-// Has the lines that hold [from, from + num_bytes) fetched into the second-level cache.
+// Prefetches the lines that hold [from, from + num_bytes) into the second-level cache.
 OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #if defined(OPER_EMULATED)
   (void)from;

@@ -5,19 +5,19 @@
 
 namespace oper::device {
 
-// What a block may have of shared memory without asking for more; and the length of an array of so many
-// bytes, which must not be 0.
+// Shared memory that a block may use by default; and the length of an array of `kBytes`, since
+// arrays must not be empty.
 constexpr int kMostSharedBytes = 48 << 10;
 template <int kBytes>
 constexpr int kArrayBytes = kBytes > 0 ? kBytes : 16;
 
-// Of shared memory for one row of each group.
+// Bytes of shared memory for one row of each group.
 template <class Shape, class S>
 constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shape::E>));
 
-// Places for `kSlots` rows of elements S of every group of a block of 256 threads. Rows in flight take
-// no registers, and are so many that the memory is kept busy. A lane copies its own parts of a row and
-// reads only these, so that it waits for no other thread: start, commit_copies, wait_for_copies, read.
+// Space for `kSlots` rows of elements S of every group of a block of 256 threads. Rows in flight
+// take no registers, so enough of them keep the memory busy. A lane copies its own parts of a row
+// and reads only these, without other threads: start, commit_copies, wait_for_copies, read.
 template <class Shape, class S, int kSlots>
 class RowRing {
  public:
@@ -54,7 +54,7 @@ class RowRing {
  private:
   typename Piece::Word* own_;
 
-  // Words of neighbouring lanes lie side by side: no two of them share a bank.
+  // Words of neighbouring lanes are adjacent, so that no two of them share a bank.
   OPER_DEVICE typename Piece::Word* word(int slot, int i, int k) const {
     return own_ + ((slot * Shape::V + i) * Piece::kCount + k) * 256;
   }
@@ -64,7 +64,7 @@ class RowRing {
     if constexpr (kCount * sizeof(S) == 16) {
       if (wide) return copy_async<16>(to, from);
     }
-    // Not unrolled: it would be issued beside the wide copy, which is the usual one.
+    // Not unrolled, so that it is not issued together with the wide copy, which is the usual one.
 #pragma unroll 1
     for (int k = 0; k < kCount; ++k) {
       if constexpr (sizeof(S) == 4) {
@@ -76,7 +76,7 @@ class RowRing {
   }
 };
 
-// One place is in registers: rows too wide for more, which have enough in flight by themselves.
+// A single slot is in registers: for rows so wide that one alone keeps enough bytes in flight.
 template <class Shape, class S>
 class RowRing<Shape, S, 1> {
  public:

@@ -289,8 +289,8 @@ struct Context {
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // any table
-  // What else the next backward pass does between the barriers of the update, of dynamic tables: `first`
-  // before rows change, `last` after that, when all ranks of this memory domain have done `first`.
+  // Work on dynamic tables between the barriers of the next backward pass's update: `first` before
+  // rows change, `last` afterwards, when all ranks of this memory domain have done `first`.
   struct BesideUpdate {
     std::function<void()> first, last;
   };
@@ -303,7 +303,7 @@ struct Context {
   void reset_outbox();
   // Allocates `count` gradient rows and slots of a table; false if the outbox is full.
   bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
-  // Backs the used part of a rank's outbox by huge pages where it is not yet.
+  // Backs the used part of a rank's outbox by huge pages, as far as it is not yet.
   void collapse_outbox(int32_t owner_rank);
 
  private:
@@ -370,12 +370,12 @@ struct TableOrder {
   }
 };
 
-constexpr int64_t kAddressesAhead = 64;  // readable entries behind the last address, to prefetch
+constexpr int64_t kAddressesAhead = 64;  // readable entries after the last address, to prefetch
 
 // The resolved ids of a batch; they do not depend on the contents of rows.
 struct Resolved {
   const int64_t* addresses;             // of the rows of all features, in order
-  std::vector<int64_t> first;           // [F] where each feature's begin
+  std::vector<int64_t> first;           // [F] index of each feature's first address
   char* order;                          // TableOrder [T] and their arrays, or null
 };
 
@@ -383,8 +383,8 @@ struct Resolved {
 struct Samples {
   const int64_t* bags;  // [num_features, count]
   int64_t num_features, count;
-  // Properties of the bags of one feature: any outside [0, limit); none above its sample's index, as when they
-  // are numbered in the order of the samples; sample b has bag b.
+  // Properties of one feature's bags. is_outside: some bag is not in [0, limit). are_in_order: none
+  // exceeds its sample's index, as if numbered by first sample. are_own: sample b has bag b.
   struct Kind {
     bool is_outside, are_in_order, are_own;
   };

@@ -10,9 +10,8 @@
 namespace oper::host {
 
 // Looks up a pooled batch of F features of `dim` columns each, and combines it with one dense row
-// per
-// sample. out [B, dim + (F + 1) * F / 2]: the dense row, then the dot products of the pairs (i, j),
-// i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ..., (1, 2), ...
+// per sample. out [B, dim + (F + 1) * F / 2]: the dense row, then the dot products of the pairs
+// (i, j), i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ..., (1, 2), ...
 //
 // Only for read-only tables whose rows this rank can address, without pushed tiers.
 void forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,

@@ -122,7 +122,7 @@ void* map_shared(int fd, size_t bytes, bool writable) {
 
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable) {
 #if defined(__SANITIZE_THREAD__)
-  writable = true;  // for the rank that owns it, at the same place
+  writable = true;  // for the owner, at the same address
 #endif
   const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
   if (mmap(data, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==

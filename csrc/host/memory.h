@@ -21,8 +21,8 @@ constexpr T round_up(T value, std::type_identity_t<T> unit) {
 // Map `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
 void* map_shared(int fd, size_t bytes, bool writable);
 void unmap(void* data, size_t bytes);
-// Put pages of descriptor `fd`, from `offset`, in the place of mapped ones; small pages for good.
-// Whole pages only. False and errno on failure.
+// Replace mapped pages by pages of descriptor `fd` from `offset` on, which stay small pages. Whole
+// pages only. False and errno on failure.
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 
 // Ask for huge pages behind an already touched range; returns the bytes that were collapsed.

@@ -60,7 +60,7 @@ Exchange::Exchange(Context& context, ExchangeSetup wanted)
       table.touched[r] = const_cast<uint32_t*>(nothing_);
       table.packed_masters[r] = reinterpret_cast<const char*>(nothing_);
       if (table.pieces.empty()) continue;
-      // Address space; only pages of slots that are touched are ever taken.
+      // Address space only: pages are allocated when their slots are touched.
       const size_t bytes =
           static_cast<size_t>(2 * num_slots(table, r) + 1) * 4;  // two rounds of squares at most
       void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -167,14 +167,14 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
 Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
   const Table& table = context_.tables[part.table];
   const uint32_t from = static_cast<uint32_t>(context_.rank), to = static_cast<uint32_t>(part.rank);
-  // Beyond 2^15 ranks some draw alike.
+  // Beyond 2^15 ranks, some pairs draw the same numbers.
   const uint32_t pair = (from & 0x7fff) << 15 | (to & 0x7fff);
   const uint32_t is_bag = part.shape.kind == kSentBagGradients;
   return {table.rounding, kRoundingMessages | is_bag << 30 | pair,
           static_cast<uint32_t>(table.first_column), names};
 }
 
-// What was just sent stays where it is until the next requests.
+// Records where the requests just sent lie; they stay there until the next ones.
 void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   for (const Part& x : parts) {
     Requested& asked = kept(kAsBefore).asked[cell(x.rank, x.table)];

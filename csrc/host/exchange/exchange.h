@@ -21,7 +21,7 @@ struct ReplicaTarget {
 };
 
 struct ExchangeSetup {
-  Messages::Setup messages;            // but for the rank and the tables
+  Messages::Setup messages;            // except the rank and the tables
   std::vector<ReplicaTarget> targets;
   bool gathers, refreshes;             // whether any rank does
   bool pulls;                          // whether any rank gathers rows of pulled tiers
@@ -57,15 +57,15 @@ class Exchange {
   // Received arrays have an inbox for each phase, and one for the rows of a gather.
   static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
-  // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
-  // of, see Draws.
+  // Source of an array: contiguous data, or the rows `rows` of a matrix. `names`: to which rows or
+  // bags gradients belong, see Draws.
   struct Source {
     const void* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
-  // The arrays of requests of one table between two ranks, as kernels read them where they were
-  // received, as they were packed where they were sent; `weights` may be null.
+  // The arrays of one table's requests between two ranks: on the receiver as kernels read them, on
+  // the sender as they were packed. `weights` may be null.
   struct Requested {
     const char* slots = nullptr;
     const char* bags = nullptr;
@@ -83,7 +83,7 @@ class Exchange {
     Inbox received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
   };
-  struct Listed {  // [0] = count, then slots; and numbers beside them
+  struct Listed {  // slots: the count, then slots; values: one per slot
     std::vector<uint32_t> slots;
     std::vector<float> values;
   };
@@ -103,11 +103,11 @@ class Exchange {
   Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const std::vector<Part>& parts, const char* send);
   void list_bags(int64_t table, int32_t peer);
-  // By the count that says so.
+  // The requests that a count refers to.
   Kept& kept(uint32_t count) { return kept_[messages.kept(count)]; }
   const Kept& kept(uint32_t count) const { return kept_[messages.kept(count)]; }
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
-  // A count, or that of the forward pass whose requests were the same.
+  // A count, or kAsBefore or kAsBefore - 1 if requests equal those of a forward pass.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
   void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                const char* const* arrays);
@@ -136,9 +136,9 @@ class Exchange {
   Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  // Of one table and another rank.
+  // Data of one table and another rank.
   struct Pair {
-    std::vector<uint32_t> bags;             // distinct ones of this rank's requests
+    std::vector<uint32_t> bags;             // the distinct ones in this rank's requests
     Listed listed;
     const uint32_t* asked_slots = nullptr;  // of this rank
     uint32_t num_asked_slots = 0;

@@ -2,11 +2,11 @@
 //
 // The read map of a row that cannot be addressed gives -1 - its home key, see KernelMaps.
 
-// Home key of a place that cannot be addressed.
+// Home key of a place that stands for a row without an address.
 OPER_INLINE uint32_t far_key(int64_t place) { return static_cast<uint32_t>(-1 - place); }
 
-// Numbers the distinct rows among `n` places that cannot be addressed, in the order of their keys:
-// their places become -1 - number. Adds to `counts` how many of the places are each owner's.
+// Numbers the distinct rows without an address among `n` places, in the order of their keys: their
+// places become -1 - number. Adds to `counts` the number of these places by owner.
 void number_sorted(const Table& table, int64_t n, FarRows& out, int64_t* counts, Scratch& scratch) {
   uint64_t* pairs = scratch.get<uint64_t>(2, n);
   uint64_t* spare = scratch.get<uint64_t>(3, n);
@@ -30,7 +30,7 @@ void number_sorted(const Table& table, int64_t n, FarRows& out, int64_t* counts,
   }
 }
 
-// The same by a number for every row of the table: for tables with few rows beside the ids.
+// The same by an array over all rows of the table, for tables with few rows compared with the ids.
 void number_in_place(const Table& table, int64_t n, FarRows& out, int64_t* counts,
                      Scratch& scratch) {
   const int64_t rows = table.home.num_rows;
@@ -69,8 +69,8 @@ int64_t far_rows(const Table& table, const Batch& batch, Moved kind, bool skip_p
     }
     at += n;
   }
-  // Rows by owner, as if all were read in place; entries that are no address count as those of the
-  // first arena.
+  // Counts rows by owner as if all were read in place. Entries that are no addresses are counted
+  // for the first arena, and subtracted below.
   int64_t* counts = scratch.rows_read(kind, table.index);
   count_rows(table, out.places, at, kind, scratch);
   int64_t num_far = 0;

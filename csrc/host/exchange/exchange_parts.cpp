@@ -10,7 +10,7 @@
 
 namespace oper::host {
 
-// ---- what this rank has for others -------------------------------------------------------------
+// ---- data to send ------------------------------------------------------------------------------
 
 void Exchange::count(CollectivePhase phase, bool weighted) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
@@ -50,7 +50,7 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   }
 }
 
-// The bags of this rank's requests to a rank, each once: in the order in which it pools them.
+// Lists the distinct bags in this rank's requests to rank r, in the order in which r pools them.
 void Exchange::list_bags(int64_t t, int32_t r) {
   std::vector<uint32_t>& distinct = pairs_[cell(r, t)].bags;
   distinct.clear();
@@ -69,7 +69,7 @@ uint32_t Exchange::requests_count(int64_t t, int32_t r, bool weighted) const {
   return static_cast<uint32_t>(begin[r + 1] - begin[r]);
 }
 
-// Whether a rank still has the requests for its rows: those of a forward pass were the same.
+// Whether this rank's requests to rank r equal those of a forward pass, which r still has.
 bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool weighted) const {
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t* begin = entry->begin();
@@ -83,7 +83,7 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
     return std::memcmp(one, other, static_cast<size_t>(bytes)) == 0;
   };
   if (weighted && !equal(numbers(entry->weights_offset), before.weights, n * 4)) return false;
-  // A block at a time, of whole words whatever the bits: requests that differ do so soon.
+  // Block by block, each of whole words for any number of bits: differences usually show early.
   constexpr int64_t kBlock = 1024;
   uint32_t packed[kBlock];
   char* const to = reinterpret_cast<char*>(packed);
@@ -97,7 +97,7 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   return equal(runs.data(), before.bags, static_cast<int64_t>(runs.size()));
 }
 
-// Owners of the other pieces of a row need this piece's sum of squares.
+// Lists this piece's sums of squares for the owners of the rows' other pieces.
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
   for (int32_t r : messages.far) {
@@ -107,7 +107,7 @@ void Exchange::list_squares(int64_t t) {
   if (messages.round() >= table.rounds_of_squares()) return;
   const float* squares =
       table.squares[context_.rank] + messages.round() * num_slots(table, context_.rank);
-  // Slots that any rank has a gradient of.
+  // Slots for which any rank has a gradient.
   std::vector<uint32_t> slots;
   for (int32_t r = 0; r < context_.world_size; ++r) {
     OutboxTable* entry = context_.outbox_table(r, t);
@@ -184,7 +184,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
       if (part == 1)
         return {base + entry->rows_offset + first * context_.tables[t].gradient_bytes(), nullptr,
                 slots};
-      part -= 2;  // those of requests
+      part -= 2;  // the remaining parts are those of requests
       break;
     }
   }
@@ -195,7 +195,7 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
   return {base + places[part] + entry->begin()[r] * 4};
 }
 
-// ---- whether what others have sent can be ------------------------------------------------------
+// ---- checks of received data -------------------------------------------------------------------
 
 bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
                          const char* const* arrays) const {
@@ -221,7 +221,7 @@ bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
   return true;
 }
 
-// ---- where the kernels find what others have sent ----------------------------------------------
+// ---- received data, where kernels find it ------------------------------------------------------
 
 void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                        const char* const* arrays) {
@@ -299,7 +299,7 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective)
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
   std::vector<int64_t> first;
-  // Tables of which owners pool all rows that this rank cannot address.
+  // Tables whose owners pool all rows that this rank cannot address.
   const auto is_skipped = [&](const Table& table) {
     return collective && table.has_push && !pulls_far_[table.index];
   };

@@ -12,8 +12,8 @@ namespace oper::host {
 namespace {
 
 constexpr float kLargestCode = 255.0f;
-// Numbers of a row with larger steps may lie further apart than float32 can say: they are coded and
-// decoded as a quarter of themselves.
+// With larger steps, differences of a row's numbers may exceed float32's range: the numbers are
+// coded and decoded as a quarter of themselves.
 constexpr float kWideStep = FLT_MAX / 512, kQuarter = 0.25f;
 
 void round_row(char* to, const float* numbers, int64_t n) {
@@ -27,8 +27,8 @@ void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
-// How a row is coded: its numbers are least + step * code. A step of 0: all are the least number, or
-// so near to it that float32 hardly tells. NaN: there was a number that is not finite.
+// How a row is coded: its numbers are least + step * code. A step of 0: all numbers are the least
+// one, or differ from it by almost nothing. NaN: some number is not finite.
 struct Code {
   float step, least;
 
@@ -47,7 +47,7 @@ struct Code {
   }
 };
 
-// `name`: of the row, to `draws` alone.
+// `name`: of the row, used only by `draws`.
 void code_row(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name) {
   constexpr int64_t kPerDraw = 8;
   const Code code(numbers, n);
@@ -88,8 +88,8 @@ void decode_row(float* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * static_cast<float>(codes[i]);
 }
 
-// Entries of `kUnit` bytes, or of `unit` where that is 0. A call for every short copy would take
-// longer than the copy.
+// Copies entries of `kUnit` bytes, or of `unit` if that is 0. A constant size saves the call of
+// memcpy, which takes longer than a short copy.
 template <int64_t kUnit>
 void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, int64_t unit) {
   constexpr int64_t kAhead = 16;

@@ -12,15 +12,15 @@ namespace oper::host {
 // threads or order.
 struct Draws {
   RoundingKey key;
-  uint32_t purpose;       // other draws of the same key have another one
-  uint32_t first_column;  // of the rows in those of the whole table
+  uint32_t purpose;       // distinguishes draws of the same key
+  uint32_t first_column;  // first column of the rows in the whole table
   const uint32_t* names;  // by entry of the source: the row's slot, or the bag's number
 };
 
 struct WireArray {
   int64_t n, unit;               // unit: bytes of one entry
   int32_t bits = 32;             // fewer: entries are rows of float32 numbers
-  const Draws* draws = nullptr;  // null: to nearest; bfloat16 always is
+  const Draws* draws = nullptr;  // null: rounds to nearest, as bfloat16 always does
 };
 
 // Packs entries `rows` of `from` (null: 0..n) contiguously.
@@ -31,8 +31,8 @@ void unpack(char* to, const char* from, const WireArray& array);
 void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
 void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
 
-// Bags of ids that follow each other, uint32 [n], as one bit per id: set where another bag begins.
-// Unpacking numbers them 0, 1, ...
+// The bags of consecutive ids, uint32 [n], as one bit per id: set if another bag begins.
+// Unpacking numbers the bags 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);
 void unpack_runs(uint32_t* bags, const char* from, int64_t n);
 

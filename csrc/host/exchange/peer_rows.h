@@ -37,7 +37,7 @@ class PeerRows {
   std::mutex turn;
 
   struct OfTable {
-    int64_t num_ids = 0, num_rows = 0;  // of neighbours, as last counted; distinct ones
+    int64_t num_ids = 0, num_rows = 0;  // neighbours' rows, as last counted: ids, distinct rows
     bool is_chosen = false;             // they are copied
     Buffer places, sources, copies;
   };

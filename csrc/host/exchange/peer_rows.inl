@@ -1,6 +1,6 @@
 // Distinct rows of neighbours in a batch. Part of kernels.inl.
 
-// Addresses of a table's ids, all features after one another; returns the first bad id's index, or -1.
+// Addresses of a table's ids, feature by feature; returns the first bad id's index, or -1.
 int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
@@ -16,7 +16,7 @@ int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   return -1;
 }
 
-// Numbers addresses in the order in which they first come: open addressing.
+// Numbers addresses in the order of their first occurrence. A hash table with open addressing.
 class Numbering {
  public:
   Numbering(int64_t most, Scratch& scratch)
@@ -24,7 +24,7 @@ class Numbering {
         cells_(scratch.get<Cell>(2, int64_t{1} << bits_)) {
     std::memset(cells_, 0, sizeof(Cell) << bits_);
   }
-  // The number of an address; `count` is the next one that is free.
+  // The number of an address; a new one gets `count`.
   OPER_INLINE int64_t of(int64_t address, int64_t count) {
     const uint64_t mask = (uint64_t{1} << bits_) - 1;
     uint64_t at = (static_cast<uint64_t>(address) * 0x9E3779B97F4A7C15u) >> (64 - bits_);
@@ -64,7 +64,7 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   return -1;
 }
 
-// Rows read: one for every id of an own row, and every distinct one of a neighbour.
+// Counts rows read: own rows once per id, neighbours' rows once per distinct row.
 void count_distinct(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
                     Scratch& scratch) {
   count_rows(table, rows.sources, rows.num_rows, kRows, scratch);

@@ -1,11 +1,11 @@
 // Which key is evicted, and the initial values of a new key's row. Part of kernels.inl.
 
-// Scores of a bucket's slots in the order of eviction; kNever where none may be evicted.
+// Scores of a bucket's slots, ascending in the order of eviction; kNever: not to be evicted.
 struct EvictionOrder {
   static constexpr uint64_t kNever = ~uint64_t{0};  // no clock is as high
   uint64_t scores[kBucketSlots];
 
-  // Vectorised unless counts are halved, over all places of a bucket, including those beyond its slots.
+  // For all places of a bucket, even beyond its slots; vectorised unless counts are halved.
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
     const bool by_clock = rules.eviction == Eviction::kLeastRecent;
@@ -61,7 +61,7 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
 }
 
-// In blocks of four columns, 16 blocks at a time, vectorised.
+// Draws blocks of four columns, 16 blocks at a time, vectorised.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
   constexpr int64_t kColumns = 64;
   constexpr uint32_t kRowDraw = 0x696e6974u;

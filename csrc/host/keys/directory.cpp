@@ -11,11 +11,11 @@ namespace oper::host {
 
 namespace {
 
-constexpr size_t kAhead = 32;        // keys whose ages are fetched together
-constexpr size_t kBucketsAhead = 8;  // and those whose buckets are
+constexpr size_t kAhead = 32;        // keys whose ages are prefetched together
+constexpr size_t kBucketsAhead = 8;  // keys whose buckets are prefetched
 constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
-// The first slot with a tag for which `body(slot)`, or -1.
+// The first slot with `tag` for which body(slot) is true, or -1.
 template <class Body>
 int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
   for (uint64_t bits = equal_tags(tags, tag); bits != 0; bits &= bits - 1)
@@ -23,7 +23,7 @@ int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
   return -1;
 }
 
-// The first of some slots, a bit each, that are in a line, or of all of them if none is.
+// The first of `slots` (a bit each) that is in `line`, or the first of all if none is.
 int64_t first_slot_near(uint64_t slots, int64_t line) {
   const uint64_t near = slots & uint64_t{0x0101010101010101} << line;
   return std::countr_zero(near != 0 ? near : slots);
@@ -121,7 +121,7 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
 
 // ---- updates -------------------------------------------------------------------------------------
 
-// Sorted by bins of the hash's high bits, then within bins: a bin has few entries unless keys are
+// Sorts by bins of the hash's high bits, then within bins: a bin has few entries unless keys are
 // made to collide or a key is frequent.
 std::vector<KeyCount> KeyDirectory::distinct(std::span<const int64_t> keys) const {
   const int64_t n = static_cast<int64_t>(keys.size());
@@ -219,8 +219,8 @@ uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
   return total >= rules_.min_count ? total : 0;
 }
 
-// A slot for a new key, in its line if there is one: a free one, one that has expired, or that of the key to be
-// evicted; -1 where all keys of the bucket have been seen in this update.
+// A slot for a new key: a free one, an expired one (of these preferably in the key's line), or that
+// of the key to be evicted; -1 if all keys of the bucket have been seen in this update.
 int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clock,
                                 KeyChanges& changes) const {
   const uint64_t all = ~uint64_t{0} >> (kBucketSlots - bucket.num_slots);
@@ -248,7 +248,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
       return bucket.hash(at) == key.hash;
     });
-    // Of a lookup that has been overtaken by the update that gave the key its row.
+    // The key got its row in an update after the lookup that missed it.
     if (slot >= 0 && !is_expired(bucket.ages[slot].clock, clock - 1)) {
       const uint32_t before = rules_.decayed(bucket.ages[slot].count, bucket.ages[slot].clock, clock);
       bucket.ages[slot] = {clock, saturated(before + key.count)};
@@ -272,8 +272,8 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
       ++changes.refused;
       continue;
     }
-    // Concurrent lookups without gradients may read it: atomically either the old or the new
-    // number.
+    // Atomic, since concurrent lookups without gradients may read it: they get the old or the new
+    // hash.
     __atomic_store_n(&bucket.hash(slot), key.hash, __ATOMIC_RELAXED);
     bucket.tags[slot] = tag_of(key.hash);
     bucket.ages[slot] = {clock, saturated(key.count)};
@@ -287,7 +287,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
 
 void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
                          KeyChanges& changes) const {
-  // Tags, the line of a key's home, and all ages, by which evictions are decided.
+  // Prefetches tags, the line of a key's home, and all ages, which decide evictions.
   const auto fetch = [&](size_t i) {
     if (i >= keys.size()) return;
     const int64_t bucket = bucket_of(keys[i].hash);

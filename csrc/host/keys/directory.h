@@ -8,14 +8,14 @@
 //
 // Hashes are stored instead of keys: the hash is a bijection of 64-bit numbers, so any key is legal
 // and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash, compared
-// first; 0 = free), the hash, and its age: the clock of the last update that saw the key, and its count.
-// The hashes of kLineSlots slots are a cache line; slots go to the lines in turn, so that those in use lie
-// close together, and their rows and ages, while a table fills. Each key has a line of its bucket as its home and takes a
-// slot there if it can, so that a search mostly reads one line; of keys that are not at home it reads the
-// bucket's tags, which are a line, too, and the line of the slot. Ages are stored after all buckets: lookups
-// read lines at random and need no ages unless keys expire, so that without ages in between they touch half
-// as many pages; updates write ages at random and touch fewer pages, too. With admission by count, a bucket
-// also counts up to kBucketCandidates keys that have no row (6.5 more bytes per slot), after the ages.
+// first; 0 = free), the hash, and its age: the clock of the last update that saw the key, and its
+// count. The hashes of kLineSlots slots are a cache line. Consecutive slots are in different lines,
+// so that while a table fills, used slots, rows and ages are close together. A key's home is a line
+// of its bucket; it takes a slot there if it can, so that a search mostly reads one line; for other
+// keys it also reads the bucket's tags (a line, too) and the slot's line. Ages are stored after all
+// buckets: lookups read lines at random and need no ages unless keys expire, so they touch half as
+// many pages; updates write ages at random, and also touch fewer. With admission by count, a bucket
+// also counts up to kBucketCandidates keys without a row (6.5 more bytes per slot), after the ages.
 #pragma once
 
 #include <algorithm>
@@ -39,12 +39,12 @@ struct KeyRules {
   uint64_t seed = 0;            // of the hash
   uint64_t draws = 0;           // seed of admission by probability
   uint64_t min_count = 1;       // occurrences at which a key gets a row, at most 255
-  uint64_t admit_below = 0;     // a draw of 64 bits below it admits; 0 = all are admitted
+  uint64_t admit_below = 0;     // admits if a 64-bit draw is below it; 0 = always admits
   Eviction eviction = Eviction::kLeastRecent;
   uint32_t half_life = 0;       // updates after which counts are halved; 0 = never
-  uint32_t time_to_live = 0;    // age beyond which a key has no row any more; 0 = none
+  uint32_t time_to_live = 0;    // age beyond which a key loses its row; 0 = none
 
-  // Halved at every multiple of the half-life that has passed since, whether the key was seen or not.
+  // The count, halved for every multiple of the half-life that the clock has passed since `since`.
   uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const {
     if (half_life == 0 || clock <= since) return count;
     const uint32_t halvings = clock / half_life - since / half_life;
@@ -119,7 +119,7 @@ inline uint8_t tag_of(uint64_t hash) {
   return low == 0 ? 1 : low;
 }
 
-// Bit i: whether tags[i] is `tag`, of 64.
+// Bit i, of 64: whether tags[i] is `tag`.
 inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
   uint64_t found = 0;
 #if defined(__SSE2__)
@@ -135,7 +135,7 @@ inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
   return found;
 }
 
-// Keys of a part of a batch, at most DistinctKeys::kMost, and where what is found of them goes.
+// Keys of a part of a batch, at most DistinctKeys::kMost, and where results are written.
 struct FindKeys {
   const void* keys;
   bool are_keys_32_bit;
@@ -146,22 +146,22 @@ struct FindKeys {
   int64_t* missed;  // [n], consecutive keys without a row; null: not needed
 };
 
-// The distinct keys of a part of a batch, numbered in the order in which they come first.
+// The distinct keys of a part of a batch, numbered in the order of their first occurrence.
 struct DistinctKeys {
   static constexpr int64_t kMost = 1 << 16;  // ids of a part
-  static constexpr int64_t kProbes = 16;     // before a key takes the place of another one
-  // By number: the hash, the row (0 = none), the place where there is a row, and how often it comes.
+  static constexpr int64_t kProbes = 16;     // number of probes before a key replaces another one
+  // By number: the hash, the row (0 = none), the place if there is a row, and the occurrences.
   std::vector<uint64_t> hashes = std::vector<uint64_t>(kMost + 1);
   std::vector<uint32_t> rows = std::vector<uint32_t>(kMost), places = rows, counts = rows;
-  // By bits of the hash between those that choose tag and bucket: a key's number, below the number of the
-  // call that has set it. Thus nothing is cleared between two calls.
+  // Hash table, by bits that determine neither tag nor bucket. An entry has the number of the call
+  // that set it, and below that the key's number; so nothing needs to be cleared between calls.
   std::vector<uint32_t> table = std::vector<uint32_t>(kMost);
-  uint64_t mask = 0;  // places in use there, less one
+  uint64_t mask = 0;  // used size of `table`, minus one
   uint32_t call = 0;
   int64_t size = 0, num_missed = 0;
   bool has_repeats = false;  // a key may have several numbers
 
-  // Of so many ids.
+  // Prepares for `n` ids.
   void begin(int64_t n) {
     if (++call == 1 << 16) {
       std::fill(table.begin(), table.end(), 0u);
@@ -173,18 +173,18 @@ struct DistinctKeys {
   }
 };
 
-// The line of its bucket that is a key's home, by other bits of the hash than the bucket and the tag.
+// A key's home line in its bucket, by bits of the hash that determine neither bucket nor tag.
 inline int64_t home_line(uint64_t hash) { return static_cast<int64_t>(hash >> 8 & 7); }
 
 // Lines and slots of a bucket: line l has the slots l, l + kLines, ...
 constexpr int64_t kLines = kBucketSlots / kLineSlots;
 static_assert(kLines == 8);
 inline int64_t slot_of(int64_t line, int64_t index) { return index * kLines + line; }
-// Where the hash of a slot is among those of its bucket.
+// Index of a slot's hash among those of its bucket.
 inline int64_t hash_index(int64_t slot) { return slot % kLines * kLineSlots + slot / kLines; }
 
-// What a free slot has in the place of a hash: none that is at home in its line, whose hashes are compared
-// without a look at the tags.
+// Stored as a free slot's hash: one whose home is another line, as a line's hashes are compared
+// without the tags.
 inline uint64_t free_hash(int64_t slot) { return slot % kLines == 0 ? uint64_t{1} << 8 : 0; }
 
 class KeyDirectory {
@@ -196,11 +196,11 @@ class KeyDirectory {
                            kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
                            kCandidateBytes = kCandidateCountsAt + kBucketCandidates;
 
-  // `arenas`: by rank, where its part lies, `num_bytes` large and cleared.
+  // `arenas`: addresses of the ranks' parts, each of `num_bytes` cleared bytes.
   KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
                const KeyRules& rules);
   static int64_t num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts);
-  // Makes a directory of this rank's part, which is cleared.
+  // Initialises this rank's part, which must be cleared.
   void begin() const;
 
   // ---- places ----
@@ -240,18 +240,18 @@ class KeyDirectory {
     return static_cast<uint32_t>(bucket * kBucketSlots + slot);
   }
   int64_t num_places() const { return num_buckets_ * kBucketSlots; }
-  // By rank: the first place of its buckets; and behind the last one of all. [W + 1]
+  // [W + 1]: the first place of each rank's buckets, then the end of the last rank's.
   std::vector<int64_t> place_bounds() const;
 
   // ---- updates, of this rank's buckets ----
 
-  // The distinct keys among these, by hash, and how often each is there.
+  // The distinct ones of `keys`, sorted by hash, and their numbers of occurrences.
   std::vector<KeyCount> distinct(std::span<const int64_t> keys) const;
-  // Those of this rank's buckets among what the ranks have of keys without a row (by rank, each by hash).
+  // Merges the ranks' lists of keys without a row (each by hash), for this rank's buckets.
   std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
-  // Adds to keys that have rows, each once.
+  // Adds the counts of keys that have rows, each listed once.
   void count(std::span<const PlaceCount> keys, uint32_t clock) const;
-  // Takes in keys that had no row, by hash: all those of some buckets.
+  // Counts or admits keys that had no row, sorted by hash; they are all such keys of some buckets.
   void admit(std::span<const KeyCount> keys, uint32_t clock, KeyChanges& changes) const;
 
   // ---- checkpoints ----
@@ -259,8 +259,8 @@ class KeyDirectory {
   // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first
-  // record that cannot be at its place; then nothing has been written.
+  // Writes the records that this rank owns, or with `checks` only checks them. Returns -1, or the
+  // index of the first record that cannot be at its place; then nothing has been written.
   int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records, bool checks);
 
  private:
@@ -287,7 +287,7 @@ class KeyDirectory {
                        std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 
   int64_t rank_, num_slots_, num_buckets_;
-  Shares slots_;                       // of the buckets
+  Shares slots_;                       // distribution of slots over buckets
   std::vector<int64_t> first_bucket_;  // [W] of each rank
   // [W] per rank, the address that bucket 0, or its candidates, would have if the rank owned it
   std::vector<char*> bases_, candidate_bases_;

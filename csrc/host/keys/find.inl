@@ -17,7 +17,7 @@ OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
 #endif
 }
 
-// Which of the hashes of a line are `hash`, a bit each.
+// Compares the hashes of a line with `hash`; one bit each.
 OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
 #if defined(OPER_KERNELS_AVX512)
   return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(line),
@@ -38,8 +38,8 @@ OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
 #endif
 }
 
-// Keys that are being found. A lookup without gradients may meet the owner's update: hashes are whole
-// numbers, old or new ones, and so are those of a vector.
+// Keys that are being found. The owner's update may run at the same time as a lookup without
+// gradients: each hash read is then either the old or the new number, also in vectors.
 template <int64_t kSize>
 struct KeyBlock {
   int64_t buckets[kSize];
@@ -71,8 +71,8 @@ struct KeyBlock {
 
 constexpr int64_t kBlockKeys = 32;
 
-// Calls stage k of `stages` (block, index of its first key, their number) for blocks of n keys, each stage
-// so many blocks behind the one before: what one has fetched is there when the next one reads it.
+// Calls every stage (block, index of its first key, number of keys) for all blocks of n keys, each
+// stage kBehind blocks after the previous one, so that what that prefetched has arrived.
 template <class... Stages>
 OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   constexpr int64_t kSize = kBlockKeys, kBehind = 2;
@@ -90,8 +90,8 @@ OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   }
 }
 
-// Finds keys of `distinct` that are not at home, or have no row, by the tags of their buckets: the `n`
-// keys of these numbers.
+// Finds by the tags of their buckets the `n` keys of `distinct`, given by `numbers`, that are not
+// at home or have no row.
 OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* hashes,
                               const int64_t* numbers, int64_t n, uint32_t clock,
                               DistinctKeys& distinct) {
@@ -132,14 +132,14 @@ OPER_INLINE uint32_t opaque(uint32_t x) {
   return x;
 }
 
-constexpr int64_t kNumberedKeys = 128;  // at a time; their lines of the directory fit the first-level cache
+constexpr int64_t kNumberedKeys = 128;  // at a time; their lines fit the first-level cache
 
-// Numbers keys in order of first occurrence, and counts them. Keys known from earlier calls are found in vectors,
-// the others one by one. Which of these are new is unpredictable, so the loop does not branch on it, but only on
-// collisions in the table.
+// Numbers keys in order of first occurrence, and counts them. Keys known from earlier calls are
+// found by vector code, the others one by one. Which of these are new cannot be predicted, so the
+// loop branches only on collisions in the table.
 OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
-  constexpr uint32_t kNone = DistinctKeys::kMost;  // from here on: of another batch
+  constexpr uint32_t kNone = DistinctKeys::kMost;  // numbers from here on are of other batches
   uint32_t* const table = distinct.table.data();
   uint64_t* const known = distinct.hashes.data();
   uint32_t* const counts = distinct.counts.data();
@@ -170,13 +170,13 @@ OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& di
         number = table[at] ^ call;
       } while (number < kNone && known[number] != hash && --probes != 0);
       distinct.has_repeats |= probes == 0;
-      if (probes == 0) number = kNone;  // in the place of another one
+      if (probes == 0) number = kNone;  // replaces another key
     }
     const uint32_t is_new = opaque(number >= kNone);
     number ^= (number ^ size) & (0 - is_new);
     table[at] = number | call;
     numbers[left[k]] = static_cast<uint16_t>(number);
-    known[size] = hash;  // of no meaning unless it is new
+    known[size] = hash;  // overwritten later unless it is new
     size += is_new;
   }
   for (int64_t i = 0; i < n; ++i) ++counts[numbers[i]];
@@ -191,8 +191,8 @@ struct HomeSearch {
   uint64_t left[kMost + 1];
   int64_t numbers[kMost + 1], num_left = 0;
 
-  // Looks at the lines that were fetched by the call before, and fetches those of the keys from number
-  // `next` on.
+  // Searches the lines that the previous call prefetched, and prefetches those of the keys from
+  // number `next` on.
   OPER_INLINE void go_on(const KeyDirectory& directory, int64_t next, uint32_t clock,
                          DistinctKeys& distinct) {
     const uint64_t* const hashes = distinct.hashes.data();
@@ -231,10 +231,10 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
   for (int64_t first = 0; first < n; first += kAtOnce, keys += kAtOnce, rows += kAtOnce) {
     const int64_t count = std::min(kAtOnce, n - first);
     HomeSearch<kAtOnce> search;
-    // Lines of the directory come while further keys are numbered.
+    // Lines of the directory arrive while further keys are numbered.
     for (int64_t begin = 0; begin < count; begin += kNumberedKeys) {
       const int64_t block = std::min(kNumberedKeys, count - begin), before = distinct.size;
-      for (int64_t i = 0; i < block; ++i)  // in vectors
+      for (int64_t i = 0; i < block; ++i)  // vectorised
         hashes[i] = directory.hash_of(static_cast<int64_t>(keys[begin + i]));
       number_keys(hashes, block, distinct, numbers + begin);
       search.go_on(directory, before, clock, distinct);

@@ -13,7 +13,7 @@ namespace oper::host {
 
 namespace {
 
-// To the nearest element, as torch converts numbers.
+// Rounds to the nearest element, as torch does.
 template <class E>
 void store_as(const std::vector<float>& values, char* to) {
   for (size_t k = 0; k < values.size(); ++k) reinterpret_cast<E*>(to)[k] = E(values[k]);
@@ -31,7 +31,7 @@ void begin_state(float* state, StateWidth width, int64_t slot, int64_t dim, floa
   std::fill_n(state + slot * columns, columns, value);
 }
 
-// One column piece of the rows.
+// Initialises one column piece of the rows.
 void begin_pieces(const Context& context, const RowRules& rules, const Table& table,
                   const NewRow* rows, int64_t n, std::vector<float>& values) {
   struct Place {

@@ -8,7 +8,7 @@ namespace oper::host {
 
 enum class StateWidth : int64_t { kNone, kPerColumn, kPerRow };
 
-// How the rows of a dynamic table begin.
+// How the rows of a dynamic table are initialised.
 struct RowRules {
   uint64_t seed = 0;
   float bound = 0.0f;
@@ -19,8 +19,8 @@ struct RowRules {
 
 constexpr int64_t kRowsAtOnce = 128;
 
-// Gives new rows, at most kRowsAtOnce, and their optimizer states their first values where this rank has
-// them, as their owner or in replicas. No rank may be in a lookup, nor update them.
+// Initialises at most kRowsAtOnce new rows and their optimizer states where this rank holds them,
+// as owner or in replicas. No rank may look up or update rows meanwhile.
 void begin_rows(const Context& context, const RowRules& rules, const NewRow* rows, int64_t n);
 
 }  // namespace oper::host

@@ -14,8 +14,8 @@ namespace oper::host {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kTaskKeys = 4096, kTaskIds = DistinctKeys::kMost;  // that a thread takes at a time
-constexpr int64_t kSmall = 4096;     // take less time than waking a thread
+constexpr int64_t kTaskKeys = 4096, kTaskIds = DistinctKeys::kMost;  // taken by a thread at a time
+constexpr int64_t kSmall = 4096;     // fewer keys are not worth waking a thread
 
 }  // namespace
 
@@ -66,7 +66,7 @@ std::vector<int64_t> KeyTables::num_bytes(const std::vector<KeyTableRules>& rule
 
 // ---- lookups -------------------------------------------------------------------------------------
 
-// By key of the batch, -1 = none of these.
+// The table by key of the batch; -1 = none of these tables.
 std::vector<int64_t> KeyTables::tables_of_keys(const KeyBatch& batch) const {
   std::vector<int64_t> found(batch.bounds.size() - 1, -1);
   for (size_t f = 0; f < table_of_.size(); ++f)
@@ -133,7 +133,7 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, void* rows, bool is_
   return tasks;
 }
 
-// ---- what a rank has seen ------------------------------------------------------------------------
+// ---- keys that a rank has seen ------------------------------------------------------------------
 
 KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* table) {
   for (int64_t t = 0; t < num_tables(); ++t)
@@ -152,7 +152,7 @@ KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* ta
   return full.load() ? Left::kNoRoom : Left::kAll;
 }
 
-// Each part has distinct keys. Those of several parts are added up.
+// The keys of a part are distinct; counts of several parts are added up.
 bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
                             std::atomic<int64_t>& cursor) {
   const KeyTable& table = tables_[t];
@@ -189,7 +189,7 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   const std::vector<KeyCount> keys = table.directory.distinct(missed);
 
   SeenTable* entry = seen_table(rank_, t);
-  // One more than there are, since what is not an owner's is written behind what is.
+  // Space for one more: keys of other owners are written, then overwritten by the next one.
   const int64_t count_bytes =
       round_up(static_cast<int64_t>(known.size_bytes() + sizeof(PlaceCount)), 64);
   const int64_t key_bytes = round_up(static_cast<int64_t>(keys.size() * sizeof(KeyCount)), 64);
@@ -204,7 +204,7 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   for (size_t r = 0; r < arenas_.size(); ++r) {
     const int64_t lowest = table.place_bounds[r], end = table.place_bounds[r + 1];
     begin[r] = to - first;
-    for (const PlaceCount& key : known) {  // nobody foresees whose it is: no branch
+    for (const PlaceCount& key : known) {  // the owner cannot be predicted: no branch
       *to = key;
       to += (key.place >= lowest) & (key.place < end);
     }
@@ -230,7 +230,7 @@ void KeyTables::update(const std::vector<bool>& frozen) {
   }
 }
 
-// One rank's after the other's: a rank has every key once, so that no two threads meet at a slot.
+// Rank by rank: a rank's keys are distinct, so that no two threads write to the same slot.
 void KeyTables::count_known(const std::vector<bool>& frozen) {
   for (int64_t r = 0; r < num_ranks(); ++r) {
     std::vector<Task> tasks;
@@ -252,8 +252,7 @@ void KeyTables::count_known(const std::vector<bool>& frozen) {
   }
 }
 
-// By table. Buckets are independent of each other; their changes are joined in the order of
-// buckets.
+// Returns the changes by table. Buckets are independent; their changes are joined in their order.
 std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen) {
   std::vector<KeyChanges> result(tables_.size());
   std::vector<std::vector<KeyCount>> keys(tables_.size());

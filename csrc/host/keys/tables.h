@@ -42,8 +42,8 @@ struct KeyBatch {
   std::vector<int64_t> bounds;   // [num_keys + 1] of each key's ids
 };
 
-// What a lookup has found: how often it has the keys with a row, each part's from its begin on; the keys
-// without one, part after part.
+// The keys that a lookup has seen: PlaceCounts of those with a row, each part's from its `begin`
+// on; those without a row, part after part.
 struct SeenBatch {
   const PlaceCount* counts;
   std::span<const KeyPart> parts;
@@ -52,41 +52,40 @@ struct SeenBatch {
 
 class KeyTables {
  public:
-  // What has happened to a table's keys: of this rank's buckets, and of its lookups.
+  // Events of a table's keys, in this rank's buckets and in its lookups.
   struct Counts : KeyEvents {
     int64_t lookups = 0, missed = 0;
   };
   enum class Left { kAll, kNoRoom, kClockAtEnd };
 
-  // `arenas`: by rank, `num_bytes` large; this rank's directories are cleared. `seen_bytes`: space for
-  // what a rank has seen.
-  // `table_of`: by feature of the collection, -1 = none of these.
+  // `arenas`: by rank, of `num_bytes`; clears this rank's directories. `seen_bytes`: space for the
+  // keys that a rank has seen. `table_of`: by feature of the collection; -1 = none.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
-  // Of a rank: bytes of its directories, and of its arena.
+  // Bytes of a rank's directories, and of its arena.
   static std::vector<int64_t> num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
                                         int64_t rank, int64_t seen_bytes);
 
   // ---- lookups; one at a time ----
 
-  // Whether rows of all ids of a batch have 31 bits, since none are of other tables.
+  // Whether all rows of a batch fit 31 bits; never if it has ids of other tables.
   bool has_short_rows(const KeyBatch& batch) const;
-  // `rows` [ids], int32 with `is_short`, else int64: those of keys, and ids of other tables as they are.
-  // Unless `counts` [ids] is null, it takes what SeenBatch has there, and the keys without a row are in
-  // `missed`, until the next call.
+  // Writes `rows` [ids], int32 if `is_short`, else int64: the rows of keys; ids of other tables as
+  // they are. Unless null, `counts` [ids] gets those of SeenBatch; then `missed` has the keys
+  // without a row until the next call.
   std::vector<KeyPart> find(const KeyBatch& batch, void* rows, bool is_short, PlaceCount* counts);
   const std::vector<int64_t>& missed() const { return missed_; }
 
-  // ---- updates; in this order, with a barrier after the first and after the second; and one before the
-  // ---- next update ----
+  // ---- updates; in this order, with barriers after `leave` and `update`, and before the next
+  // ---- round ----
 
-  // Leaves for the other ranks what lookups have seen. `table`: whose clock is at its end.
+  // Leaves the keys that lookups have seen for their owners. `table`: the one with kClockAtEnd.
   Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
-  // Takes in, for this rank's buckets, what all ranks have left. Tables that are frozen stay as they are.
+  // Updates this rank's buckets by the keys that all ranks have left, except in frozen tables.
   void update(const std::vector<bool>& frozen);
-  // What all ranks' updates have given to new keys, table by table; `bounds` [T + 1].
+  // The rows that all ranks' updates have given to new keys, by table; `bounds` [T + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
-  // Gives those rows their first values where this rank has them.
+  // Initialises those rows where this rank holds them.
   void begin_rows(const Context& context) const;
 
   // ---- state ----
@@ -104,18 +103,18 @@ class KeyTables {
     uint32_t clock = 0;
     Counts counts;
   };
-  // Where lists are in an arena, in bytes from its beginning.
+  // Offsets of the lists in an arena, in bytes.
   struct Layout {
     std::vector<int64_t> directories;  // by table
     int64_t seen, fresh, end;
   };
-  // What a rank has seen of one table, at so many bytes from `seen`: PlaceCount by owner of their buckets,
-  // whose begin[W + 1] follows, and KeyCount [num_keys] by hash.
+  // Keys that a rank has seen of one table, as offsets from `seen` (bytes): PlaceCounts by owner of
+  // the buckets, whose begin[W + 1] follows this, and KeyCount [num_keys] by hash.
   struct SeenTable {
     int64_t counts_at, keys_at, num_keys;
   };
   struct Counting {
-    std::vector<uint32_t> counts;  // by place; 0 in between
+    std::vector<uint32_t> counts;  // by place; all 0 between calls
     std::vector<PlaceCount> keys;  // distinct ones
   };
   struct Task {  // entries [begin, end) of a table

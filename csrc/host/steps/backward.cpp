@@ -32,8 +32,8 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Reduced rows that this owner finds in the outboxes. Unless it `keeps` their sums, a table whose owners
-// exchange squares is merged twice.
+// Counts the reduced rows that this owner reads from the outboxes: once and, unless it `keeps` their
+// sums, once more for every round of squares.
 void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
@@ -46,8 +46,8 @@ void count_gradients(Context& context, bool keeps) {
   }
 }
 
-// Reduces a batch's gradients and exchanges them: afterwards owners find those of their rows in the
-// outboxes and in Table::pushed.
+// Reduces a batch's gradients and exchanges them: afterwards owners find those for their rows in
+// the outboxes and in Table::pushed.
 void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock) {
   context.reset_outbox();
   if (batch.shared) add_up(context, *batch.shared);
@@ -92,8 +92,8 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
   Batch found = batch;
   if (context.exchange && context.exchange->setup.gathers)
     context.exchange->gather(found, kWeightRows, false);
-  // The pieces of a split table, and several features of one key, add to the same numbers: in order,
-  // on one thread.
+  // The pieces of a split table, and several features of one key, add to the same numbers, so one
+  // thread handles them in order.
   std::vector<const int64_t*> bounds;
   for (const FeatureBags& bags : batch.features) bounds.push_back(bags.bounds);
   std::sort(bounds.begin(), bounds.end());
@@ -120,13 +120,13 @@ void leave(Context& context, const Batch& batch) {
             [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
   ++context.num_left;
   clock.end(kUpdate);
-  // Neighbours may fill their outboxes anew.
+  // From here on neighbours may refill their outboxes.
   if (context.barrier) raise(wait_for_domain(context, kSharing));
 }
 
 void backward(Context& context, const Batch& batch, float gradient_scale) {
   PhaseClock clock(context);
-  // Of this pass only, even if it ends early.
+  // Used by this pass only, even if it ends early.
   const Context::BesideUpdate beside = std::exchange(context.beside_update, {});
   collect(context, batch, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());

@@ -10,7 +10,7 @@
 namespace oper::host {
 namespace {
 
-// Features of tables for which `direct(table)`: those that are read directly.
+// Pools the features of tables for which direct(table) is true, reading all rows directly.
 template <class Direct>
 void pool_direct(Context& context, const Batch& batch, float* out, Found& found, Direct direct) {
   run_bag_tasks(context, batch, false, [&](size_t f, const BagRange& range, Scratch& scratch) {
@@ -64,8 +64,8 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
                                      context.partial_table(r, t, context.rank)->count);
 }
 
-// Where the order of each table's ids lies behind the TableOrders, in bytes; and the end. At most it takes
-// pairs or keys and bags, and with weights bags and positions.
+// Offsets (bytes) of the orders of the tables' ids after the TableOrders, then the end. An order
+// needs at most pairs, or keys and bags, and with weights also bags and positions.
 std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
   std::vector<int64_t> places{
       round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64)};

@@ -4,7 +4,7 @@
 namespace oper::host {
 namespace {
 
-constexpr int64_t kSmall = 256;  // samples: fewer are not worth waking other threads
+constexpr int64_t kSmall = 256;  // samples; fewer are not worth waking threads
 
 SampleJob job_of(const Context& context, const Samples& samples, size_t k, int64_t stride) {
   const Feature& feature = context.features[k];
@@ -14,10 +14,10 @@ SampleJob job_of(const Context& context, const Samples& samples, size_t k, int64
 }  // namespace
 
 Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
-  constexpr int64_t kAhead = 256;  // the bags may not be in the cache yet
+  constexpr int64_t kAhead = 256;  // the bags may not be in the cache
   const int64_t* bag = bags + feature * count;
   const int64_t* last = bags + num_features * count - 1;
-  // Signs of differences instead of comparisons, which every processor has for several numbers at once.
+  // Signs of differences, which unlike comparisons vectorise on every processor.
   uint64_t outside = 0, above = 0, other = 0;
   for (int64_t b = 0, next; b < count; b = next) {
     next = std::min(count, b + 8);

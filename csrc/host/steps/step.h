@@ -17,7 +17,7 @@ std::vector<int32_t> largest_first(const Context& context, const Batch& batch);
 // Fewer ids than this take less time than waking a thread.
 bool is_small(const Batch& batch);
 
-// Tables with pushed tiers, one task each: those that any rank asks for, or this one.
+// Tables with pushed tiers, one task each: those that any rank requests, or only this rank.
 std::vector<int32_t> push_tables(const Context& context, bool of_this_rank);
 
 // Number of ids that ranks request from this owner, with their weights and rows.
@@ -26,13 +26,13 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 // Waits for the ranks of this memory domain. `refuses`: this rank, and therefore all, skip the
 // batch.
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
-// The second half of it, behind `Barrier::come`.
+// The second half of this, after `Barrier::come`.
 Status wait_for_domain(Context& context);
 
-// Waits until all ranks have come this far and, across memory domains, exchanges what they have left
-// for each other. `mine` is an error of this rank alone, which is thrown: within a memory domain all
-// ranks then leave out this batch and may go on with the next; between domains no rank waits for this
-// rank any more.
+// Waits until all ranks have arrived and, across memory domains, exchanges the data that they have
+// left for each other. `mine` is an error of this rank alone, which is thrown: within a memory
+// domain all ranks then skip this batch and may continue with the next one; other domains no longer
+// wait for this rank.
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine = {});
 
 // Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a

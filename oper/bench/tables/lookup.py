@@ -1,4 +1,4 @@
-"""``oper bench lookup``: lookups and updates against torch, fbgemm and bare gathers, and their scaling.
+"""``oper bench lookup``: lookups and updates, against torch, fbgemm and bare gathers, and at scale.
 
 Lookups are forward passes without gradient on OPER's read-only tables. Updates are backward passes
 with the optimizer and are compared with fbgemm's. Unsharded contenders run in one process with as

@@ -175,8 +175,8 @@ class SearchTree:
 
 def _gain(node: Bound, parts: list[Bound]) -> float:
     """Score of a branching: the product of both children's gains, which is small if either child
-    gains nothing. Gains are measured by the child's relaxed solution, because after few rounds the bound
-    may still be far below it."""
+    gains nothing. Gains are measured by the child's relaxed solution, because after few rounds the
+    bound may still be far below it."""
     least = 1e-4 * node.lower_bound_us
     most = 10 * node.lower_bound_us  # gain of a child without plans, whose bound is infinite
     return float(np.prod([np.clip(max(x.relaxed_us, x.lower_bound_us) - node.lower_bound_us, least,
