@@ -32,8 +32,8 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Counts the reduced rows that this owner reads from the outboxes: once and, unless it `keeps` their
-// sums, once more for every round of squares.
+// Counts the reduced rows that this owner reads from the outboxes: once and, unless it `keeps`
+// their sums, once more for every round of squares.
 void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
