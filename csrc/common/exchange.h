@@ -353,7 +353,7 @@ class Messages {
                 table.is_pushed ? 6 : 2};
       case CollectivePhase::kSquares:
         return {{{kSentSquares, 0, 4, 32, kSenderSlots}, {kSentSquares, 0, 4}}, 2};
-      case CollectivePhase::kRefreshes:  // slots behind their number
+      case CollectivePhase::kRefreshes:  // slots, preceded by their number
         return {{{kSentRefreshedRows, 0, 4, 32, kNumbers, 1}, {kSentRefreshedRows, 0, row}}, 2};
     }
     return {};

@@ -30,7 +30,7 @@ struct Feature {
   int64_t start;    // first column of the table's piece
 };
 
-// The constants of up to eight tiers, one vector each; unused tiers start behind all positions.
+// The constants of up to eight tiers, one vector each; unused tiers start after all positions.
 // `base` and `step` have the entries of all tiers, those of tier k from `first[k]` on.
 struct FlatTiers {
   static constexpr int kTiers = 8, kInRegisters = 16;  // entries that two registers hold
@@ -185,7 +185,7 @@ struct OutboxHeader {
 struct OutboxTable {
   int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
   int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
-  // int64 [W + 1], behind this: entries of owner r are [begin[r], begin[r + 1]).
+  // int64 [W + 1], stored after this: entries of owner r are [begin[r], begin[r + 1]).
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }
 };
 

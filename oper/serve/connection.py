@@ -206,8 +206,8 @@ class Connection(asyncio.Protocol):
             self._whole.append(self._exchange(size))  # the owner refuses it by its size
             self._take_in()
         elif self._unread > _MAX_HEAD + (_FRAMING * most if self._in_body else 0):
-            self._refuse(400, fail("cannot read the request", "bytes", self._unread,
-                                   "fewer around its body", "send less"))
+            self._refuse(400, fail("cannot read the request", "unread bytes", self._unread,
+                                   "fewer for headers or chunk sizes", "send shorter ones"))
         if len(self._pending) > _MAX_PIPELINED:
             self._transport.pause_reading()
 

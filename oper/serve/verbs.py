@@ -116,7 +116,7 @@ def _read_from(model: Any, folder: str) -> None:
     if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
         raise InvalidInputError("cannot follow a training run", "model, folder",
                                 (type(model).__name__, folder),
-                                "a PublishedModel and a folder that is there",
+                                "a PublishedModel and an existing folder",
                                 "make the folder, or serve what oper train wrote")
     model.reads_again(lambda: model.read_folder(folder))
 
@@ -152,8 +152,8 @@ def _model(args: argparse.Namespace) -> Any:
     given = [f"--{name.replace('_', '-')}" for name in _OF_FOLDERS if getattr(args, name)]
     if given:
         raise UsageError(f"cannot serve {args.model}", "options", given,
-                         "none of these, which a folder's model takes",
-                         f"let {function} make its predictor so")
+                         "none of these, which apply to the model of a folder",
+                         f"set them in {function}")
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)

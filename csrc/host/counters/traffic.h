@@ -33,7 +33,7 @@ class TableCounters {
  public:
   TableCounters() = default;
   TableCounters(int64_t* first, int64_t stride) : first_(first), stride_(stride) {}
-  // Only one task at a time works on a table where this is used.
+  // Not atomic: callers let only one task at a time work on a table.
   void add(Moved kind, int32_t peer, int64_t count) const { first_[kind * stride_ + peer] += count; }
 
  private:

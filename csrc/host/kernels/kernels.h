@@ -45,7 +45,7 @@ struct SampleJob {
   int64_t count, stride, dim;
 };
 
-// Rows of numbers, one after another, that become rows of codes; see common/elements.h.
+// Contiguous rows of numbers to be quantised to rows of codes; see common/elements.h.
 struct QuantiseJob {
   const void* rows;  // float32, float16 or bfloat16 [num_rows, dim]
   RowType type;      // of `rows`

@@ -104,7 +104,7 @@ class Child:
         except (EOFError, ConnectionError):
             raise OperError(f"{self._what} has failed", "its pipe", "closed", "an answer",
                             "see the traceback on its stderr") from None
-        raise OperError(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
+        raise OperError(f"{self._what} has failed", "waited (s)", seconds, "an answer by then",
                         "it still runs: see whether it is stuck or the machine is overloaded")
 
     def ask(self, *words: Any, seconds: float = _ANSWER_S) -> Any:

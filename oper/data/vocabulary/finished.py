@@ -77,7 +77,7 @@ class FinishedVocabulary:
                               (VOCABULARY_KIND, VOCABULARY_VERSION))
         if value.get("raw_ids"):
             raise FileFormatError(what, "ids", "raw", "row numbers of a vocabulary",
-                                  "raw ids need none: pass --raw-ids again instead")
+                                  "raw ids have none: pass --raw-ids again instead")
         try:
             columns = tuple(map(str, value["columns"]["sparse"]))
             facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
