@@ -59,7 +59,7 @@ NIGHTLY = (
     Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
             "the library with kernels that are checked, not compiled", "shipped_library"),
     # ---- data ------------------------------------------------------------------------------------
-    Nightly("tests/data/test_resuming.py::test_killed_runs_go_on_where_they_stopped",
+    Nightly("tests/data/test_resuming.py::test_killed_runs_resume_where_they_stopped",
             "test_cuts.py kills a run of one and of two workers; test_a_resumed_run_reads_no_unit_"
             "twice"),
     # ---- benchmarks ------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ NIGHTLY = (
     Nightly("tests/bench/test_bench_recommenders.py::test_runs_on_another_log_are_not_taken",
             "test_a_record_holds_intervals_and_paired_differences"),
     Nightly("tests/bench/test_bench_serve.py::test_candidates_are_named_once_and_in_full",
-            "test_http_has_the_same_in_process_beside_it; serve/test_model.py has candidates and "
-            "full rows"),
+            "test_http_is_measured_beside_the_same_in_process; serve/test_model.py has candidates "
+            "and full rows"),
     Nightly("tests/bench/test_bench_serve.py::test_publications_under_load",
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",

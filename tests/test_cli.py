@@ -260,7 +260,7 @@ def test_a_closed_stderr_leaves_stdout_to_results() -> None:
 
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
     "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
-def test_names_that_are_no_text_are_told_by_their_bytes(locale: dict[str, str]) -> None:
+def test_names_that_are_no_text_are_shown_by_their_bytes(locale: dict[str, str]) -> None:
     """Not by Python's stand-ins for them, which nobody could find again."""
     done = subprocess.run([sys.executable, "-m", "oper", "explain", b"/no/\xff.json"], cwd=ROOT,
                           capture_output=True, check=False, env={**os.environ, **locale})

@@ -271,7 +271,7 @@ def test_the_make_targets_exist() -> None:
     assert named - {"again"} <= targets
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists() or made(page, link), f"{page} links to {link}"

@@ -61,8 +61,8 @@ def test_nonsense_is_refused_by_name(name: str, text: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "text"), [
     *((n, t) for n, texts in RIGHT.items() for t in texts), *((n, "") for n in VARIABLES)])
-def test_what_a_variable_may_be_is_taken(name: str, text: str, monkeypatch: pytest.MonkeyPatch
-                                         ) -> None:
+def test_valid_values_of_variables_are_accepted(name: str, text: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, text)
     assert setting(name) == text
     check_environment()

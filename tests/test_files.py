@@ -71,7 +71,7 @@ def test_whole_blocks_go_past_the_cache(size: int, refuses: bool, tmp_path: Path
     assert seen == [(1 << 22, can and not refuses)] * whole + [(rest, False)] * (rest > 0)
 
 
-def test_no_room_is_told_with_the_path(tmp_path: Path) -> None:
+def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
     """Also where a library that was writing says something else."""
     def by_library() -> None:
         with atomic_write(tmp_path / "x"):
@@ -121,7 +121,7 @@ def test_round_trip(path: Path) -> None:
         np.testing.assert_array_equal(arrays[name], array)
 
 
-def test_it_is_an_archive_like_any_other(tmp_path: Path) -> None:
+def test_files_are_ordinary_archives(tmp_path: Path) -> None:
     """Names, sizes and sums, of members whose names are not ASCII, too."""
     path = tmp_path / "z.npz"
     write_arrays(path, KIND, 2, {"größe": np.arange(70_000), "none": np.zeros(0)}, {})

@@ -257,7 +257,7 @@ def test_import_is_fast_and_light() -> None:
     assert min(seconds) < 0.3
 
 
-def test_public_names_are_there() -> None:
+def test_public_names_exist() -> None:
     for name in oper.__all__:
         assert getattr(oper, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'shards'"):

@@ -89,7 +89,7 @@ def test_lookup_finds_known_values_only() -> None:
                 assert native.lookup(known, ids, values).tolist() == want
 
 
-def test_ids_are_dealt_by_count() -> None:
+def test_ids_are_assigned_by_count() -> None:
     rng = np.random.default_rng(2)
     counts = np.concatenate([rng.integers(1, 6, 500), rng.integers(4000, 4200, 500)])
     rng.shuffle(counts)
@@ -112,7 +112,7 @@ def test_the_library_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> Callable[[], None]:
         raise OSError("no such file")
 

@@ -118,7 +118,7 @@ def _moves_when_it_has_paid(rank: int, world_size: int) -> dict[str, Any]:
             "events": len(run.watch.events)}
 
 
-def test_it_moves_when_the_old_plan_has_cost_what_the_move_costs() -> None:
+def test_tables_move_when_the_old_plan_has_cost_what_the_move_costs() -> None:
     for found in run_world(2, _moves_when_it_has_paid):
         assert found["first"] == [] and found["changed"]
         # The first slow window is looked at: 4 steps of 20 ms more are above 0 s, what measuring
@@ -202,7 +202,7 @@ def _fails(rank: int, world_size: int, case: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("case, word", [
     ("options", "no_such_option"), ("links", "measured links"), ("differ", "same links")])
-def test_all_ranks_learn_what_one_has_met(case: str, word: str) -> None:
+def test_all_ranks_learn_of_an_error_of_one(case: str, word: str) -> None:
     for text, left in run_world(2, _fails, case, env={"OPER_DEADLINE_S": "20"}):
         assert word in text and left == 0
 

@@ -184,7 +184,7 @@ def test_positions_of_the_old_plan_are_used(old_plan: Plan) -> None:
     assert by_id == dict(zip(moved.head_ids.tolist(), moved.head_counts.tolist(), strict=True))
 
 
-def test_what_cannot_be_weighed(old_plan: Plan) -> None:
+def test_plans_that_cannot_be_priced_are_refused(old_plan: Plan) -> None:
     by_hand = replace(old_plan, batch_size=0, step_us=0.0, lower_bound_us=0.0)
     with pytest.raises(InvalidInputError, match="batch_size"):
         oper.replan(by_hand, stats(0), TOPOLOGY)

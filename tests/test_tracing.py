@@ -156,7 +156,7 @@ def _into_no_folder(rank: int, world_size: int, path: Path) -> str:
     return "none"
 
 
-def test_all_ranks_learn_that_it_cannot_be_written(tmp_path: Path) -> None:
+def test_all_ranks_learn_that_a_trace_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     first, second = run_world(2, _into_no_folder, tmp_path / "file" / "trace.json")
     assert first == second != "none"
@@ -372,7 +372,7 @@ def test_clocks_are_compared_by_collectives(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 
-def test_hosts_are_processes_and_their_uncertainty_is_told(
+def test_hosts_are_processes_and_their_uncertainty_is_stated(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "_name", lambda: threading.current_thread().name)
     with virtual_ranks() as local:

@@ -56,8 +56,8 @@ def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCou
 @pytest.mark.parametrize(("num_keys", "num_rows", "admit_after", "eviction"), [
     (5_000, 10_001, 1, "lru"), (5_000, 10_001, 3, "lru"), (5_000, 4_001, 1, "lru"),
     (20_000, 2_001, 1, "lru"), (20_000, 2_001, 1, "lfu")])
-def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_after: int,
-                                        eviction: str) -> None:
+def test_a_table_has_the_predicted_lookups(num_keys: int, num_rows: int, admit_after: int,
+                                           eviction: str) -> None:
     keys = log_of(num_keys)
     found = forecast(counted(keys), num_rows, admit_after, eviction)
     rule = oper.DynamicTable(admit_after=admit_after, eviction=eviction)

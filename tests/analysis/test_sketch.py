@@ -147,7 +147,7 @@ def test_a_tally_counts_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 16, 1 << 18])
-def test_a_tally_stays_within_its_memory_and_tells_what_did_not_fit(max_bytes: int) -> None:
+def test_a_tally_stays_within_its_memory_and_reports_what_did_not_fit(max_bytes: int) -> None:
     tally, ids = Tally(max_bytes), np.arange(100_000) * 12_345_677
     taken = tally.add(ids)
     assert 0.74 * max_bytes - 1024 <= taken * 16 <= max_bytes

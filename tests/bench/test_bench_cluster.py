@@ -238,7 +238,7 @@ def test_a_slow_first_step_is_not_what_counts(monkeypatch: pytest.MonkeyPatch) -
     assert list(runner.sides) == ["oper", "peer"]
 
 
-def test_placements_are_told_apart() -> None:
+def test_placements_are_distinguished() -> None:
     some = [Contender("torchrec-any", "torchrec", placed={"a": f"table_wise [{k}]"})
             for k in (0, 1, 1)]
     assert some[0].key != some[1].key == some[2].key

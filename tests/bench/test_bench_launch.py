@@ -29,7 +29,7 @@ class FailingCase:
         return {"verified": True}
 
 
-def test_a_case_that_fails_on_one_rank_is_the_one_that_is_told() -> None:
+def test_a_case_that_fails_on_one_rank_is_the_one_reported() -> None:
     """Also if rank 0 already has its figures; the remaining cases are still measured."""
     before, after, neither = measured([FailingCase(n) for n in ("before", "after", "neither")])
     for found in (before, after):

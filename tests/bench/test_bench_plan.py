@@ -146,7 +146,7 @@ def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
         bench(*words, "--resume", str(tmp_path / "absent.json"))
 
 
-def test_one_file_to_write_and_to_go_on_from_need_not_exist(suite, tmp_path, capsys) -> None:
+def test_one_file_to_write_and_to_resume_from_need_not_exist(suite, tmp_path, capsys) -> None:
     target = tmp_path / "plan.json"
     words = ("--only", "*/small/8/inference/*", "--torchrec-seconds", "0", "--json", str(target),
              "--resume", str(target))
@@ -186,7 +186,7 @@ def stated() -> Problem:
     return make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
 
 
-def test_a_planner_that_does_not_come_back_is_ended(stated: Problem) -> None:
+def test_a_planner_that_does_not_return_is_ended(stated: Problem) -> None:
     with closing(TorchRecPlanner(10.0)) as planner:
         planner.time_limit_s = -1.9  # gives up after a tenth of a second
         assert planner.propose(stated) == {}

@@ -140,7 +140,7 @@ def test_a_failing_worker_shows_its_log_and_the_next_case_has_another() -> None:
     assert "Error: of no use" in failed["failed"] and other == {"name": "", "verified": True}
 
 
-def test_a_helper_process_obeys_and_its_errors_come_out() -> None:
+def test_a_helper_process_obeys_and_its_errors_are_raised() -> None:
     child = Child(helpers.doubles, (), "the helper")
     assert child.ask("double", 4) == 8
     with pytest.raises(OperError, match="unsupported operand"):
@@ -161,7 +161,7 @@ def test_peak_memory_is_that_of_the_process_itself() -> None:
     assert 5 < before < 200 and 45 < after - before < 80
 
 
-def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypatch) -> None:
+def test_a_record_that_cannot_be_written_is_reported_before_the_run(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verbs, "measured", lambda chosen: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
         run_command("bench", "train", "--quick", "--json", tmp_path)

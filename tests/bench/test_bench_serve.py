@@ -211,7 +211,7 @@ def test_publications_under_load() -> None:
     assert entry["requests_during_swaps"] > 0
 
 
-def test_http_has_the_same_in_process_beside_it() -> None:
+def test_http_is_measured_beside_the_same_in_process() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     votes=1, search_s=2.0, bound_ms=1e-3)
     entry = verified(case)

@@ -146,7 +146,7 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
 
 @pytest.mark.parametrize("words", [["--world-size", "0"], ["--world-size", "100000"],
                                    ["--check", "{}"], ["-o", "{}"], ["-o", "{}/a.json/b"]])
-def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_path: Path,
+def test_what_cannot_be_measured_or_written_fails_first(words: list[str], tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure_and_fit", lambda *_: pytest.fail("measured"))
     (tmp_path / "a.json").touch()

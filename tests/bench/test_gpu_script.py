@@ -83,7 +83,7 @@ def test_the_first_parts_are_the_most_telling(
     assert len(names) == len(set(names))
 
 
-def test_first_parts_name_tests_that_there_are() -> None:
+def test_first_parts_name_existing_tests() -> None:
     chosen = ("pipeline", "mixed-2-", "in_a_graph")
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p",

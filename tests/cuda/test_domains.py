@@ -130,8 +130,8 @@ def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any
             assert b["headers"] == [x + more * (x > 0) for x in a["headers"]]
 
 
-def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_device: None
-                                             ) -> None:
+def test_an_error_on_one_rank_is_reported_to_all(emulation: pytest.MonkeyPatch, on_device: None
+                                                 ) -> None:
     """For an id out of range, this rank raises its error in the next phase, peers a lost peer."""
     case = small_case("sgd")
     plan = plans_for(case.tables, 2)["striped"]

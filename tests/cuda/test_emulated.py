@@ -285,7 +285,7 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_tables_go_on_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
+def test_tables_continue_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
     """After a batch with a bad id, later batches train as if it had not been submitted."""
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
     case = dlrm_case("rowwise_adagrad")

@@ -35,7 +35,7 @@ def log(tmp_path: Path) -> tuple[Path, list[list[str]]]:
     return tmp_path, rows
 
 
-def test_the_command_line_makes_them(log: tuple[Path, list[list[str]]]) -> None:
+def test_the_command_line_joins_and_crosses(log: tuple[Path, list[list[str]]]) -> None:
     folder, rows = log
     done = run_here(
         "preprocess", "csv", str(folder / "log.csv"), "-o", str(folder / "out"), "--label", "stars",

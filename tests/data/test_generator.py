@@ -120,7 +120,7 @@ def test_mlperf_bags_are_fixed_per_first_id() -> None:
     assert len({b[1] for b in of_first.values()}) > 0.9 * len(of_first)
 
 
-def test_statistics_come_back_from_their_lookups() -> None:
+def test_statistics_are_recovered_from_their_lookups() -> None:
     spec = {"name": "s", "table": [
         {"name": "a", "rows": 5000, "exponent": 1.2, "heavy": [0.3], "lengths": [0, 1, 7],
          "weights": [1, 2, 1]}, {"name": "b", "rows": 300, "exponent": 0.0}]}

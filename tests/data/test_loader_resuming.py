@@ -143,7 +143,7 @@ class _Resumed(Loader):
         return super().__iter__()
 
 
-def test_workers_go_on_from_their_states(folder: Path) -> None:
+def test_workers_resume_from_their_states(folder: Path) -> None:
     options = LoaderOptions(32, 64)
     given = list(DataLoader(_Worker(folder, "train", options), batch_size=None, num_workers=2))
     resumed = _Resumed(folder, "train", options)

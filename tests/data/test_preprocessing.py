@@ -211,7 +211,7 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     assert (other / "thesis.txt").exists()
 
 
-def test_where_an_output_cannot_or_must_not_go(
+def test_outputs_that_cannot_or_must_not_be_written_are_refused(
     tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is raised before work begins, since the output folder is replaced at the end."""
@@ -252,9 +252,7 @@ def problems_of(tmp_path: Path, text: str, choice: Choice, **options: Any) -> li
     return list(manifest["problems"])
 
 
-def test_results_of_no_use_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_useless_results_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = "y,a,b,t\n" + "".join(f"{k % 2},{k % 3},{k % 4},{k * 600}\n" for k in range(60))
     assert problems_of(tmp_path, good, Choice(["a", "b"], "y")) == []
     assert caplog.records == [] or all(r.levelname != "WARNING" for r in caplog.records)

@@ -173,7 +173,7 @@ def test_every_data_set_has_a_recipe_a_card_and_a_test() -> None:
 
 @pytest.mark.parametrize(("line", "item"), [
     (b"1\t290\t3\t881250949\n", 290), (b"1::3952::5::978300760\n", 3952)])
-def test_movielens_forms_are_told_apart(tmp_path: Path, line: bytes, item: int) -> None:
+def test_movielens_forms_are_distinguished(tmp_path: Path, line: bytes, item: int) -> None:
     _, columns = read(tmp_path, "movielens", {"ratings": line})
     assert columns["item"] == [item]
 

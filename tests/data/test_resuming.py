@@ -68,7 +68,7 @@ preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessO
 """
 
 
-def test_killed_runs_go_on_where_they_stopped(tmp_path: Path, log: str) -> None:
+def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None:
     preprocess(KAGGLE, [log], tmp_path / "undisturbed", SMALL)
     rng = random.Random(1)
     kills = 0

@@ -109,7 +109,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "oper generate" in done.stderr and "labels" in done.stderr
 
 
-def test_an_output_that_cannot_be_written_is_told_before_counting(
+def test_an_output_that_cannot_be_written_is_reported_before_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verbs, "_stats", None)

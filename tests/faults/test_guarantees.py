@@ -17,7 +17,7 @@ def _guarantees() -> list[tuple[str, list[str]]]:
     return [(row[0].strip(), _NAMED.findall(row[-1])) for row in rows[1:]]
 
 
-def test_every_guarantee_names_tests_that_are_there() -> None:
+def test_every_guarantee_names_existing_tests() -> None:
     guarantees = _guarantees()
     assert len(guarantees) > 15
     for guarantee, names in guarantees:

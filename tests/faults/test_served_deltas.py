@@ -134,7 +134,7 @@ def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> No
         assert served.steps == sorted(served.steps)
 
 
-def test_a_killed_server_and_worker_come_back_to_the_newest_step(tmp_path: Path) -> None:
+def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) -> None:
     """The supervisor is killed between two tables of a delta: what is half copied is not read."""
     trained(tmp_path, 3, 1000)
     # A delta copies two tables and a weight: in the fourth.

@@ -84,8 +84,8 @@ def test_the_state_dict_helpers_of_torch() -> None:
 
 
 @pytest.mark.parametrize("how, plan, others", [("saved", 1, (1, 3)), ("in_chunks", 101, (101,))])
-def test_two_ranks_go_on_bitwise(how: str, plan: int, others: tuple[int, ...],
-                                 request: pytest.FixtureRequest) -> None:
+def test_two_ranks_resume_bitwise(how: str, plan: int, others: tuple[int, ...],
+                                  request: pytest.FixtureRequest) -> None:
     folder, _ = request.getfixturevalue(how)
     chunk = CHUNK if how == "in_chunks" else None
     want = (request.getfixturevalue("unbroken") if plan == 1

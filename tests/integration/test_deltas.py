@@ -116,7 +116,7 @@ def _load(folder: Path) -> Restored:
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "foreign", "renamed"])
-def test_a_damaged_delta_is_told(chain: Path, tmp_path: Path, harm: str) -> None:
+def test_a_damaged_delta_is_reported(chain: Path, tmp_path: Path, harm: str) -> None:
     shutil.copytree(chain.parent, tmp_path / "x")
     files = sorted((tmp_path / "x").rglob("rank-*.npz"))
     victim = files[len(files) // 2]
@@ -213,7 +213,7 @@ def test_rows_written_by_hand_make_the_next_one_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_delta_that_cannot_be_written_is_told_and_a_whole_one_helps(
+def test_a_delta_that_cannot_be_written_is_reported_and_a_whole_one_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*part: Any) -> int:

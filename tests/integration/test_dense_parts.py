@@ -184,7 +184,7 @@ def _apart(rank: int, world_size: int) -> None:
     assert not average_in_shared_memory(DDP(torch.nn.Linear(3, 3)))
 
 
-def test_ranks_that_share_no_memory_go_on_with_messages() -> None:
+def test_ranks_that_share_no_memory_use_messages() -> None:
     run_world(2, _apart, labels="ab")
 
 

@@ -174,7 +174,7 @@ def test_a_broken_chain_is_refused_by_name_and_a_whole_checkpoint_heals_it(
     assert follow(follower) == list(STEPS)
 
 
-def test_deltas_are_taken_as_they_come(run: Path) -> None:
+def test_deltas_are_applied_as_they_arrive(run: Path) -> None:
     later = [number(run, k) for k in range(2, 5)]
     for path in later:
         path.rename(run.parent / path.name)

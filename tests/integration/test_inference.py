@@ -78,7 +78,7 @@ def test_outputs_are_the_models(served, batch) -> None:
     assert torch.equal(attached(*batch), model(seed=3)(*batch))
 
 
-def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
+def test_a_fused_dlrm_gives_equal_scores(served, batch, name) -> None:
     """Fused lookup and interaction: outputs equal the model's up to rounding."""
     publication, _ = served
     fused = oper.attach(model(seed=9), name, fuse=True)

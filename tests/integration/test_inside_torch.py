@@ -92,7 +92,7 @@ class Twice(nn.Module):
         return self.bag(ids) + self.bag(ids)
 
 
-def test_lookups_alike_both_count_in_a_graph() -> None:
+def test_equal_lookups_both_count_in_a_graph() -> None:
     """torch merges equal calls unless they have side effects."""
     eager, other = (oper.shard(Twice(), optimizer=oper.SGD(lr=0.5)) for _ in range(2))
     compiled = torch.compile(other, backend="aot_eager_decomp_partition", fullgraph=True)

@@ -88,7 +88,7 @@ def _load(rank: int, world_size: int, entries: Any) -> Any:
     return saved.keys, saved.counts, saved.rows
 
 
-def test_all_ranks_take_them() -> None:
+def test_all_ranks_load_keyed_rows() -> None:
     model = dynamic()
     train(model)
     entries = oper.KeyedRows.of_entries(model.state_dict()).entries(ROWS, RULE)
@@ -238,7 +238,7 @@ GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DI
     ("clocks=\\[0, 4\\]", {"clocks": torch.tensor([0, 4])}),
     ("clock=-1", {"clock": -1}), ("clock=3.5", {"clock": 3.5}),
 ])
-def test_what_is_no_keyed_row(message: str, fields: dict[str, Any]) -> None:
+def test_states_that_are_no_keyed_rows_are_refused(message: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=message):
         replace(GOOD, **fields)
 
@@ -253,7 +253,7 @@ def test_a_static_table_that_is_too_small() -> None:
         oper.KeyedRows.of_entries(state, "a.")
 
 
-def test_counts_tell_of_full_buckets_and_default_rows() -> None:
+def test_counts_report_full_buckets_and_default_rows() -> None:
     model = dynamic(oper.DynamicTable(), 2 * BUCKET + 1)
     oracle = Oracle(2 * BUCKET, oper.DynamicTable())
     first = [k for k in range(1000) if oracle.bucket_of(k) == 0][:BUCKET + 5]

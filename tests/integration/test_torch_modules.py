@@ -127,7 +127,7 @@ def test_values_that_are_no_rows_are_refused() -> None:
             sharded.load_state_dict({"weight": wrong})
 
 
-def test_attributes_of_the_bag_are_there() -> None:
+def test_attributes_of_the_bag_exist() -> None:
     bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=2, include_last_offset=True)
     sharded = shard(bag)
     for name in ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset"):

@@ -159,7 +159,7 @@ def test_export_refuses_what_it_cannot_do() -> None:
     {}, {0: (Tier(0, 40, "replicated", (0, 1, 2, 3)),)},
     {2: (Piece(0, 8, (Tier(0, 5000, "owned", (3,)),)), Piece(8, 16, (Tier(0, 5000, "owned",
                                                                          (1,)),)))}])
-def test_exports_without_loss_come_back_as_they_were(tiers: dict[int, Any]) -> None:
+def test_lossless_exports_are_imported_unchanged(tiers: dict[int, Any]) -> None:
     pushed = map_tiers(plan_of(tiers), lambda x: x if x.placement == "replicated" else replace(
         x, mode="push"))
     again = from_torchrec(to_torchrec(pushed, Model()), specs(), 4)

@@ -132,7 +132,7 @@ def test_padding_reaches_no_query() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gru4rec", "sasrec", "hstu"])
-def test_users_are_asked_about_as_they_were_trained(kind: str) -> None:
+def test_losses_of_histories_equal_those_of_single_steps(kind: str) -> None:
     """Losses equal those of single steps, for histories up to the context."""
     ranks = kind == "hstu"
     model = make(kind, rank_weight=0.5) if ranks else make(kind)
@@ -220,7 +220,7 @@ def test_users_without_interactions() -> None:
     assert float(loss.detach()) == 0
 
 
-def test_times_tell_what_comes_next() -> None:
+def test_times_predict_the_next_item() -> None:
     """The next item is i + 1 after a short pause, i + 7 after a long one."""
     rng = np.random.default_rng(0)
     users, length = 400, 14
@@ -240,7 +240,7 @@ def test_times_tell_what_comes_next() -> None:
     assert without < 0.87 < 0.93 < found
 
 
-def test_what_a_model_lacks_is_said() -> None:
+def test_what_a_model_lacks_is_named() -> None:
     batch = timed([3, 4])
     with pytest.raises(InvalidInputError, match="rank_weight"):
         make().cache(batch)

@@ -332,7 +332,7 @@ def test_missing_users_and_items_are_nobody(
     assert data.num_users <= 3 + 1 and data.num_items <= 5 + 1
 
 
-def test_online_retail_without_the_rows_of_no_customer(tmp_path: Path) -> None:
+def test_online_retail_without_the_rows_that_lack_a_customer(tmp_path: Path) -> None:
     source = real_data("online_retail/online_retail.csv.gz")
     preprocess(load_recipe("online-retail"), [str(source)], tmp_path / "data", WHOLE)
     data = load_interactions(tmp_path / "data", DataOptions("CustomerID", "StockCode"))

@@ -90,7 +90,7 @@ def test_the_law_of_return() -> None:
     assert bool((visits.day[~back] == 1).all()) and bool((visits.visits[~back] == 1).all())
 
 
-def test_what_is_shown_decides_how_often_they_come() -> None:
+def test_shown_pages_decide_how_often_customers_return() -> None:
     def per_customer(shop: Shop) -> float:
         log = collect_visits(shop, random_policy, 200, 1)
         days = log.steps.states[..., OBSERVATION_DIM][log.steps.valid]
@@ -196,7 +196,7 @@ def test_slow_networks_follow() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_they_do_better_than_the_log(method: str) -> None:
+def test_learned_policies_do_better_than_the_log(method: str) -> None:
     """Clicks grow with the action's first number, whose mean in the log is 0."""
     torch.manual_seed(1)
     states, actions = torch.rand(400, 2, OBSERVATION_DIM), torch.rand(400, 2, ACTION_DIM) * 2 - 1

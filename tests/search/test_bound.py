@@ -33,7 +33,7 @@ def test_bound_equals_the_cvxpy_formulation(name, objective, in_host):
 
 
 @pytest.mark.parametrize("name", ["gpus", "unequal"])
-def test_with_push_it_is_at_least_the_chord_relaxation(name):
+def test_with_push_the_bound_is_at_least_the_chord_relaxation(name):
     stated = problem(4, 8, TOPOLOGIES[name], allow=EVERYTHING)
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)

@@ -144,7 +144,7 @@ def test_the_bound_is_below_the_optimum_of_tiny_cases(seed, per_host):
     assert plan.lower_bound_us <= optimum * (1 + 1e-9)
 
 
-def test_it_is_above_the_plain_bound_where_pieces_are_large_and_certifies_itself():
+def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_itself():
     work = plan_workloads.few_tables(0)
     few, many = (make_problem(work.tables, work.stats, plan_workloads.machine(n),
                               batch_size=work.batch_size, allow=EVERYTHING) for n in (16, 64))

@@ -130,7 +130,7 @@ def test_bound_optimum_and_search_are_in_order(seed, slow):
     assert plan.step_us <= optimum * (1.1 if slow else 1.02)
 
 
-def test_explain_names_it(tmp_path, capsys):
+def test_explain_names_host_memory(tmp_path, capsys):
     specs, stats, topology = scarce("training", 0.4)
     plan = make_plan(specs, stats, topology, batch_size=256, allow=WITH_HOST)
     text = summary(plan, make_problem(specs, stats, topology, batch_size=256, allow=WITH_HOST))

@@ -97,7 +97,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
     assert min(close.values()) > 0.7 and close[READER] > 0.99, close
 
 
-def test_owners_that_pool_in_inference_bound_it_as_well(monkeypatch):
+def test_owners_that_pool_in_inference_are_bounded_as_well(monkeypatch):
     problem = stated(2, "hosts", objective="inference")
     assert Relaxation(CostModel(problem)).inequalities
     plan = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)

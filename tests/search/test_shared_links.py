@@ -115,7 +115,7 @@ def test_transfers_within_a_rack_use_no_uplink() -> None:
         np.array([1, 1, 0, 0]) * sent[0] * 2 / 3 / 5e9)
 
 
-def test_hosts_of_unequal_racks_are_told_apart() -> None:
+def test_hosts_of_unequal_racks_are_distinguished() -> None:
     def sizes(topology: Topology) -> list[int]:
         return [r.size for r in rank_classes(problem(1, 0, topology).machine).ranks]
 

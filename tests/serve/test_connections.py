@@ -159,7 +159,7 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
     assert b"connection: close\r\n" in found
 
 
-def test_a_client_that_reads_no_answers_is_let_go(server: Server, client: Client) -> None:
+def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: Client) -> None:
     """Its answers are not buffered forever, and its further requests are not read."""
     host, port = server.address.split(":")
     with socket.socket() as deaf:

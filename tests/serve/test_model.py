@@ -165,8 +165,8 @@ def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a.file"])
-def test_what_is_no_folder_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                   ) -> None:
+def test_a_path_that_is_no_folder_is_reported(name: str, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.file").touch()
     assert cli.main(["serve", str(tmp_path / name)]) == 1
     assert "a folder that oper train wrote" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         PublishedModel(build, state, load_model(tmp_path, "other").signature)
 
 
-def test_damaged_weights_are_refused_and_the_old_ones_go_on(tmp_path: Path) -> None:
+def test_damaged_weights_are_refused_and_the_old_ones_stay_in_service(tmp_path: Path) -> None:
     """Flipped bits inside a table, which torch.load does not detect."""
     write_run(tmp_path, 1)
     published = load_model(tmp_path)

@@ -36,7 +36,7 @@ def test_the_wire_keeps_a_request(seed: int, size: int) -> None:
     assert same(wire.decode_request(*wire.encode_request(request), SIGNATURE), request)
 
 
-def test_scores_come_back() -> None:
+def test_scores_are_returned() -> None:
     scores = np.arange(5, dtype=np.float32)
     found, epoch = wire.decode_scores(*wire.encode_scores(scores, 3, "m"))
     assert epoch == 3
@@ -186,7 +186,7 @@ def test_sizes_are_compared_before_anything_of_that_size_is_made() -> None:
     ("dense", [[1, 1e300]], r"dense='inf or nan', expected finite numbers"),
     ("dense", [[1, float("nan")]], r"dense='inf or nan', expected finite numbers"),
 ])
-def test_wrong_numbers_are_told_in_the_words_of_the_protocol(name: str, data: object, words: str
+def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: object, words: str
                                                              ) -> None:
     """The number that is wrong and what it should be, nothing of NumPy or Python. Never is one cut,
     wrapped or parsed: such an id would be another row."""
@@ -201,7 +201,7 @@ def test_wrong_numbers_are_told_in_the_words_of_the_protocol(name: str, data: ob
     (b'{"inputs": [{}]}', "name, datatype and shape"), (b'{"inputs": 3}', "a list of tensors"),
     (b"[" * 100_000, "JSON"),
 ])
-def test_a_wrong_header_is_told_in_the_words_of_the_protocol(header: bytes, words: str) -> None:
+def test_a_wrong_header_is_reported_in_terms_of_the_protocol(header: bytes, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words) as caught:
         wire.decode_request(header, None, SIGNATURE)
     assert "Error" not in str(caught.value) and "object is not" not in str(caught.value)

@@ -429,7 +429,7 @@ def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Pa
 @pytest.mark.parametrize("flags", [
     ["--row-dtype", "int8"], ["--error-budget", "1e-3"], ["--stats", "counts"], ["--keep-spare"],
     ["--name", "other"]])
-def test_what_only_folders_take_is_refused_for_functions(
+def test_options_of_folders_are_refused_for_functions(
         flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", *flags]) == 2
     assert f"options=['{flags[0]}']" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_a_bad_id_is_found_behind_many_bags() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 1025, 3000])
-def test_padding_behind_the_bags_of_a_key_changes_none_of_them(size: int) -> None:
+def test_padding_after_the_bags_of_a_key_changes_none_of_them(size: int) -> None:
     tables, dims = _tables(), [spec.dim for spec in SPECS]
     bags = torch.tensor([size // 3, size, 1])
     lengths = torch.cat([torch.nn.functional.pad(torch.randint(0, 5, (n,)), (0, size - n))

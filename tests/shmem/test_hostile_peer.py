@@ -32,7 +32,7 @@ def test_requests_for_rows_that_do_not_exist(part: bytes, piece: int, slots: lis
             _served(serve, (b"rows", 0), torch.tensor([9]), columns)
 
 
-def test_packed_slots_that_there_are_not() -> None:
+def test_packed_slots_that_do_not_exist() -> None:
     """Rank 1 requests the first rows of a table of 40 rows, not all of which rank 0 owns."""
     heads, bits = 1024, slot_bits(40)
     peer().step(peer().recorded)

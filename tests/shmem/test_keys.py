@@ -215,7 +215,7 @@ def test_every_key_is_legal(keys: list[int], seed: int) -> None:
     assert set(directory.records()) == set(keys)
 
 
-def test_keys_that_meet_while_they_are_told_apart() -> None:
+def test_keys_that_collide_while_they_are_numbered() -> None:
     """Keys with equal hashes in the de-duplication of a batch are counted like other keys."""
     rule = DynamicTable(eviction="lfu", seed=4)
     alike = (k for k in itertools.count() if hash_of(k, 4) >> 8 & 255 == 9)
@@ -268,7 +268,7 @@ def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> None:
+def test_records_continue_where_they_stopped(rule: DynamicTable, world_size: int) -> None:
     """A directory restored from another's records, with another W, continues like the original."""
     rng = np.random.default_rng(2)
     steps = [rng.integers(-400, 400, 300).tolist() for _ in range(8)]

@@ -121,7 +121,7 @@ def test_answers_are_the_nearest_codes(dim: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("dim", [3, 13, 64])
-def test_gradients_are_one_of_the_two_codes_beside_them(dim: int, mode: str) -> None:
+def test_gradients_are_one_of_the_two_adjacent_codes(dim: int, mode: str) -> None:
     gradient = rows_of(300, dim)
     (got,) = received(gradient, (32, 8), mode=mode)
     step, low = step_of(gradient).double(), gradient.amin(dim=1, keepdim=True).double()

@@ -364,7 +364,7 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(initial_accumulator_value=0.75),
                                        Adagrad(initial_accumulator_value=0.75)], ids=str)
-def test_accumulators_begin_where_they_are_told(optimizer: Optimizer) -> None:
+def test_accumulators_begin_at_the_given_value(optimizer: Optimizer) -> None:
     """Accumulators have their initial value on every rank, and keep changes in a migration."""
     case = small_case().with_optimizer(optimizer.name)
     split = rich_plan(case.tables, 2, 1, columns=True)

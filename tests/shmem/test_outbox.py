@@ -163,7 +163,8 @@ def test_a_small_table_fits_where_address_space_is_short(world_size: int) -> Non
 
 
 @pytest.mark.parametrize("world_size, victim", [(1, None), (2, None), (2, 1)])
-def test_too_little_address_space_is_told_on_all_ranks(world_size: int, victim: int | None) -> None:
+def test_too_little_address_space_is_reported_on_all_ranks(world_size: int,
+                                                           victim: int | None) -> None:
     """The rank with the limit reports it; other ranks name that rank, and no rank waits."""
     large = TableSpec("t", 1 << 22, 16, ("f",), "sum", optimizer="sgd")  # 256 MiB, and its outbox
     found = run_world(world_size, _under_a_limit, 200 << 20, large, victim, "")

@@ -337,7 +337,7 @@ def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Re
     assert publisher.publish_rows(one_bad(3e38), large) == 2  # the sums are not finite
 
 
-def test_checksums_tell_damage(publisher: Publisher, reader: Reader) -> None:
+def test_checksums_detect_damage(publisher: Publisher, reader: Reader) -> None:
     assert reader.verify() == 1
     address = publisher._state.buffers[1].addresses[0]
     torch.ops.oper.segment_bytes(address, 100)[77] ^= 1

@@ -152,6 +152,6 @@ def _leaves_early(rank: int, world_size: int) -> bool:
     return recv.tolist() == [[], [0] * 4 + [2] * 4, [0] * 4 + [1] * 4][rank]
 
 
-def test_who_has_done_its_part_may_leave() -> None:
+def test_a_rank_that_has_done_its_part_may_leave() -> None:
     """A rank that closes properly does not count as lost while others complete the exchange."""
     assert run_world(3, _leaves_early) == [True] * 3

@@ -164,7 +164,7 @@ def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
     assert [sent for sent, _ in several] == [[0, 0, slots + bags], [0, 0, 0]]
 
 
-def test_ids_are_sent_again_only_when_they_are_others() -> None:
+def test_ids_are_sent_again_only_if_they_differ() -> None:
     """Owners keep the requests of the last two lookups; the backward pass of an earlier batch, or
     with other weights, sends its requests again."""
     case = replace(dlrm_case("sgd"), weighted=True)

@@ -211,8 +211,8 @@ def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("change", [
     {"dynamic.rows": 700}, {"dynamic.tables.C1": 9}, {"dynamic.admit_after": 2}, {"seed": 9}])
-def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Prepared, tmp_path: Path,
-                                                         change: dict[str, Any]) -> None:
+def test_tables_that_cannot_resume_are_named(raw: Prepared, tmp_path: Path,
+                                             change: dict[str, Any]) -> None:
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
     words = r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*set these"

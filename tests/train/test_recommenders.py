@@ -102,7 +102,7 @@ def test_the_examples_are_configurations(name: str, model: str, dim: int) -> Non
     assert shown.model_name == model and shown.model.dim == dim
 
 
-def test_a_catalogue_is_what_it_says() -> None:
+def test_a_catalogue_has_the_stated_items() -> None:
     data = synthetic_interactions(Catalogue(num_items=1000, num_users=500, length=20, again=0.0))
     assert data.items.max() <= 1000 and data.items.min() == 1 and data.num_items == 1001
     counts = data.popularity()
