@@ -115,7 +115,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
 
 
 def _popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """A fork; a process of its own where another command begins it, as one in another network."""
+    """A fork, or a new process if another command starts it, such as one in another network."""
     return (Forked if words[0] == sys.executable else subprocess.Popen)(words, **options)
 
 

@@ -92,7 +92,7 @@ class Oracle:
             entry.count >> min(40, self.clock // half - entry.clock // half))
 
     def update(self, keys: Iterable[int]) -> dict[int, int]:
-        """One update that sees keys, each as often as it is there; the rows of new keys."""
+        """Update with keys, which may repeat; returns the rows of new keys."""
         self.clock += 1
         counted = Counter(keys)
         order = sorted(counted, key=lambda k: hash_of(k, self.rule.seed))
@@ -144,7 +144,7 @@ class Oracle:
         return total if total >= rule.admit_after else 0
 
     def free_row(self, bucket: int, key: int) -> int:
-        """A row for a new key, from which its former key is taken; 0 = none."""
+        """A row for a new key, which a former key loses; 0 = none."""
         rows = self.rows_of(bucket)
         line = (hash_of(key, self.rule.seed) >> 8) % (BUCKET // LINE)
         home = set(rows[line::BUCKET // LINE])

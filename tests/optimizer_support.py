@@ -67,7 +67,7 @@ EVERY: dict[str, Optimizer] = {
 
 def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
                   optimizers: Optimizers, rates: Sequence[float] = (1.0,)) -> Result:
-    """Train on virtual ranks. `rates`: factor on the learning rates at each step; the last goes on.
+    """Train on virtual ranks. `rates`: factor on the learning rates by step; the last persists.
     """
     def body(group: Any) -> Result:
         first: list[float] = []

@@ -245,7 +245,7 @@ def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:
 
 
 def copy_project(folder: Path) -> None:
-    """What git tracks or would track; what is there already stays, so that a second build is
+    """Copy what git tracks or would track, except files already there, so that a second build is
     short."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
                             cwd=ROOT, capture_output=True, check=True).stdout

@@ -87,7 +87,7 @@ def run_here(*words: object, env: dict[str, str] | None = None
 @contextmanager
 def serving(model: object, *flags: str, folder: Path = ROOT, env: dict[str, str] | None = None,
             **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """``oper serve`` on any free port in a process of its own, which ends with the block.
+    """``oper serve`` on any free port in a separate process, which ends with the block.
 
     Args:
         model: what is served: a folder, or a function of this project or of a module in `folder`.
@@ -117,7 +117,7 @@ def announced(server: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def run_command(*words: object) -> int:
-    """What a command returns that runs in this process; its errors come out, which `cli.main` would
+    """Run a command in this process and return its result; raises errors, which `cli.main` would
     print."""
     command = str(words[0])
     args = cli.build_parser(command).parse_args([str(w) for w in words])

@@ -261,7 +261,7 @@ def test_a_closed_stderr_leaves_stdout_to_results() -> None:
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C"}, {
     "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_names_that_are_no_text_are_shown_by_their_bytes(locale: dict[str, str]) -> None:
-    """Not by Python's stand-ins for them, which nobody could find again."""
+    """Not by Python's surrogates, from which the file could not be found."""
     done = subprocess.run([sys.executable, "-m", "oper", "explain", b"/no/\xff.json"], cwd=ROOT,
                           capture_output=True, check=False, env={**os.environ, **locale})
     assert done.returncode == 1
@@ -269,7 +269,7 @@ def test_names_that_are_no_text_are_shown_by_their_bytes(locale: dict[str, str])
 
 
 def test_results_can_be_printed_in_any_locale() -> None:
-    """Bytes of names go out as they came in, letters that the encoding lacks are escaped."""
+    """Bytes of names are printed unchanged, characters that the encoding lacks escaped."""
     code = ("import sys, types\nfrom oper import cli\n"
             "m = types.ModuleType('say')\nm.configure_say = lambda p: p.add_argument('name')\n"
             "m.run_say = lambda a: print('1 \\u00b5s', a.name) or 0\n"

@@ -1,4 +1,4 @@
-"""What README and the documents show runs as it stands there; links and generated pages are right.
+"""Code in README and the documents runs as printed; links and generated pages are right.
 
 The blocks of a page run in their order in one folder: Python in one interpreter, commands in one
 shell. A block with the name of a file as its title becomes that file. A block that is not run says

@@ -1,4 +1,4 @@
-"""Variables of the environment: nonsense is refused before anything begins, and told by doctor."""
+"""Environment variables: invalid values are refused before work begins, and reported by doctor."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_truncation_anywhere_is_refused(path: Path) -> None:
 
 
 def test_a_flipped_bit_is_refused_or_harmless(path: Path) -> None:
-    """Dates and flags that nobody reads may change; content, names and sizes may not."""
+    """Dates and unused flags may change; content, names and sizes may not."""
     whole = path.read_bytes()
     expected, meta = read_arrays(path, KIND, 2)
     refused = 0
@@ -326,7 +326,7 @@ def test_recipes_are_found_in_a_checkout() -> None:
 
 
 def test_an_unwritable_path_is_named_as_given(tmp_path: Path) -> None:
-    """Not the temporary file beside it, which nobody has heard of."""
+    """The error names it, not the temporary file next to it."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     for path in ("file/plan.json", "folder"):

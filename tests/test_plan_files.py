@@ -256,7 +256,7 @@ def test_uniform_plans_are_valid_for_their_tables(rows: list[int], world_size: i
 
 def test_explain_asks_for_what_a_plan_by_hand_does_not_state(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its batch size is not made up; what is no set of names in its notes is one error."""
+    """An unstated batch size is not invented; notes that are no sets of names raise one error."""
     def edit(value: dict[str, Any]) -> None:
         value.update(step_us=0, lower_bound_us=0, batch_size=0)
         del tier(value, 1)["weights"]

@@ -179,7 +179,7 @@ def _no_plan(rank: int, world_size: int) -> tuple[list[str], int, bool]:
 
 
 def test_all_ranks_learn_once_that_there_is_no_plan() -> None:
-    """Only rank 0 plans; the others do not wait for it, and training goes on."""
+    """Only rank 0 plans; the others do not wait for it, and training continues."""
     assert run_world(2, _no_plan) == [(["no plan fits"], 1, True)] * 2
 
 
@@ -208,7 +208,7 @@ def test_all_ranks_learn_of_an_error_of_one(case: str, word: str) -> None:
 
 
 def _counted(rank: int, world_size: int) -> dict[str, Any]:
-    """What a real move sends, beside what is predicted."""
+    """Bytes that a real move sends, and the predicted ones."""
     run = _Run(rank, lambda n: [FAST, SLOW])
     tables = run.model.tables
     old = tables.plan

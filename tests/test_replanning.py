@@ -62,7 +62,7 @@ def test_distance_is_total_variation() -> None:
 
 
 def test_distance_of_cut_tails() -> None:
-    """Rows outside a head are taken as alike: the shares of the head still count."""
+    """Rows outside a head are assumed equal; the shares of the head still count."""
     table = stats(0).tables["a"]
     cut = replace(table, head_ids=table.head_ids[:100], head_counts=table.head_counts[:100],
                   tail_values=np.array([int(table.head_counts[100:].mean())]),

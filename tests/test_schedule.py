@@ -1,4 +1,4 @@
-"""What tests/schedule.py lists is there."""
+"""Tests that tests/schedule.py lists exist."""
 
 import re
 

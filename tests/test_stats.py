@@ -229,7 +229,7 @@ def test_statistics_of_another_table_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_repr_is_a_line_of_figures() -> None:
-    """As it stands in a notebook or an error, without arrays."""
+    """The text in notebooks and errors has no arrays."""
     table = TableStats(1000, np.arange(300), np.arange(300, 0, -1), np.array([0]), np.array([700]),
                        np.array([3]), np.array([15_050]))
     stats = AccessStats(15_050, {f"t{k}": table for k in range(26)}, "a log")

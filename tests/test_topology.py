@@ -65,7 +65,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> None:
-    """Files of before: every rank has a link of its own, and hosts reach each other alike."""
+    """Older files: every rank has its own link, and all pairs of hosts are equally fast."""
     start, stop = FILE.index("[[rack]]"), FILE.index("[costs]")
     text = FILE[:start].replace("hosts_share_links = true\n", "") + FILE[stop:]
     topology = read(tmp_path, text)

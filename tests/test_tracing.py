@@ -111,7 +111,7 @@ def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
 
 
 def test_ranks_wait_for_each_other_in_the_trace(tmp_path: Path) -> None:
-    """What ranks of one host do stands on one clock: none updates before all have reduced."""
+    """The spans of one host's ranks share a clock: none updates before all have reduced."""
     with virtual_ranks() as local:
         def body(group: Any) -> None:
             local.group = group

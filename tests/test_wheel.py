@@ -70,7 +70,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the source distribution; compiled objects are taken along."""
+    """A wheel built from the source distribution; reuses compiled objects."""
     unpacked, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")

@@ -67,7 +67,7 @@ class World:
         return [p.pid or 0 for p in self.processes]
 
     def send(self, rank: int, value: Any) -> None:
-        """Send a rank what its next `told()` returns; raises OSError where it has ended."""
+        """Send a rank what its next `told()` returns; raises OSError if it has ended."""
         self._pipes[rank].send_bytes(pickle.dumps(value))
 
     def receive(self, rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Calibration: the fit finds what is there, real processes are measured, files are read back."""
+"""Calibration: the fit recovers known costs, real processes are measured, files are read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the emulated device, in the place of `torch.cuda`.
+"""Streams of the emulated device, which replace those of `torch.cuda`.
 
 Each rank launches on a stream of its own, which does its work when somebody waits for it: the host,
 or another stream at an event. torch's operators on the host take no part in streams, so that tables

@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 def gcs_server() -> Iterator[str]:
     """The URL of the bucket, with ``{}`` for the path, while the server runs.
 
-    It is a process of its own: pyarrow's reads keep Python's lock while they wait for an answer.
+    It is a separate process: pyarrow's reads keep Python's lock while they wait for an answer.
     """
     with subprocess.Popen([sys.executable, __file__], text=True, stdout=subprocess.PIPE) as server:
         try:

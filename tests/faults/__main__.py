@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: inject every fault at every phase and print what came of it.
+"""``python -m tests.faults``: inject every fault at every phase and print the results.
 
 With ``--json F`` every injection is written there as soon as it is judged, and a later call with
 the same file does what is left. An injection during which this program itself was stopped says

@@ -1,6 +1,6 @@
-"""Faults of storage: full disks, folders that cannot be written, files that are not what they were.
+"""Faults of storage: full disks, folders that cannot be written, changed and damaged files.
 
-Everything here runs in one process, or in a child of its own where limits are set.
+Everything here runs in one process, or in a child process with limits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sample:
     Attributes:
         path: where it is.
         files: the files of it that are damaged in turn.
-        read: reads it all; raises OperError, or tells what it holds.
+        read: reads all of it and returns its contents, or raises OperError.
         any_valid: whether another valid content is no wrong number (a plan may be edited by hand).
     """
 
@@ -170,7 +170,7 @@ def _writer(what: str, size: int) -> Callable[[Path], Any]:
 
 
 def _in_child(body: Callable[..., str], *args: Any) -> str:
-    """What `body` returns in a process of its own, or the text of its error."""
+    """The result of `body` in a separate process, or the text of its error."""
     with _CONTEXT.Pool(1, torch.set_num_threads, (1,)) as pool:
         try:
             return pool.apply_async(body, args).get(60)

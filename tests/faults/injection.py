@@ -321,7 +321,7 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
         outcome.break_guarantee(f"given up after {outcome.detection_s:.2f} s already")
 
 def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
-    """A stopped rank that goes on must learn that it is alone."""
+    """A stopped rank that continues must learn that it is alone."""
     os.kill(running.pids[injection.victim], signal.SIGCONT)
     try:
         found = running.receive(injection.victim)

@@ -1,4 +1,4 @@
-"""A rank that is killed for memory: a control group of its own, where rights allow."""
+"""A rank that is killed for lack of memory: in its own control group, if rights allow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Place:
 
 
 def _place() -> _Place | None:
-    """Of version 2 or 1, beside or below this process's own group; None without either."""
+    """Where a control group of version 2 or 1 can be made; None without either."""
     for line in (PROC / "mounts").read_text().splitlines():
         _, name, kind, options, *_ = line.split()
         with contextlib.suppress(OSError):

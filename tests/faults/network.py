@@ -1,6 +1,6 @@
 """Faults of the network between memory domains, by a proxy in user space.
 
-Every rank is a memory domain of its own, so that all rows travel over gloo. A preloaded library
+Every rank is its own memory domain, so that all rows travel over gloo. A preloaded library
 sends its connections, and those that watch the peers, through a proxy, which delays what it passes
 on, passes nothing on, or cuts all connections.
 """

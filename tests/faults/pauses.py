@@ -16,7 +16,7 @@ _TRIES = 4  # of what a stop may have spoiled
 
 
 class Pauses:
-    """Counts stops of this process: it was told to go on (SIGCONT), or its clock has jumped.
+    """Counts stops of this process: it was continued (SIGCONT), or its clock has jumped.
 
     Attributes:
         count: stops so far.
@@ -52,9 +52,9 @@ class Pauses:
 
 
 def timed(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that holds processes to times, run again where it fails while this one was stopped.
+    """A test with time limits, repeated if it fails while this process was stopped.
 
-    A machine that stands still says nothing about who is late on it.
+    A machine that was stopped does not show which process is late.
     """
     @functools.wraps(test)
     def again(*args: Any, **kwargs: Any) -> None:

@@ -123,7 +123,7 @@ def soak(faults: int, flags: dict[str, Any], seed: int, folder: Path, pauses: Pa
 
 
 def _live(flags: dict[str, Any], rng: random.Random, result: Soak, kill: bool) -> bool:
-    """One life of the run, which goes on from its last checkpoint; whether it is the last one."""
+    """Run from the last checkpoint until the run ends or fails; returns whether it has finished."""
     with world(WORLD_SIZE, run, flags, timeout_s=600) as running:
         if kill and _kill_one(running, rng, result):
             return False

@@ -90,7 +90,7 @@ def test_a_rank_is_killed_for_memory(phase: str) -> None:
 def test_limits_of_memory_by_both_versions_of_control_groups(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit goes where the system's own mounts say, with version 2 beside version 1, too."""
+    """Limits are written where the system has its mounts, even with version 2 next to version 1."""
     both, old = tmp_path / "unified", tmp_path / "memory"
     for place in (both, old / "job"):
         place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Every guarantee of `docs/explanation/reliability.md` names tests, and they are there."""
+"""Every guarantee of `docs/explanation/reliability.md` names tests, which exist."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def serving(run: Path, **env: str) -> Iterator[Served]:
 
 
 def trained(folder: Path, steps: int, full_every: int) -> None:
-    """Let a run go on until it has so many steps."""
+    """Continue a run until it has so many steps."""
     with world(1, train, str(folder), steps, full_every) as running:
         assert [running.receive(0), running.receive(0)][1] == steps
 

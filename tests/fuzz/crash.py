@@ -1,4 +1,4 @@
-"""An execution that crashes; a module of its own, which a new process imports at once."""
+"""An execution that crashes; a separate module, which a new process imports fast."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[ShardedTables]:
-        """The tables with a context that has met nobody yet."""
+        """The tables with a context that has exchanged nothing yet."""
         tables, exchange = self._tables, self._tables._exchange
         assert exchange is not None
         before = tables.handle

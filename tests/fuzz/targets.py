@@ -68,7 +68,7 @@ def place(given: Path | None = None) -> Path:
 
 
 def remove_files() -> None:
-    """Leave nothing behind."""
+    """Remove everything."""
     for folder in _places:
         shutil.rmtree(folder, ignore_errors=True)
     _places.clear()
@@ -199,9 +199,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def one(name: str, data: bytes) -> bool:
-    """Run one input; whether it was accepted. Anything but OperError comes out of here.
+    """Run one input; returns whether it was accepted. Raises every error except OperError.
 
-    So does an OperError that stands for a lack of memory: a few bytes may not ask for much.
+    Also raises an OperError for lack of memory: few bytes must not require much.
     """
     try:
         TARGETS[name](data)

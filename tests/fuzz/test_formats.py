@@ -72,7 +72,7 @@ def test_changed_lines_of_text(tmp_path: Path) -> None:
 
 
 def _archive(header: bytes) -> bytes:
-    """An array file whose member has a header of its own."""
+    """An array file whose member has the given header."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(seeds("arrays")[0])) as before, \
             zipfile.ZipFile(out, "w") as after:
@@ -180,7 +180,7 @@ def test_a_manifest_that_calls_bags_single_ids() -> None:
 
 @pytest.mark.parametrize("value", [0x7fffffff, 0xfffffffe, 3])
 def test_every_word_of_a_peer(value: int) -> None:
-    """Numbers of ids that no memory holds were a MemoryError, and nobody was told."""
+    """Numbers of ids beyond any memory once raised MemoryError, which no peer learned of."""
     (good,) = seeds("exchange")
     changed_words = (good[:at] + struct.pack("<I", value) + good[at + 4:]
                      for at in range(0, len(good) - 3, 4))

@@ -104,7 +104,7 @@ def test_a_fused_dlrm_gives_equal_scores(served, batch, name) -> None:
 
 def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:
     class Own(DLRM):
-        """A subclass with a forward pass of its own, which must not be fused."""
+        """A subclass that overrides the forward pass, which must not be fused."""
 
     own = model()
     own.__class__ = Own
@@ -245,7 +245,7 @@ def test_what_is_refused(served, name: str, batch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row_dtype", [None, "int8", {"t0": "int4", "t2": "float16"}])
 def test_sharded_for_inference(row_dtype, name: str, batch) -> None:
-    """`oper.shard` and `oper.publish` store and read rows alike."""
+    """`oper.shard` and `oper.publish` store and read rows in the same way."""
     with oper.publish(model(), name, row_dtype=row_dtype):
         attached = oper.attach(model(), name)
         sharded = oper.shard(model(), objective="inference", row_dtype=row_dtype)

@@ -76,7 +76,7 @@ def save_and_load(side: Any, args: dict[str, Any]) -> Seen:
 @action(2.0, exact=True, plan=tuple(range(40)), by=("state_dict", "torch.save", "checkpoint"),
         optimizer=(True, True, False), fits=lambda p: not is_wrapped(p))
 def move_to_fresh(side: Any, args: dict[str, Any]) -> None:
-    """The state is loaded into a freshly sharded model with another plan, which goes on."""
+    """The state is loaded into a newly sharded model with another plan, which continues."""
     side.restart(args)
 
 

@@ -72,7 +72,7 @@ def frozen_tables_are_trained() -> Any:
 
 @fault("freeze", "freeze_between")
 def steps_of_frozen_tables_count() -> Any:
-    """Adam's bias correction goes on while a table is frozen."""
+    """Adam's bias correction counts steps while a table is frozen."""
     return mock.patch.object(_TABLES, "_skipped", property(
         lambda self: dict.fromkeys(self.specs, 0), lambda self, value: None), create=True)
 
@@ -171,7 +171,7 @@ def passes_under_no_sync_update_at_once() -> Any:
 
 @fault("accumulate")
 def zero_grad_forgets_nothing() -> Any:
-    """Passes under ``no_sync`` cannot be taken back."""
+    """Passes under ``no_sync`` cannot be undone."""
     return mock.patch.object(_TABLES, "drop_gradients", lambda self: None)
 
 
@@ -232,13 +232,13 @@ def subclasses_are_taken_apart() -> Any:
 
 @fault("train", "wrap")
 def wrappers_wait_for_the_tables() -> Any:
-    """DistributedDataParallel goes on with the parameters that sharding has replaced."""
+    """DistributedDataParallel keeps using the parameters that sharding has replaced."""
     return mock.patch.object(ddp, "rebuild", lambda wrapper: None)
 
 
 @fault("set_lr", "schedule")
 def learning_rates_stay() -> Any:
-    """The groups that schedules write to are nobody's."""
+    """The groups that schedules write to belong to no optimizer."""
     def changed(original: Any, self: Any, passed: Any) -> Any:
         groups = [dict(g, lr=self.optimizers[g["tables"][0]].lr) if g["tables"] else g
                   for g in self.param_groups]
@@ -250,7 +250,7 @@ def learning_rates_stay() -> Any:
 
 @fault("optimizer_state", "move_to_fresh")
 def optimizer_states_are_not_loaded() -> Any:
-    """Loaded optimizer states come to nothing."""
+    """Loaded optimizer states are ignored."""
     patches = contextlib.ExitStack()
     for module in (torch_modules, edge):
         patches.enter_context(mock.patch.object(module, "load_optimizer_entries",
@@ -260,7 +260,7 @@ def optimizer_states_are_not_loaded() -> Any:
 
 @fault("load_state_dict")
 def unexpected_keys_are_taken() -> Any:
-    """``load_state_dict`` tells no unexpected key of a table's module."""
+    """``load_state_dict`` reports no unexpected key of a table's module."""
     def changed(original: Any, *args: Any) -> Any:
         *rest, _, errors = args
         return original(*rest, [], errors)

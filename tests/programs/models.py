@@ -88,7 +88,7 @@ class OwnCollection(EmbeddingBagCollection):
 
 
 class ScaledCollection(EmbeddingBagCollection):
-    """A user's subclass with a forward pass of its own."""
+    """A user's subclass that overrides the forward pass."""
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         out = super().forward(features)
@@ -207,14 +207,14 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def whole(value: Any) -> Any:
-    """A value of a state as a plain tensor, copied; what is no tensor as it is."""
+    """A copy of a state's value as a plain tensor; values that are no tensors are unchanged."""
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def names_of(result: Any) -> Any:
-    """What an output says beside its tensors: keys, lengths, ids."""
+    """Data of an output other than its values: keys, lengths, ids."""
     if isinstance(result, KeyedTensor):
         return result.keys(), result.length_per_key()
     if isinstance(result, dict):

@@ -233,7 +233,7 @@ class _Sides:
         return BOTH
 
     def compare(self, exact: bool, when: str = "") -> None:
-        """Rows, optimizer states and the dense layer; the reference goes on from the sharded
+        """Rows, optimizer states and the dense layer; the reference continues from the sharded
         numbers, which agree with its own."""
         found, error = _attempt(lambda: (self.sharded.rows(), self.sharded.states(),
                                          self.sharded.dense_state()))

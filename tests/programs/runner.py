@@ -48,7 +48,7 @@ class Totals:
         return self.failures[signature] == 1
 
     def progress(self, seconds: float) -> str:
-        """One line while it goes on."""
+        """One line of progress."""
         return (f"{self.programs:,} programs, {self.programs / seconds:.1f} a second, "
                 f"{sum(self.failures.values()):,} failed ({len(self.findings)} ways)")
 

@@ -36,7 +36,7 @@ CHOSEN = {dtype: STOPS[dtype] for dtype in ("float16", "int8", "int4")}
 
 def placed(dim: int, pooling: str = "sum", tiers: tuple[Tier, ...] | None = None,
            world_size: int = 1, stops: Mapping[str, int] = STOPS) -> Plan:
-    """A plan of one table with all types, in an order of its own."""
+    """A plan of one table with all types and a hotness order."""
     spec = TableSpec("t", NUM_ROWS, dim, ("f",), pooling, "int8", "none")
     tiers = tiers or (Tier(0, NUM_ROWS, "owned", (0,)),)
     hottest = np.random.default_rng(3).permutation(NUM_ROWS)

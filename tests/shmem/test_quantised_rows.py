@@ -24,7 +24,7 @@ KEY = torch.zeros(1, dtype=torch.int64)
 
 
 def fbgemm_codes(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """FBGEMM's codes, its scale and bias brought from behind to the front as its tables have them.
+    """FBGEMM's codes, with scale and bias moved from the end to the front, as in its tables.
     """
     rows = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
         values, int(dtype.removeprefix("int")))
