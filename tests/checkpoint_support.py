@@ -98,7 +98,7 @@ def fused(model: Model) -> CombinedOptimizer:
 
 
 def state_of(model: Model) -> dict[str, Any]:
-    """What a user saves: everything, under TorchRec's names."""
+    """The state that a user saves: everything, under TorchRec's names."""
     return {"model": model.state_dict(), "optimizer": fused(model).state_dict(),
             "places": model.places.optimizer_state_dict()}
 

@@ -19,7 +19,7 @@ settings.load_profile("same")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the processes that tests start, also where a shell runs us in the background
+    """Ctrl-C reaches the processes that tests start, even if a shell runs us in the background
     with it switched off."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

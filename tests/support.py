@@ -1,4 +1,4 @@
-"""What tests of several packages share: small plans, hypothesis strategies, the real data."""
+"""Helpers of several packages' tests: small plans, hypothesis strategies, real data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
 
 def run_here(*words: object, env: dict[str, str] | None = None
              ) -> subprocess.CompletedProcess[str]:
-    """What `run_oper` gives, of this process: it need not import torch once more."""
+    """As `run_oper`, in this process, which saves another import of torch."""
     arguments = [str(w) for w in words]
     with (mock.patch.dict(os.environ, env or {}), mock.patch.object(logging.root, "handlers", []),
           redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err):
@@ -201,14 +201,14 @@ def counts_by(ids: np.ndarray, counts: np.ndarray) -> dict[int, int]:
 
 
 def check_page(page: str) -> None:
-    """A page of HTML is complete in itself: nothing is fetched, no script runs."""
+    """Check that an HTML page is self-contained: nothing is fetched, no script runs."""
     fetched = r"\b(?:src|srcset|poster|action|data)=[\"']|href=[\"'](?!#)|url\((?!['\"]?#)"
     assert not re.search(rf"<script|<link|@import|://|{fetched}", page)
     assert page.count("<html") == 1 and "prefers-color-scheme: dark" in page
 
 
 def wait_for(condition: Any, seconds: float = 180) -> None:
-    """Wait until `condition` holds; fails after a while, in which any machine would be done."""
+    """Wait until `condition` holds; fails after a time that suffices on any machine."""
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"

@@ -1,4 +1,4 @@
-"""The command line: verbs, exit codes, what goes where, start-up time; and the doctor."""
+"""The command line: verbs, exit codes, output streams, start-up time; and the doctor."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def numeric_flags() -> Iterator[tuple[tuple[str, ...], str, str]]:
 
 
 def test_every_flag_is_checked_where_it_is_parsed() -> None:
-    """A bare int or float would take what the command refuses later, with another exit code."""
+    """A plain int or float accepts values that the command refuses later, by another code."""
     flags = list(numeric_flags())
     assert len(flags) > 40
     assert {(words, flag) for words, flag, kind in flags if kind != "oper.support.flags"} == set()
@@ -244,7 +244,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
 
 @pytest.mark.parametrize("words", ["doctor", "--version", "explain nothing.json"])
 def test_a_closed_stdout_is_one_error(words: str) -> None:
-    """Told before the work, not after it, and never as success."""
+    """Reported before the work, not after it, and never as success."""
     done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m oper {words} >&-"], cwd=ROOT,
                           stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1

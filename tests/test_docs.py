@@ -99,7 +99,7 @@ def runs(block: Block) -> bool:
 
 
 class Shell:
-    """One bash for all commands of a page: what it starts and sets stays for the next block."""
+    """One shell for all commands of a page, whose processes and variables stay for later blocks."""
 
     def __init__(self, folder: Path) -> None:
         tools = folder.parent / "bin"
@@ -157,7 +157,7 @@ for size in iter(sys.stdin.readline, ""):
 
 
 class Interpreter(Shell):
-    """One Python for all Python of a page."""
+    """One Python process for all Python blocks of a page."""
 
     def __init__(self, folder: Path) -> None:
         (folder.parent / "prompt.py").write_text(PROMPT)

@@ -1,4 +1,4 @@
-"""Checked files: what was written comes back, what was damaged is refused, no half writes."""
+"""Checked files: read as written, refused if damaged, never written in part."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_whole_blocks_go_past_the_cache(size: int, refuses: bool, tmp_path: Path
 
 
 def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
-    """Also where a library that was writing says something else."""
+    """Also if the writing library raises another error."""
     def by_library() -> None:
         with atomic_write(tmp_path / "x"):
             try:

@@ -83,7 +83,7 @@ def package_of(module: str) -> str:
 
 
 def public_face(name: str) -> list[str]:
-    """What taking `name` from the package itself comes down to: a module, or where it lives."""
+    """What importing `name` from the package gives: a module, or the module that defines it."""
     return [] if name == "__version__" else [oper._PUBLIC.get(name, f"oper.{name}")]
 
 

@@ -1,4 +1,4 @@
-"""Bits of messages as a user states them, in plans, and the bytes that follow."""
+"""Bits of messages as users give them, in plans, and the resulting bytes."""
 
 from __future__ import annotations
 

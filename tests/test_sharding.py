@@ -278,7 +278,7 @@ def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str
 
 
 def test_a_forked_child_reads_and_changes_nothing() -> None:
-    """Its arenas are its parent's: what it wrote there would be the parent's rows."""
+    """Its arenas are its parent's, so it would write the parent's rows."""
     sharded = oper.shard(bag(), plan=plan(("weight", 20, 4)), optimizer=SGD)
     before = sharded.state_dict()["weight"].clone()
     passed = sharded(torch.tensor([[1]]))

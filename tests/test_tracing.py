@@ -1,4 +1,4 @@
-"""`oper.trace`: every phase of every step and rank, where it was; no file that is not whole."""
+"""`oper.trace`: every phase of every step and rank at its time; no incomplete files."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_what_cannot_be_traced(tmp_path: Path) -> None:
 
 def collectives(ahead: Sequence[int], rounds: int, delay: Callable[[], int]
                 ) -> list[list[tuple[int, int]]]:
-    """What ranks with such clocks note: each begins some time and ends after all have begun."""
+    """Notes of ranks with such clocks: each begins at some time and ends after all have begun."""
     marks: list[list[tuple[int, int]]] = [[] for _ in ahead]
     now = 0
     for _ in range(rounds):
@@ -360,7 +360,7 @@ def test_clocks_of_hosts_are_bounded(seed: int) -> None:
 
 
 def test_clocks_are_compared_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads read one clock, whatever it is called."""
+    """Threads share one clock, whatever its name."""
     monkeypatch.setattr(clocks, "_name", lambda: threading.current_thread().name)
     for found in run_ranks(2, compare_clocks):
         assert found[0] == (0, 0)

@@ -157,7 +157,7 @@ WRITES = ("checkpoint", "plan", "stats", "state")
 
 
 def _writer(what: str, size: int) -> Callable[[Path], Any]:
-    """Writes something of about so many bytes, which is made already, to a path."""
+    """Writes prepared data of about so many bytes to a path."""
     if what == "checkpoint":
         model, extra = small_model(1, 0), {"filling": torch.zeros(size // 4)}
         return lambda path: oper.save_checkpoint(path, model, extra=extra)
@@ -179,7 +179,7 @@ def _in_child(body: Callable[..., str], *args: Any) -> str:
 
 
 def _write_with_limit(what: str, path: Path, limit: int) -> str:
-    """Write a larger file than the process may."""
+    """Write a file beyond the size limit of the process."""
     write = _writer(what, 8 * limit)  # shared memory, too, is a file to the limit
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -215,7 +215,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outcome:
-    """Write over a good file where there is no room; the old one stays, and nothing else."""
+    """Overwrite a good file on a full disk; the old file remains, and no other one."""
     place = folder / "disk"
     place.mkdir()
     mounted = tmpfs and subprocess.run(
@@ -258,7 +258,7 @@ def _write_as_nobody(what: str, path: Path) -> str:
 
 
 def read_only_folder(what: str, rng: random.Random, folder: Path) -> Outcome:
-    """Write where this user may not."""
+    """Write into a folder without permission."""
     place = folder / "closed"
     place.mkdir()
     path = place / ("file" if rng.random() < 0.5 else "below/file")

@@ -1,4 +1,4 @@
-"""Faults of a rank at a phase of training: what is injected, what was guaranteed, what came of it.
+"""Faults of a rank at a phase of training: what is injected, what is guaranteed, what happened.
 
 A small world trains. One of its ranks harms itself at a chosen point of a batch, in the kernels
 through ``torch.ops.oper.arm_fault``, in Python by a wrapper around the call. The parent process
@@ -90,7 +90,7 @@ class Injection:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of an injection.
+    """The result of an injection.
 
     Attributes:
         kept: whether all guarantees were.
@@ -170,7 +170,7 @@ def batch_of(seed: int, size: int) -> Lookup:
     return Lookup(torch.cat(ids), lengths.reshape(-1), torch.arange(len(_SPECS)), size)
 
 def _wait_less(injection: Injection | None) -> None:
-    """From here on a stalled peer is waited for as long as the guarantee says.
+    """From here on, wait for a stalled peer as long as the guarantee states.
 
     Before, ranks of a loaded machine may be slow to start; and who is killed must be noticed as
     such however long the machine takes to end it.
@@ -276,7 +276,7 @@ def save_twice(rank: int, world_size: int, injection: Injection | None, note: st
     return {"kind": "", "rows": rows, "mapped": held_segments()}
 
 def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], Any]:
-    """Load a checkpoint, tell what it holds, and save it again."""
+    """Load a checkpoint, report its contents, and save it again."""
     model = small_model(world_size, 0)
     extra = oper.load_checkpoint(folder, model)
     state = small_state(model)
@@ -353,7 +353,7 @@ def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, t
 
 
 def _check_note(note: Path, outcome: Outcome) -> float:
-    """When the fault happened, s; a guarantee that was never put to the test is not kept."""
+    """When the fault happened, s; a fault that did not happen does not prove a guarantee."""
     if not note.exists() or note.stat().st_size != 8:
         outcome.break_guarantee("the fault never happened")
         return time.monotonic()
@@ -412,7 +412,7 @@ def inject(injection: Injection) -> Outcome:
 
 def _check_checkpoint(injection: Injection, folder: Path, held: dict[str, torch.Tensor],
                       outcome: Outcome) -> None:
-    """The previous checkpoint, or the new one as a whole, loads; saving again clears up."""
+    """The previous checkpoint or the complete new one loads; the next save removes leftovers."""
     try:
         [(extra, state)] = run_world(1, load_and_save, str(folder))
     except RankFailedError as error:

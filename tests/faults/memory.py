@@ -14,7 +14,7 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where control groups with limits of memory are made, and the files that hold a limit."""
+    """Where control groups with memory limits are created, and the files for the limits."""
 
     path: Path
     memory: str
@@ -55,7 +55,7 @@ def can_limit() -> bool:
 
 
 def _make_group(num_bytes: int) -> Path:
-    """A control group of so many bytes."""
+    """Create a control group with a limit in bytes."""
     place = _place()
     if place is None:
         raise OSError("no control groups that limit memory")
@@ -72,7 +72,7 @@ def _make_group(num_bytes: int) -> Path:
 
 
 def limit_this_process(num_bytes: int) -> None:
-    """Put this process into a group of so many bytes; the group goes with `sweep`."""
+    """Move this process to a group with a limit in bytes, which `sweep` removes."""
     (_make_group(num_bytes) / "cgroup.procs").write_text(str(os.getpid()))
 
 

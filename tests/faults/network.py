@@ -79,7 +79,7 @@ class Proxy:
                     end.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """End all connections as a lost machine's do: with a reset."""
+        """End all connections by a reset, like those of a lost machine."""
         self.mode = "cut"
         for end in list(self._sockets):
             try:
@@ -200,7 +200,7 @@ def _check_numbers(answers: list[dict[str, Any]], world_size: int, seed: int, ou
 
 
 def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
-    """A rank: train until something happens, at most so many steps of some milliseconds."""
+    """A rank: train until an error, for at most a number of steps of some milliseconds."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Whether this program itself was stopped, which makes its clocks' readings worthless."""
+"""Detects that this program itself was stopped, which makes its time measurements invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m tests.faults.soak``: a training run that is killed again and again.
+"""``python -m tests.faults.soak``: a training run that is killed repeatedly.
 
 Ranks are killed at random moments and all are started again, until the run has ended by itself. Its
 weights must be those of an undisturbed run, bit for bit.
@@ -28,7 +28,7 @@ WORLD_SIZE = 2
 
 @dataclass
 class Soak:
-    """What came of a soak.
+    """The result of a soak test.
 
     Attributes:
         faults: ranks killed.
@@ -50,7 +50,7 @@ class Soak:
 
 
 def make_run(model: str, folder: Path) -> dict[str, Any]:
-    """Settings of a short run of a model, with many checkpoints, on data that are made here."""
+    """Settings of a short run of a model, with many checkpoints, on generated data."""
     common = {"model.dim": 8, "epochs": 1000, "log_every": 5, "checkpoint_every": 10,
               "delta_every": 5}
     if model != "dlrm":
@@ -90,7 +90,7 @@ def run(rank: int, world_size: int, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def soak(faults: int, flags: dict[str, Any], seed: int, folder: Path, pauses: Pauses) -> Soak:
-    """Kill so many ranks of a run, then let it end; its ``max_steps`` must be enough for that."""
+    """Kill ranks of a run, then let it end; its ``max_steps`` must suffice for all kills."""
     result, rng, began = Soak(), random.Random(seed), time.monotonic()
     disturbed = flags | {"out": str(folder / "disturbed")}
     ended = False
@@ -139,7 +139,7 @@ def _live(flags: dict[str, Any], rng: random.Random, result: Soak, kill: bool) -
 
 
 def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
-    """Kill a rank at some moment; False when the run has ended before. Checks the survivors."""
+    """Kill a rank at a random moment and check the survivors; False if the run ended before."""
     for rank in range(WORLD_SIZE):  # before they have met, a launcher has to end the others
         running.receive(rank)
     victim = rng.randrange(WORLD_SIZE)
@@ -169,7 +169,7 @@ def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
 
 
 def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]:
-    """A rank's last report; notes from where it went on."""
+    """A rank's last report; records the step from which it resumed."""
     while True:
         answer: dict[str, Any] = running.receive(rank)
         if "from" not in answer and "in" not in answer:

@@ -1,4 +1,4 @@
-"""A short form of ``python -m tests.faults``: every kind of fault, at one phase or another."""
+"""A short form of ``python -m tests.faults``: every kind of fault, each at some phase."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_all_ranks_are_killed() -> None:
 
 
 def test_leftovers_can_be_seen() -> None:
-    """The check itself: it must see a process, a name and a socket."""
+    """Tests the check itself: it must find a process, a name and a socket."""
     name = Path("/dev/shm") / f"test-{os.getpid()}"  # no name that tests beside this one look for
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0oper-{os.getpid()}-test")
@@ -111,7 +111,7 @@ def test_limits_of_memory_by_both_versions_of_control_groups(
 
 
 def test_the_judge_sees_what_is_wrong(tmp_path: Path) -> None:
-    """A fault that never happens, and a survivor that says nothing of its peer."""
+    """A fault that never happens, and a survivor whose error names no peer."""
     never = Injection("kill", "update", 2, 0, 10**6, 0)
     outcome = injection.inject(never)
     assert not outcome.kept and any("never happened" in what for what in outcome.broken)

@@ -10,7 +10,7 @@ _NAMED = re.compile(r"`([^`]+)`")
 
 
 def _guarantees() -> list[tuple[str, list[str]]]:
-    """What is guaranteed, and what is named as its tests."""
+    """The guarantees, and the tests that each names."""
     page = (ROOT / "docs" / "explanation" / "reliability.md").read_text()
     table = page.split("## Guarantees", 1)[1].split("\n## ", 1)[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")]

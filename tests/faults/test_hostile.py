@@ -1,4 +1,4 @@
-"""What others may try: pickles that run something, users who want at a job's memory."""
+"""Attacks: pickles that execute code, users who try to access a job's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.world_support import report, world
 
 
 class _Trap:
-    """Runs something when it is unpickled."""
+    """Executes code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -105,7 +105,7 @@ def _waits_with_open_sockets(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("who", ["same", "other"])
 def test_another_user_cannot_attach(who: str) -> None:
-    """A stranger is given nothing, be it another user or a process that the job has not named."""
+    """Strangers get nothing: other users, and processes that the job has not named."""
     if who == "other" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     with world(2, _waits_with_open_sockets) as running:
@@ -170,7 +170,7 @@ def test_another_user_cannot_read_what_is_published() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_what_another_user_publishes_is_not_read() -> None:
-    """Whoever takes the name of this user's publication first is not believed."""
+    """A process that takes the name of this user's publication first is not trusted."""
     name, plan = _publication()
     with _as_nobody("publishes", name) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"

@@ -1,4 +1,4 @@
-"""Faults while a training run is served step by step: no score is of two steps, and all heals."""
+"""Faults while the steps of a run are served: no score is of two steps, and service recovers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
 
 
 class Served:
-    """``oper serve`` in a process, and a client that asks it all the time.
+    """``oper serve`` in a process, and a client that sends requests continuously.
 
     Attributes:
         steps: of the answers, in order.
@@ -53,7 +53,7 @@ class Served:
         self._asking.start()
 
     def start(self, **env: str) -> None:
-        """Start it, again if need be."""
+        """Start the server, or start it again."""
         self.process = Forked(
             [sys.executable, "-m", "oper", "serve", "tests.faults.delta_run:make", "--follow",
              str(self._run), "--port", str(self._port), "--json", "--workers", "1"], cwd=ROOT,
@@ -115,7 +115,7 @@ def trained(folder: Path, steps: int, full_every: int) -> None:
 
 
 def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> None:
-    """It is killed in the middle of whatever it saves; what it goes on with is served, too."""
+    """It is killed while it saves; the steps after it has resumed are served, too."""
     rng, kills, steps = random.Random(3), 4, 240
     trained(tmp_path, 2, 1000)
     with serving(tmp_path) as served:
@@ -135,7 +135,7 @@ def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> No
 
 
 def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) -> None:
-    """The supervisor is killed between two tables of a delta: what is half copied is not read."""
+    """The supervisor is killed between two tables of a delta: the partial delta is not read."""
     trained(tmp_path, 3, 1000)
     # A delta copies two tables and a weight: in the fourth.
     with serving(tmp_path, **{DIE_AT: "10"}) as served:

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz.changed``: every format against changed good files, very often.
+"""``python -m tests.fuzz.changed``: every format, on many modified good files.
 
 Each format runs in a process of its own, which this one watches: it may raise OperError and nothing
 else, neither crash nor hang, nor ask for much memory. Executions are numbered, and a number says
@@ -59,7 +59,7 @@ def input_of(name: str, good: list[bytes], number: int) -> bytes:
 
 
 def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
-    """Execute a format so often in all and note in `case` what came of it."""
+    """Execute a format a number of times in total, and record the result in `case`."""
     context = multiprocessing.get_context("spawn")
     at, accepted = context.Value("q", case["executions"]), context.Value("q", 0)
     began = time.monotonic()
@@ -89,7 +89,7 @@ def run(name: str, runs: int, case: dict[str, Any], pauses: Pauses) -> None:
 
 
 def _watch(process: Any, at: Any, pauses: Pauses) -> str:
-    """Wait for the end; what is wrong when there is no progress.
+    """Wait for the end; returns the defect if there is no progress.
 
     Time in which this program was stopped does not count, nor time in which the process was ready
     and got no processor: on a busy machine one of low priority may wait for a minute to start.

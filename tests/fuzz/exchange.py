@@ -1,4 +1,4 @@
-"""Messages between memory domains: those of a peer in a training step, recorded and given again.
+"""Messages between memory domains: those of a peer in a training step, recorded and replayed.
 
 Virtual rank 0 trains one step with rank 1, which is another domain, and everything that rank 1
 sends is kept. Then the step is repeated with other bytes in place of it, by a new context of the
@@ -50,7 +50,7 @@ def _batch(rank: int) -> Lookup:
 
 
 class _Recorder:
-    """Passes messages on to `inner` and keeps what rank 1 has sent."""
+    """Passes messages to `inner` and records those of rank 1."""
 
     at = CollectivePhase(0, 0)
 
@@ -64,7 +64,7 @@ class _Recorder:
 
 
 class _Player:
-    """Gives `data` as rank 1's messages. Where it ends, rank 1 has ended: no message comes."""
+    """Returns `data` as rank 1's messages. At its end, rank 1 is gone: there is no message."""
 
     at = CollectivePhase(0, 0)
 
@@ -129,7 +129,7 @@ class Peer:
         yield tables
 
     def step(self, data: bytes) -> None:
-        """Train a step with `data` for rank 1's messages; raises OperError where it is refused."""
+        """Train a step with `data` for rank 1's messages; raises OperError if it is refused."""
         with self._fresh() as tables:
             exchange = tables._exchange
             assert exchange is not None
@@ -139,5 +139,5 @@ class Peer:
 
 @functools.cache
 def peer() -> Peer:
-    """The one of this process."""
+    """The instance of this process."""
     return Peer()

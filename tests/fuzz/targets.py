@@ -58,7 +58,7 @@ _places: list[Path] = []
 
 
 def place(given: Path | None = None) -> Path:
-    """Where the files are: `given` from now on, else a folder that is made when first asked for."""
+    """The folder of the files: `given` from now on, else one created at the first call."""
     if given is not None:
         _places[:] = [given]
     if not _places:
@@ -82,7 +82,7 @@ def _file(name: str, data: bytes) -> Path:
 
 
 def manifest(data: bytes) -> None:
-    """Manifests of preprocessed folders, and what is asked of them next."""
+    """Manifests of preprocessed folders, and the reads that follow."""
     folder = Folder.open(_file("manifest.json", data).parent)
     assert len(folder.tables(4)) == len(folder.num_rows)
     assert len(folder.bucket_labels) <= 1 << 15 and folder.ids_in_hotness_order in (True, False)
@@ -113,14 +113,14 @@ def delta(data: bytes) -> None:
 
 @functools.cache
 def _tables() -> ShardedTables:
-    """Something to put a delta's rows into."""
+    """A destination for a delta's rows."""
     spec = TableSpec("t", 3, 2, ("f",), optimizer="rowwise_adagrad")
     return ShardedTables(uniform_plan([spec], 1), [("f", "t")], ThreadGroup.create(1)[0],
                          RowWiseAdagrad(lr=0.1))
 
 
 class _Peers:
-    """A `LivenessMonitor` whose connections are in the fuzzer's hands."""
+    """A `LivenessMonitor` whose connections the fuzzer controls."""
 
     def __init__(self) -> None:
         self.monitor = LivenessMonitor.__new__(LivenessMonitor)
@@ -249,7 +249,7 @@ def _change_member(good: bytes, rng: random.Random) -> bytes:
 
 
 def seeds(name: str) -> list[bytes]:
-    """Good files of a format, and their like, for a start."""
+    """Good files of a format, and similar ones, as the initial corpus."""
     from tests.support import mixed_plan
 
     if name in ("arrays", "checksums"):

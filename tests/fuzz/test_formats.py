@@ -1,4 +1,4 @@
-"""Every format against bytes from nowhere and changed good files; what fuzzing has found."""
+"""Every format, on random bytes and modified good files; defects that fuzzing has found."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _with_value(name: str, key: str, value: str) -> bytes:
 
 
 def _with_header(name: str, change: dict[str, Any]) -> bytes:
-    """A good array file with something else in its header."""
+    """A good array file with a changed header."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(seeds(name)[0])) as before, zipfile.ZipFile(out, "w") as after:
         for member in before.namelist():
@@ -152,7 +152,7 @@ CHANGED: list[tuple[str, Callable[[], bytes]]] = [
 
 @pytest.mark.parametrize("name, make", CHANGED)
 def test_what_changed_values_found(name: str, make: Callable[[], bytes]) -> None:
-    """All of these were errors of Python's own."""
+    """All of these once raised Python's own errors."""
     assert make() != seeds(name)[0]
     assert not one(name, make())
 
@@ -165,7 +165,7 @@ def test_what_fuzzing_found(name: str, data: bytes) -> None:
 
 
 def test_a_manifest_that_calls_bags_single_ids() -> None:
-    """It was an error of numpy's."""
+    """This once raised an error of NumPy."""
     seeds("parquet")
     path = place() / "parquet" / "manifest.json"
     good = path.read_bytes()

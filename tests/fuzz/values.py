@@ -1,4 +1,4 @@
-"""Values of JSON and TOML texts exchanged for others: what a parser lets through to a reader."""
+"""Values of JSON and TOML texts replaced by others, which a parser passes to a reader."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _exchange_one(value: dict[str, Any], rng: random.Random) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it, on one line; None, which it has not, as an empty text."""
+    """A value in TOML, on one line; None, which TOML lacks, as an empty string."""
     if isinstance(value, dict):
         inside = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items())
         return f"{{{inside}}}"

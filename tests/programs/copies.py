@@ -214,7 +214,7 @@ def _other_model(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(8.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)
 def wrap(side: Any, args: dict[str, Any]) -> Seen:
-    """Two steps inside DistributedDataParallel, and out of it again."""
+    """Two steps inside DistributedDataParallel, then without it."""
     if side.is_sharded:
         side.wrap("ddp after")
     seen = step(side, args) | {f"second {n}": x for n, x in step(side, args, 1).items()}

@@ -1,6 +1,6 @@
 """Faults planted in OPER, each of which the fuzzer has to find within its quick seeds.
 
-Most take back what makes a sharded module behave as the unsharded one.
+Most remove code that makes a sharded module behave like the unsharded one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def writes_do_not_reach_replicas() -> Any:
 
 @fault("write_weight")
 def writes_to_views_go_to_the_first_rows() -> Any:
-    """A slice forgets where it begins."""
+    """A slice ignores its start."""
     def changed(original: Any, self: Any) -> Any:
         begin, end = original(self)
         return (0, end - begin) if end - begin < self._rows.shape[0] else (begin, end)
@@ -130,7 +130,7 @@ def gradients_of_weights_are_forgotten() -> Any:
 
 @fault("convert")
 def conversions_are_ignored() -> Any:
-    """``half()`` and its kin do nothing."""
+    """``half()`` and similar methods do nothing."""
     return mock.patch.object(table_module.TableModule, "_apply",
                              lambda self, fn, recurse=True: self)
 
@@ -152,7 +152,7 @@ def copies_lose_their_rows() -> Any:
 
 @fault("change_inputs")
 def changed_ids_are_trained() -> Any:
-    """The backward pass reads whatever the tensors hold by then."""
+    """The backward pass reads the tensors' current contents."""
     return mock.patch.object(autograd, "_refuse_changes", lambda watched, versions: None)
 
 

@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a program came to.
+    """The result of a program.
 
     Attributes:
         counts: by action and outcome.
@@ -110,7 +110,7 @@ def run(program: Program, talk: Talk) -> Report:
 
 @contextlib.contextmanager
 def _group(program: Program) -> Iterator[None]:
-    """A process group of one rank, where a program wants it."""
+    """A process group of one rank, if a program needs it."""
     if program.world_size > 1 or not program.dist:
         yield
         return
@@ -203,7 +203,7 @@ class _Sides:
         self.compare(action.exact(args))
 
     def _refused(self, action: Action, args: dict[str, Any], error: Exception) -> str:
-        """The sharded side has raised: find out what the other one does."""
+        """The sharded side has raised an error: find out what the other side does."""
         other = self.reference.clone()
         _, theirs = _attempt(lambda: action.run(other, args))
         ours = isinstance(error, OperError)

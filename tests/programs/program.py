@@ -21,7 +21,7 @@ MIN_ACTIONS, MAX_ACTIONS = 4, 14
 
 @dataclass(frozen=True)
 class Program:
-    """A program; ``repr`` is Python text that makes it again.
+    """A program; its ``repr`` is Python code that creates it.
 
     Attributes:
         model: see `models.draw_model`.

@@ -1,4 +1,4 @@
-"""Runs many programs, adds up what they came to, and shrinks what fails."""
+"""Runs many programs, sums up their results, and shrinks failing ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.programs.workers import BROKEN, Local, Processes
 
 @dataclass
 class Totals:
-    """What many programs came to.
+    """The results of many programs.
 
     Attributes:
         counts: by action and outcome.
@@ -53,7 +53,7 @@ class Totals:
                 f"{sum(self.failures.values()):,} failed ({len(self.findings)} ways)")
 
     def table(self) -> str:
-        """Actions by what they came to."""
+        """Actions by outcome."""
         names = sorted({name for name, _ in self.counts})
         rows = [["action", "tried", "agreed", "both refused", "OPER refused", "failed"]]
         for name in names:

@@ -21,7 +21,7 @@ from tests.runtime_support import rich_plan
 
 
 class Sharded(Side):
-    """The same model in OPER's hands.
+    """The same model, sharded by OPER.
 
     Args:
         plan: seed of the random plan.
@@ -103,7 +103,7 @@ class Sharded(Side):
             yield
 
     def optimizers(self) -> list[Any]:
-        """What schedules learning rates: optimizers of collections, other modules themselves."""
+        """Where learning rates are set: optimizers of collections, other modules themselves."""
         found = []
         for table in self.tables:
             module = self.module(table)

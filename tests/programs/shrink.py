@@ -38,7 +38,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], budget: int = 250
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs that are a little simpler, the greatest steps first."""
+    """Slightly simpler programs, the largest simplifications first."""
     actions = program.actions
     for size in (len(actions) // 2, len(actions) // 4, 2, 1):
         for begin in range(0, len(actions), size) if size else ():

@@ -33,7 +33,7 @@ DENSE_LR = 0.05
 
 
 class Talk:
-    """What the ranks of a program tell one another.
+    """Communication between the ranks of a program.
 
     Args:
         rank, world_size: of this process.
@@ -87,7 +87,7 @@ class Side:
     # ---- what a user's program reaches -----------------------------------------------------------
 
     def table(self, number: int) -> Table:
-        """The table of that number, counted around."""
+        """The table with that number, modulo the number of tables."""
         return self.tables[number % len(self.tables)]
 
     def module(self, table: Table) -> Any:
@@ -243,7 +243,7 @@ class Unsharded(Side):
             self.holds = before
 
     def drop_gradients(self) -> None:
-        """Forget what passes under `no_sync` have left of the tables' gradients."""
+        """Drop the tables' gradients of passes under `no_sync`."""
         for table in self.tables:
             self.core.get_parameter(table.key).grad = None
 
@@ -261,7 +261,7 @@ class Unsharded(Side):
         self.state, self.steps = copy.deepcopy(kept[0]), dict(kept[1])
 
     def restart(self, args: dict[str, Any]) -> None:
-        """Go on with a fresh model that has loaded the state of this one."""
+        """Continue with a new model that has loaded the state of this one."""
         self.core.requires_grad_(True)
         # The fresh model has the dtypes that this one had before it was converted.
         for p, fresh in zip(self.core.parameters(), build(self.spec).parameters(), strict=True):
@@ -297,7 +297,7 @@ class Unsharded(Side):
     @torch.no_grad()
     def adopt(self, rows: dict[str, torch.Tensor], states: dict[str, torch.Tensor],
               dense: dict[str, torch.Tensor]) -> None:
-        """Go on from numbers that agree within rounding, so that rounding does not add up."""
+        """Continue from numbers that agree within rounding, so that errors do not add up."""
         parameters = dict(self.core.named_parameters())
         for key, value in rows.items():
             parameters[key].data.copy_(value)

@@ -61,7 +61,7 @@ def action(weight: float = 1.0, may_refuse: bool | Callable[[dict[str, Any]], bo
            exact: bool | Callable[[dict[str, Any]], bool] = False,
            fits: Callable[[Any], bool] = lambda program: True,
            otherwise: Any = None, difference: int | None = None, **choices: Sequence[Any]) -> Any:
-    """Enter a function into the table under its own name."""
+    """Register a function in the table under its own name."""
     def enter(run: Any) -> Any:
         allowed, bitwise = (f if callable(f) else _always(f) for f in (may_refuse, exact))
         assert run.__name__ not in ACTIONS, run.__name__

@@ -38,7 +38,7 @@ def forward(side: Any, batches: list[Batch], square: float = 0.0
 
 def finish(side: Any, outs: list[list[torch.Tensor]], loss: torch.Tensor, dense: bool = True
            ) -> Seen:
-    """The backward pass and the dense step; what this rank has seen."""
+    """The backward pass and the dense step; returns what this rank has seen."""
     if loss.requires_grad:
         loss.backward()
     if dense:

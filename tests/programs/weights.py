@@ -96,7 +96,7 @@ def write_old_handle(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(1.5, exact=True, how=("hasattr", "isinstance", "parameters", "named", "reset"))
 def initialise(side: Any, args: dict[str, Any]) -> Seen | None:
-    """``model.apply(init)`` and its kin."""
+    """``model.apply(init)`` and similar calls."""
     def init(module: nn.Module) -> None:
         is_table = hasattr(module, "weight") if args["how"] == "hasattr" else (
             isinstance(module, nn.Embedding | nn.EmbeddingBag))
@@ -165,7 +165,7 @@ def unfreeze_all(side: Any, args: dict[str, Any]) -> Seen:
 
 @action(2.0, exact=True)
 def count(side: Any, args: dict[str, Any]) -> Seen:
-    """What lists of parameters and states tell."""
+    """Contents of the lists of parameters and states."""
     named = dict(side.core.named_parameters())
     return {
         "=names": list(named), "=numel": sum(p.numel() for p in side.core.parameters()),
@@ -235,7 +235,7 @@ def assign_weight(side: Any, args: dict[str, Any]) -> None:
                                 "bfloat16", "type", "share", "to_empty"),
         may_refuse=lambda a: a["call"] not in ("cpu", "to cpu"))
 def convert(side: Any, args: dict[str, Any]) -> Seen | None:
-    """``.to`` and its kin."""
+    """``.to`` and similar methods."""
     model, name = side.core, args["call"]
     if name in ("cpu", "float", "half", "double", "bfloat16"):
         getattr(model, name)()

@@ -1,4 +1,4 @@
-"""Who runs programs: this process, or processes of their own that may crash or hang.
+"""Runs programs in this process, or in separate processes that may crash or hang.
 
 W = 2 needs two processes in one gloo group. Making them takes seconds, so they run program after
 program and are made anew only after one that they did not survive.
