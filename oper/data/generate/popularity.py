@@ -82,7 +82,7 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
         ("num_rows", num_rows, 1 <= num_rows <= 1 << 53 and num_tail >= 0,
          "at least the number of heavy rows, at most 2^53"),
         ("exponent", exponent, 0 <= exponent <= 10, "0..10"),
-        ("shift", shift, 0 <= shift < 1e12, ">= 0"),
+        ("shift", shift, 0 <= shift < 1e12, "in [0, 1e12)"),
         ("heavy", list(heavy), all(h > 0 for h in heavy) and sum(heavy) <= 1 + 1e-9,
          "shares that sum to at most 1"))
     rows = [np.ones(len(heavy), np.int64)]

@@ -31,7 +31,7 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
                                 "[N, num_actions], not empty, with finite row maxima",
                                 "check the shape, and the scores for NaN and infinity")
     require("cannot make a policy", "choose another value",
-            ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
+            ("temperature", temperature, 0 <= temperature < np.inf, "finite, >= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
     below_best = scores - scores.max(1, keepdims=True)
     chosen = (np.exp(below_best / temperature) if temperature

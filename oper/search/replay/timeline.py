@@ -51,8 +51,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require_fields(self, "cannot replay steps", "pass a finite number in that range",
-                       ("dense_us", 0 <= self.dense_us < float("inf"), ">= 0"),
-                       ("in_flight", 1 <= self.in_flight < float("inf"), ">= 1"))
+                       ("dense_us", 0 <= self.dense_us < float("inf"), "finite, >= 0"),
+                       ("in_flight", 1 <= self.in_flight < float("inf"), "finite, >= 1"))
 
 
 @dataclass(slots=True, eq=False)

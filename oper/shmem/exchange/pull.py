@@ -42,7 +42,7 @@ class PullCosts:
 
     def __post_init__(self) -> None:
         require("invalid costs of pulled rows", "pass a finite number >= 0", *(
-            (name, value, 0 <= value < float("inf"), "a number >= 0")
+            (name, value, 0 <= value < float("inf"), "a finite number >= 0")
             for name, value in asdict(self).items()))
 
 
