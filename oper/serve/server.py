@@ -373,7 +373,7 @@ class Server:
                                     worker.process.exitcode, "0", "see its log above")
             if time.monotonic() > until:
                 raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
-                                    "all ready by then", "raise start_s")
+                                    "all ready by then", "increase start_s")
 
     def _turn(self) -> None:
         """Wait up to `_POLL_S` seconds for events of workers and the listener, and handle them."""
