@@ -183,7 +183,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         After `load_state_dict`, choosing the state's own epoch keeps the loaded position.
         """
         require("cannot set the epoch", "count epochs from 0",
-                ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "an int in [0, 2^62)"))
+                ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "int in [0, 2^62)"))
         if epoch != self.epoch:
             self._turn += 1
             self._next, self._resume = 0, (epoch, 0, None)
