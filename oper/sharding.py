@@ -96,7 +96,8 @@ def shard(
 
     Raises:
         InvalidInputError: there is nothing to shard, an optimizer is missing, a module has
-            unsupported options, or an argument is invalid.
+            unsupported options, an argument is invalid, or tables or plans differ between the
+            ranks.
         PlanError: the plan does not fit the model or the number of ranks.
 
     Example:
