@@ -35,13 +35,14 @@ class CollectedPasses:
     Attributes:
         parts: by id of autograd's graph task: the thread that made its first finished lookup, and
             the backward passes of its lookups so far.
+        began: by id of a graph task that is running: `num_steps` of the tables at its first lookup
+            or update.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = weakref.ref(tables)
         self.parts: dict[int, tuple[int, list[Backward]]] = {}
-        # By id of the graph task: `num_steps` of the tables when it first looked up or updated.
-        self._began: dict[int, int] = {}
+        self.began: dict[int, int] = {}
         # With a gradient already present, autograd adds in place, which is safe from many threads.
         tables.anchor.grad = torch.zeros_like(tables.anchor)
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
@@ -53,25 +54,14 @@ class CollectedPasses:
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:
                 self.parts.pop(task, None)
 
-    def is_outdated(self, tables: Tables) -> bool:
-        """Return whether the running backward pass, if any, has updated the rows already.
-
-        A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
-        then makes a backward pass of its own, whose update later checkpoints would see.
-        """
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            self._began.clear()
-            return False
-        return self._began.setdefault(task, tables.num_steps) != tables.num_steps
-
     def _apply(self, anchor: torch.Tensor) -> None:
         if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
-        _, parts = self.parts.pop(torch._C._current_graph_task_id(), (0, []))
+        task = torch._C._current_graph_task_id()
+        _, parts = self.parts.pop(task, (0, []))
         if tables is not None and parts:
-            self.is_outdated(tables)  # records the number of updates before this one
+            self.began.setdefault(task, tables.num_steps)
             tables.apply_all(parts)
 
 
@@ -91,7 +81,13 @@ class _Lookup(torch.autograd.Function):
             shared = SharedBags(shared.bags, shared.samples.clone())
             batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
-        ctx.is_outdated = tables.collected.is_outdated(tables)
+        began, task = tables.collected.began, torch._C._current_graph_task_id()
+        if task == -1:
+            began.clear()
+        # A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
+        # then makes a backward pass of its own, whose update later checkpoints would see.
+        ctx.is_outdated = task != -1 and (
+            began.setdefault(task, tables.num_steps) != tables.num_steps)
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
             if turns.is_alone or not trains:
