@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oper.errors import InvalidInputError
+from oper.integration.ahead import are_same
 from oper.integration.splitting import detached, features_in, joined, split_batch
 from oper.sharding import micro_batches, tables_of
 from oper.shmem.micro_batches import why_not_in_parts
@@ -167,14 +168,15 @@ class MicroBatchPipeline:
     def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield a list to which collections called with unmodified features of `parts` are added.
         """
-        given = {id(x.values()) for part in parts for x in features_in(part)}
+        given = {id(x.values()): x for part in parts for x in features_in(part)}
         direct: list[Any] = []
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_compiling():  # compiled graphs cannot use prefetched lookups
                 return
             used = features_in([args, kwargs])
-            if module not in direct and any(id(x.values()) in given for x in used):
+            if module not in direct and any(
+                    id(x.values()) in given and are_same(x, given[id(x.values())]) for x in used):
                 direct.append(module)
 
         hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in self._collections]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,8 @@ def shard(
 
     Raises:
         InvalidInputError: there is nothing to shard, an optimizer is missing, a module has
-            unsupported options, or an argument is invalid.
+            unsupported options, an argument is invalid, or tables or plans differ between the
+            ranks.
         PlanError: the plan does not fit the model or the number of ranks.
 
     Example:
@@ -218,7 +219,8 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             raise InvalidInputError("cannot shard", name, given[name], expected,
                                     "pass one of these")
     paths = given["modules"]
-    if paths is not None and (isinstance(paths, str) or not isinstance(paths, Iterable)
+    # A generator is refused, since it could be read only once.
+    if paths is not None and (isinstance(paths, str) or not isinstance(paths, Collection)
                               or not all(isinstance(p, str) for p in paths)):
         raise InvalidInputError("cannot shard", "modules", paths, "a list of paths",
                                 f"pass [{paths!r}]" if isinstance(paths, str)

@@ -122,6 +122,19 @@ def test_options_that_are_refused_by_name(option: str, value: Any) -> None:
         assert type(model["mine"]) in (nn.EmbeddingBag, nn.Embedding)
 
 
+def test_memory_shared_with_a_trained_parameter_is_refused() -> None:
+    """In torch, training one of them changes the other."""
+    weight = nn.Parameter(torch.zeros(20, 4), requires_grad=False)
+    copies = [nn.Embedding.from_pretrained(weight) for _ in range(2)]
+    frozen = oper.shard(nn.ModuleList(copies), optimizer=SGD)
+    assert all(type(m).__name__ == "ShardedEmbedding" for m in frozen)
+    for freeze in (True, False):
+        model = nn.ModuleDict({"a": nn.Embedding(20, 4)})
+        model["b"] = nn.Embedding.from_pretrained(model["a"].weight, freeze=freeze)
+        with pytest.raises(InvalidInputError, match=r"shared.*'a\.weight', 'b\.weight'"):
+            oper.shard(model, optimizer=SGD)
+
+
 def test_shared_parameters_are_refused_by_both_names() -> None:
     model = nn.ModuleDict({"first": bag(), "second": bag()})
     model["second"].weight = model["first"].weight
@@ -265,6 +278,7 @@ def test_a_second_time_is_refused_by_name() -> None:
     ({"topology": "nowhere-8"}, "nowhere-8.*h100-8"), ({"optimizer": "sgd"}, "RowWiseAdagrad"),
     ({"optimizer": torch.optim.SGD}, "optimizer="), ({"objective": "train"}, "'inference'"),
     ({"modules": ""}, r"pass \[''\]"), ({"modules": 5}, "modules=5"),
+    ({"modules": (path for path in [""])}, "a list of paths"),
     ({"modules": [1, None]}, "modules="), ({"batch_size": 0}, "batch_size=0"),
     ({"objective": "inference", "row_dtype": 3}, "row_dtype=3"),
     ({"batch_size": 1.5}, "batch_size=1.5"), ({"module": [1]}, "torch.nn.Module"),

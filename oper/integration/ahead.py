@@ -31,8 +31,8 @@ class Ahead:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        # By id() of the values: the batch, the version of its inverse_indices, the preprocessing.
-        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, int, Future[Lookup]]]
+        # By id() of the values: the batch, `_versions` of it, the preprocessing.
+        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, tuple[int, int], Future[Lookup]]]
         self.coming = OrderedDict()
         self._lock = threading.Lock()  # several threads may announce and look up
 
@@ -51,32 +51,39 @@ class Ahead:
 
     def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
         """Start preprocessing a batch and retain it, so that `take` can return it."""
-        version = version_of(_inverse(features))
+        versions = _versions(features)
         started = self.start(batch)
         with self._lock:
             while len(self.coming) >= _MAX_COMING:
                 self.coming.popitem(last=False)
-            self.coming[id(features.values())] = (features, version, started)
+            self.coming[id(features.values())] = (features, versions, started)
 
     def take(self, features: KeyedJaggedTensor) -> Lookup | None:
         """Wait for the preprocessed batch announced with the same tensor objects and return it.
 
-        None if there is no such batch, or its inverse_indices have been modified since.
+        None if there is no such batch, or its lengths or inverse_indices have been modified since.
         """
         with self._lock:
             known = self.coming.get(id(features.values()))
-            if (known is None or not _are_same(known[0], features)
-                    or known[1] != version_of(_inverse(features))):
+            if (known is None or not are_same(known[0], features)
+                    or known[1] != _versions(features)):
                 return None
             del self.coming[id(features.values())]
         return known[2].result()
 
 
-def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+def are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+    """Return whether two batches consist of the same tensor objects under the same keys."""
     return a is b or (
         a.values() is b.values() and a.lengths() is b.lengths()
         and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys()
         and _inverse(a) is _inverse(b))
+
+
+def _versions(features: KeyedJaggedTensor) -> tuple[int, int]:
+    """Return `version_of` the lengths and the inverse_indices, which `ResolvedIds` does not check.
+    """
+    return version_of(features.lengths()), version_of(_inverse(features))
 
 
 def _inverse(features: KeyedJaggedTensor) -> torch.Tensor | None:

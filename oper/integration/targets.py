@@ -151,14 +151,20 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
-    owner: dict[int, str] = {}
+    from torch import nn
+
+    owner: dict[int, tuple[str, nn.Parameter]] = {}
     paths = {t.path for t in targets}
     for path, child in module.named_modules(remove_duplicate=False):
         for name, parameter in child.named_parameters(recurse=False):
             here = f"{path}.{name}".strip(".")
-            first = owner.setdefault(id(parameter), here)
+            # Parameters may also share their memory: from_pretrained(other.weight).
+            is_plain = type(parameter) is nn.Parameter and not parameter.is_meta
+            place = (is_plain and parameter.data_ptr()) or id(parameter)
+            first, other = owner.setdefault(place, (here, parameter))
+            trains = parameter.requires_grad or other.requires_grad or other is parameter
             ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
-            if first != here and ours:
+            if first != here and ours and trains:
                 raise InvalidInputError("cannot shard a parameter shared between modules",
                                         "parameters", (first, here), "each table in one module",
                                         "give each module a parameter of its own")

@@ -60,6 +60,10 @@ class _ShardedModule(TableModule):
             raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
                                     "None or False, which sharded tables support",
                                     "to use this option, leave the module out of modules=")
+        if name == "mode" and value != self.__dict__.get("mode", value):
+            raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
+                                    f"{self.mode!r}, the pooling that it was sharded with",
+                                    "set the mode before sharding")
         super().__setattr__(name, value)
 
     @property

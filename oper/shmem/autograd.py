@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -35,11 +35,14 @@ class CollectedPasses:
     Attributes:
         parts: by id of autograd's graph task: the thread that made its first finished lookup, and
             the backward passes of its lookups so far.
+        began: by id of a graph task that is running: `num_steps` of the tables at its first lookup
+            or update.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = weakref.ref(tables)
         self.parts: dict[int, tuple[int, list[Backward]]] = {}
+        self.began: dict[int, int] = {}
         # With a gradient already present, autograd adds in place, which is safe from many threads.
         tables.anchor.grad = torch.zeros_like(tables.anchor)
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
@@ -55,8 +58,10 @@ class CollectedPasses:
         if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
-        _, parts = self.parts.pop(torch._C._current_graph_task_id(), (0, []))
+        task = torch._C._current_graph_task_id()
+        _, parts = self.parts.pop(task, (0, []))
         if tables is not None and parts:
+            self.began.setdefault(task, tables.num_steps)
             tables.apply_all(parts)
 
 
@@ -76,6 +81,13 @@ class _Lookup(torch.autograd.Function):
             shared = SharedBags(shared.bags, shared.samples.clone())
             batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
+        began, task = tables.collected.began, torch._C._current_graph_task_id()
+        if task == -1:
+            began.clear()
+        # A reentrant checkpoint repeats its lookups within the backward pass of the whole model and
+        # then makes a backward pass of its own, whose update later checkpoints would see.
+        ctx.is_outdated = task != -1 and (
+            began.setdefault(task, tables.num_steps) != tables.num_steps)
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
             if turns.is_alone or not trains:
@@ -101,12 +113,14 @@ class _Lookup(torch.autograd.Function):
         tables, batch, offsets, frozen = ctx.call
         if (*map(_VERSION, ctx.watched),) != ctx.versions:
             _refuse_changes(batch, ctx.watched, ctx.versions)
+        if ctx.is_outdated:
+            _refuse_outdated()
         weights = None
         updates = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(
             ctx.next_functions[0][0])
         if ctx.needs_input_grad[1]:
             with tables.turns.lock:
-                _check_rows(tables, ctx.rows)
+                check_rows(tables, ctx.rows)
                 weights = tables.weight_gradient(grads[0], batch, offsets, updates)
         if not updates:
             return None, weights, None, None
@@ -123,7 +137,7 @@ class _Lookup(torch.autograd.Function):
 trained_lookup: Callable[..., Any] = _Lookup.apply
 
 
-def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
+def check_rows(tables: Tables, rows: Sequence[int]) -> None:
     """Raise InvalidInputError if rows have changed since a lookup.
 
     `rows`: `num_steps` and `num_published` of the tables at that lookup.
@@ -134,6 +148,14 @@ def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
                                 "updates of the rows since the lookup", since,
                                 "0, because the gradient is computed from the rows",
                                 "take all gradients of a step in one backward pass")
+
+
+def _refuse_outdated() -> NoReturn:
+    raise InvalidInputError("cannot train a lookup repeated in a backward pass",
+                            "updates of the rows in this backward pass", ">= 1",
+                            "0, because the repeated lookup must read the rows of the first",
+                            "checkpoint with use_reentrant=False, or only one part of the model "
+                            "with lookups in these tables")
 
 
 def _refuse_changes(batch: Lookup, watched: Sequence[torch.Tensor], versions: Sequence[int]

@@ -8,6 +8,7 @@ tables exist.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -17,6 +18,7 @@ import torch
 from torch._library.effects import EffectType
 
 from oper.errors import OperError
+from oper.shmem.autograd import check_rows
 from oper.shmem.batch import Lookup
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
@@ -56,7 +58,8 @@ def _tables(number: int) -> Tables:
 @torch.library.custom_op("oper::lookup", mutates_args=())
 def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-              pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
+              pooled: bool, columns: int, trained: bool
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Look up a batch.
 
     Args:
@@ -67,39 +70,46 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
         trained: whether a backward pass follows; the forward pass is then collective.
 
     Returns:
-        The embeddings, float32 [rows, columns], and the offsets of the bags, int64
-        [num_keys * B + 1].
+        The embeddings, float32 [rows, columns]; the offsets of the bags, int64 [num_keys * B + 1];
+        and, with weights, int64 [2] for `check_rows`, else int64 [0].
     """
     batch = Lookup(ids.contiguous(), lengths.contiguous(), key_of, batch_size,
                    None if weights is None else weights.contiguous(), pooled)
     opened = _tables(tables)
     opened.collected.forget_failed()
-    if not trained and opened.lookups_at_once and opened.is_one_domain:
-        return opened.forward(batch)
-    with opened.turns.lock:
+    if torch._C._current_graph_task_id() == -1:
+        opened.collected.began.clear()
+    at_once = not trained and opened.lookups_at_once and opened.is_one_domain
+    with contextlib.nullcontext() if at_once else opened.turns.lock:
         if trained:
             opened.turns.check()
+        rows = [] if weights is None else [opened.num_steps, opened.num_published]
         out, offsets = opened.forward(batch, collective=trained)
         if trained:
             opened.turns.begin(offsets)
-    return out, offsets
+    return out, offsets, torch.tensor(rows, dtype=torch.int64)
 
 
 @lookup_op.register_fake
 def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
       weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-      pooled: bool, columns: int, trained: bool) -> tuple[torch.Tensor, torch.Tensor]:
+      pooled: bool, columns: int, trained: bool
+      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # Unpooled: the number of rows depends on the lengths, since features may share or omit keys.
     rows = batch_size if pooled else torch.library.get_ctx().new_dynamic_size()
     return (anchor.new_empty(rows, columns),
-            lengths.new_empty(lengths.numel() + 1, dtype=torch.int64))
+            lengths.new_empty(lengths.numel() + 1, dtype=torch.int64),
+            torch.empty(0 if weights is None else 2, dtype=torch.int64))
 
 
 @torch.library.custom_op("oper::lookup_update", mutates_args=())
 def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
-              weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-              pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+              rows: torch.Tensor, weights: torch.Tensor | None, key_of: torch.Tensor, tables: int,
+              batch_size: int, pooled: bool, weights_need_gradient: bool
+              ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a gradient to `CollectedPasses`, whose hook on the anchor then updates the tables.
+
+    `rows`: the third result of `lookup_op`.
 
     Returns:
         The gradients of the anchor, [0], and of the weights, [N], or [0] if not needed.
@@ -109,6 +119,7 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
                    None if weights is None else weights.contiguous(), pooled)
     of_weights = grad.new_empty(0)
     if weights_need_gradient:
+        check_rows(opened, rows.tolist())
         of_weights = opened.weight_gradient(grad, batch, offsets, updates=True)
     _, parts = opened.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                  (threading.get_ident(), []))
@@ -118,22 +129,23 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
 
 @update_op.register_fake
 def _(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
-      weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
-      pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+      rows: torch.Tensor, weights: torch.Tensor | None, key_of: torch.Tensor, tables: int,
+      batch_size: int, pooled: bool, weights_need_gradient: bool
+      ) -> tuple[torch.Tensor, torch.Tensor]:
     return grad.new_empty(0), grad.new_empty(ids.shape[0] if weights_need_gradient else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, ids, _, weights, key_of, ctx.tables, ctx.batch_size, ctx.pooled, *_ = inputs
-    ctx.save_for_backward(ids, output[1], weights, key_of)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(ids, *output[1:], weights, key_of)
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _update(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    ids, offsets, weights, key_of = ctx.saved_tensors
+def _update(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    ids, offsets, rows, weights, key_of = ctx.saved_tensors
     wanted = weights is not None and ctx.needs_input_grad[3]
-    anchor, of_weights = update_op(grad, ids, offsets, weights, key_of, ctx.tables, ctx.batch_size,
-                                   ctx.pooled, wanted)
+    anchor, of_weights = update_op(grad, ids, offsets, rows, weights, key_of, ctx.tables,
+                                   ctx.batch_size, ctx.pooled, wanted)
     return anchor, None, None, of_weights if wanted else None, *(None,) * 6
 
 

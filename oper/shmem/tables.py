@@ -31,6 +31,7 @@ from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
+from oper.shmem.group.agreement import check_agreement
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
@@ -69,6 +70,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     Raises:
         PlanError: the plan does not fit the number of ranks or cannot be executed here.
+        InvalidInputError: the arguments differ between the ranks.
         OperError: memory does not suffice.
     """
 
@@ -110,6 +112,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
         check_supported(tables, self.optimizers)
+        check_agreement(group, plan, {"feature": self.features,
+                                      "optimizer": list((self.optimizers or {}).items()),
+                                      "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
         self.collection = register_of(group).add(self)

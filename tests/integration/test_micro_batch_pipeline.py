@@ -183,6 +183,27 @@ def test_ids_that_the_model_maps_are_not_looked_up_before() -> None:
     assert_near(rows[1], rows[0], "rows")
 
 
+class Weighting(torch.nn.Module):
+    """Looks up the ids of the batch, which have no weights, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = make_collection(1, is_weighted=True)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+        weights = torch.arange(kjt.values().numel(), dtype=torch.float32)
+        return self.bags(KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, kjt.lengths())
+                         ).values().square().mean()
+
+
+def test_features_that_the_model_weights_are_not_looked_up_before() -> None:
+    model = oper.shard(Weighting(), optimizer=oper.SGD(lr=LR))
+    pipeline = oper.MicroBatchPipeline(model, num_parts=3)
+    for seed in range(2):
+        pipeline.progress(iter([make_batch(seed, 9).sparse_features]))
+    assert pipeline._direct == [] and model.bags.tables.num_steps == 2
+
+
 def test_refusals() -> None:
     with pytest.raises(InvalidInputError, match="samples"):
         split_batch(make_batch(1, 2), 3)

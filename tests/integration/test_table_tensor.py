@@ -81,6 +81,8 @@ def test_options_cannot_be_set_later() -> None:
     sharded = shard(bag())
     with pytest.raises(InvalidInputError, match="max_norm"):
         sharded.max_norm = 1.0
+    with pytest.raises(InvalidInputError, match="mode='max', expected 'sum'"):
+        sharded.mode = "max"
     with pytest.raises(InvalidInputError, match="cannot set the data"):
         sharded.weight.data = torch.zeros(3, 4)
     buffered = bag()

@@ -114,6 +114,18 @@ def test_ids_that_change_after_they_were_announced() -> None:
     assert torch.equal(model(batch).values()[0], want[5] + want[6])
 
 
+def test_lengths_that_change_after_they_were_announced() -> None:
+    model = shard(collection(("a",)))
+    lengths = torch.tensor([1, 2])
+    batch = KJT(["f_a"], torch.tensor([1, 2, 3]), lengths=lengths)
+    model.prefetch(batch)
+    for *_, coming in model._ahead.coming.values():
+        coming.result()
+    lengths.copy_(torch.tensor([2, 1]))
+    want = rows(model.embedding_bags["a"])
+    assert torch.equal(model(batch).values()[0], want[1] + want[2])
+
+
 def test_second_derivatives_through_a_lookup_are_refused() -> None:
     sharded = shard(bag())
     weights = torch.ones(1, 2, requires_grad=True)
