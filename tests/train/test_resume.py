@@ -15,7 +15,8 @@ import torch
 from conftest import Prepared  # type: ignore[import-not-found]
 from tqdm import tqdm
 
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError
+from oper.serve.model import find_weights
 from oper.support.locks import LOCK
 from oper.train import tasks
 from oper.train.config import load_config
@@ -142,6 +143,21 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
     train(config(prepared, out, **flags), show_progress=False)
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
+
+
+def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would otherwise take them for the new run's, which may number its rows differently.
+    """
+    out = tmp_path / "run"
+    train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+    assert find_weights(out).name == "state.pt"
+    monkeypatch.setattr(Engine, "step", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+    with pytest.raises(FileFormatError):
+        find_weights(out)
 
 
 def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp_path: Path
