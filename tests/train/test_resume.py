@@ -145,6 +145,24 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
 
 
+def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    """Of the tables and of the dense layers; with rates of 0, all weights stay as they are."""
+    flags: dict[str, Any] = {"checkpoint_every": 2, "batch_size": 64}
+    for name in ("before", "after"):
+        train(config(prepared, tmp_path / name, max_steps=2, **flags), show_progress=False)
+    out, none = tmp_path / "after", {"optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
+    result = train(config(prepared, out, max_steps=4, **flags, **none), show_progress=False,
+                   resume=True)
+    assert result["steps"] == 4
+    assert_same_state(out, tmp_path / "before")
+    for dense in ("adam", "sgd"):
+        with pytest.raises(InvalidInputError, match=f"optimizer.dense='{dense}'"):
+            train(config(prepared, out, max_steps=6, **flags, **{"optimizer.dense": dense}),
+                  show_progress=False, resume=True)
+
+
 def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
