@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import signal
 import sys
 import time
@@ -77,6 +78,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
                 checkpoints.start_from(config.start)
             if rank == 0:
                 forget_checkpoint(out)
+                # Otherwise a server would take an earlier run's state for this run's.
+                (out / STATE).unlink(missing_ok=True)
     metrics = _MetricsFile(out if rank == 0 else None, {
         "config": config.to_json(), "versions": versions(), "world_size": world_size,
         "model": task.about()}, done > 0)
@@ -130,10 +133,11 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 if stop:
                     return done, True
             if checkpoints:
-                checkpoints.after(step)
+                with meter.paused():
+                    checkpoints.after(step)
             if config.eval_every and step % config.eval_every == 0 and step < total:
-                log.write("valid", step=step, **task.evaluate(engine, show_progress))
-                meter.restart()
+                with meter.paused():
+                    log.write("valid", step=step, **task.evaluate(engine, show_progress))
     return done, False
 
 
@@ -184,7 +188,8 @@ class _Start:
 
 
 class _Meter:
-    """Measures loss, speed and phase times over all ranks since the last `read`."""
+    """Measures loss, speed and phase times over all ranks since the last `read`, without those of
+    checkpoints and validations."""
 
     def __init__(self, engine: Engine) -> None:
         self._tables = [t for t in tables_of(engine.bare)
@@ -193,8 +198,17 @@ class _Meter:
 
     def restart(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
-        take_phases(self._tables)  # discard phase times of evaluation
+        self._phases = torch.zeros_like(take_phases(self._tables))
         self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time and the phases of the block out of the next `read`."""
+        self._phases += take_phases(self._tables)
+        began = time.perf_counter()
+        yield
+        take_phases(self._tables)
+        self._began += time.perf_counter() - began
 
     def add(self, loss: torch.Tensor, num_samples: int) -> None:
         self._sums[0] += float(loss) * num_samples
@@ -203,7 +217,7 @@ class _Meter:
     def read(self, interrupted: bool) -> tuple[dict[str, Any], bool]:
         """Return the values of a metrics line, and whether any rank was interrupted. Collective."""
         self._sums[2] = float(interrupted)
-        sums = torch.cat([self._sums, take_phases(self._tables)])
+        sums = torch.cat([self._sums, self._phases + take_phases(self._tables)])
         if ranks()[1] > 1:
             torch.distributed.all_reduce(sums)
         loss, samples, interrupts = sums[:3].tolist()
@@ -265,8 +279,9 @@ class _MetricsFile:
     def write(self, event: str, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
-            # JSON has no NaN, so undefined metrics become null.
-            clean = {k: None if isinstance(v, float) and v != v else v for k, v in values.items()}
+            # JSON has neither NaN nor infinity, so undefined metrics become null.
+            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                     for k, v in values.items()}
             with named(self._file.name):
                 self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
                 self._file.flush()

@@ -12,16 +12,17 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
     """Return the area under the ROC curve: P(positive outranks negative), ties counting half.
 
     Args:
-        scores: finite floats [N]; only their order matters.
+        scores: floats [N]; only their order matters.
         labels: [N], nonzero = positive.
 
     Returns:
-        The exact value, Mann-Whitney's U divided by its maximum; NaN if a class is missing.
+        The exact value, Mann-Whitney's U divided by its maximum; NaN if a class is missing
+        or a score is NaN.
     """
     positive = np.asarray(labels) != 0
     num_positive = int(positive.sum())
     num_negative = positive.size - num_positive
-    if num_positive == 0 or num_negative == 0:
+    if num_positive == 0 or num_negative == 0 or np.isnan(scores).any():
         return float("nan")
     # Twice the mid-rank of each distinct score is an integer, which avoids rounding.
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)

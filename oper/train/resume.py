@@ -181,12 +181,7 @@ class Checkpoints:
                 f"cannot start from {str(folder)!r}", "numbering of the rows in the checkpoint",
                 old, f"{new}, the numbering of {self._config.data!r}" if old != new else
                 "a numbering that differs from the data's, since remap is set", todo)
-        own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
-               for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
-        for optimizer, groups in zip(self._engine.optimizers, own, strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
         _log.info("starting from step %d of %s", step, folder)
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
@@ -205,10 +200,14 @@ class Checkpoints:
                 "oper.KeyedRows")
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
-        """Load the dense optimizers' states.
+        """Load the dense optimizers' states, but not their learning rates and other options, which
+        are those of this run's configuration, as the tables' are.
 
         Returns:
             The step, and the settings that determine the samples of a step.
+
+        Raises:
+            InvalidInputError: the saved run has another dense optimizer.
         """
         try:
             step, dense = int(extra["step"]), extra["dense"]
@@ -218,7 +217,15 @@ class Checkpoints:
             raise FileFormatError(what, "content", str(error), "a checkpoint of oper train",
                                   "start over with --force") from None
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
+            own = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            theirs = [g.keys() - {"params"} for g in state["param_groups"]]
+            if [set(options) for options in own] != theirs:
+                raise InvalidInputError(what, "optimizer.dense", self._config.optimizer.dense,
+                                        "the dense optimizer of the saved run",
+                                        "set the same one, or train anew")
             optimizer.load_state_dict(state)
+            for group, options in zip(optimizer.param_groups, own, strict=True):
+                group.update(options)
         return step, saved
 
 

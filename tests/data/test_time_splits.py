@@ -115,3 +115,27 @@ def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
             preprocess(TWEETS, [log], tmp_path / "again", options)
     preprocess(TWEETS, [log], tmp_path / "again", options)
     assert digest(tmp_path / "again") == digest(tmp_path / "one")
+
+
+@pytest.mark.parametrize("by", ["time", "rows"])
+@pytest.mark.parametrize("options", [{}, {"hash_rows": 4}])
+def test_a_column_whose_bags_are_empty_throughout_the_training_part(
+    tmp_path: Path, by: str, options: dict[str, Any]
+) -> None:
+    """Also with a finished vocabulary, of which the training part then uses nothing."""
+    recipe = recipe_from_dict(COLUMNS | {"split": {"by": by}})
+    log = tmp_path / "log.csv"
+    log.write_text("y,t,x,row,few,bag\n" + "".join(
+        f"{k % 2},{START + 60 * k},{k},{k % 5},a,{'7|7' if k >= 95 else ''}\n" for k in range(100)))
+    manifest = preprocess(recipe, [str(log)], tmp_path / "out",
+                          PreprocessOptions(valid="0.1", **options))
+    assert manifest["rows"] == {"train": 90, "valid": 10, "test": 0}
+    assert [len(x) for s in SPLITS[:2] for x in decoded(tmp_path / "out", s)["bag"]] == (
+        [0] * 95 + [2] * 5)
+    if options:
+        return
+    assert manifest["tables"]["bag"]["num_rows"] == 1
+    assert any("'bag'" in x and "training part has none" in x for x in manifest["problems"])
+    again = preprocess(recipe, [str(log)], tmp_path / "again", PreprocessOptions(
+        valid="0.1", vocabulary=tmp_path / "out"))
+    assert again["unseen"]["bag"] == {"values": 0, "accesses": 0, "share": 0.0}

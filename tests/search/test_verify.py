@@ -93,6 +93,8 @@ def _negative(proof: dict[str, Any]) -> None:
     (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
     (lambda p: p.update(problem="0" * 64), "another problem"),
     (lambda p: p.pop("parts"), "no proof"),
+    (lambda p: _name_classes(p, float("inf")), "cannot be read"),
+    (lambda p: p.update(cutoff_us=float("nan")), "not a number"),
     (lambda p: p.update(cutoff_us="soon"), "cannot be read"),
 ])
 def test_a_proof_with_a_hole_is_none(case: tuple[Plan, Problem],

@@ -47,3 +47,8 @@ def test_collected_batches_equal_the_whole_and_may_be_empty() -> None:
         "auc": auc(logits.numpy(), labels.numpy()),
         "log_loss": log_loss(logits.numpy(), labels.numpy()), "samples": 300}
     assert BinaryMetrics().compute()["samples"] == 0
+
+
+@pytest.mark.parametrize("scores", [[np.nan] * 4, [0.1, np.nan, 0.3, 0.2]])
+def test_the_auc_of_a_diverged_model_is_undefined(scores: list[float]) -> None:
+    assert np.isnan(auc(np.array(scores), np.array([0, 1, 1, 0])))

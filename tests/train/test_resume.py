@@ -15,7 +15,8 @@ import torch
 from conftest import Prepared  # type: ignore[import-not-found]
 from tqdm import tqdm
 
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError
+from oper.serve.model import find_weights
 from oper.support.locks import LOCK
 from oper.train import tasks
 from oper.train.config import load_config
@@ -142,6 +143,39 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
     train(config(prepared, out, **flags), show_progress=False)
     assert not (out / "checkpoint").exists() and len(lines(out)) == 3
+
+
+def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    """Of the tables and of the dense layers; with rates of 0, all weights stay as they are."""
+    flags: dict[str, Any] = {"checkpoint_every": 2, "batch_size": 64}
+    for name in ("before", "after"):
+        train(config(prepared, tmp_path / name, max_steps=2, **flags), show_progress=False)
+    out, none = tmp_path / "after", {"optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
+    result = train(config(prepared, out, max_steps=4, **flags, **none), show_progress=False,
+                   resume=True)
+    assert result["steps"] == 4
+    assert_same_state(out, tmp_path / "before")
+    for dense in ("adam", "sgd"):
+        with pytest.raises(InvalidInputError, match=f"optimizer.dense='{dense}'"):
+            train(config(prepared, out, max_steps=6, **flags, **{"optimizer.dense": dense}),
+                  show_progress=False, resume=True)
+
+
+def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would otherwise take them for the new run's, which may number its rows differently.
+    """
+    out = tmp_path / "run"
+    train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+    assert find_weights(out).name == "state.pt"
+    monkeypatch.setattr(Engine, "step", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
+    with pytest.raises(FileFormatError):
+        find_weights(out)
 
 
 def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from oper.train.config import TrainConfig, load_config
 from oper.train.engines import unsharded
 from oper.train.loop import train
 from oper.train.model import build_dlrm, load_state
-from oper.train.tasks import click_batches, evaluate_clicks
+from oper.train.resume import Checkpoints
+from oper.train.tasks import ClickTask, click_batches, evaluate_clicks
 from tests.forked import Forked
 from tests.support import ROOT, run_oper, wait_for
 
@@ -102,6 +104,41 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
     state = load_state(tmp_path / "oper" / "state.pt")
     for name, value in load_state(tmp_path / "none" / "state.pt").items():
         assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
+
+
+def test_metrics_lines_cover_all_steps_and_no_other_work(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and phases of the steps before a validation or checkpoint count, their time does not.
+    """
+    flags: dict[str, Any] = {"max_steps": 6, "batch_size": 64}
+    train(config(prepared, tmp_path / "all", **flags, log_every=1), show_progress=False)
+    pause, save, evaluate = 0.4, Checkpoints.after, ClickTask.evaluate
+
+    def slowly(function: Any, *arguments: Any) -> Any:
+        time.sleep(pause)
+        return function(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "after", lambda *x: slowly(save, *x))
+    monkeypatch.setattr(ClickTask, "evaluate", lambda *x: slowly(evaluate, *x))
+    began = time.perf_counter()
+    train(config(prepared, tmp_path / "some", **flags, log_every=3, checkpoint_every=2,
+                 eval_every=2), show_progress=False)
+    seconds = time.perf_counter() - began
+    some = [e for e in lines(tmp_path / "some") if e["event"] == "train"]
+    each = [e["loss"] for e in lines(tmp_path / "all") if e["event"] == "train"]
+    assert [e["loss"] for e in some] == pytest.approx([sum(each[:3]) / 3, sum(each[3:]) / 3])
+    assert all(e["phases"]["forward"]["count"] == 3 for e in some)
+    assert sum(3 * 64 / e["samples_per_s"] for e in some) <= seconds - 9 * pause
+
+
+def test_a_diverged_run_writes_valid_json(prepared: Prepared, tmp_path: Path) -> None:
+    result = train(config(prepared, tmp_path / "run", **{
+        "sharding": "none", "max_steps": 3, "log_every": 1, "optimizer.dense": "sgd",
+        "optimizer.dense_lr": 1e18, "optimizer.tables_lr": 1e18}), show_progress=False)
+    assert math.isnan(result["auc"])
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
 
 
 @pytest.mark.parametrize(("sharding", "cross_layers"), [("oper", 0), ("oper", 2), ("torchrec", 0)])

@@ -199,18 +199,14 @@ class Job(JobSpec):
                 ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
                  "at least one row"))
         if not sum(r["rows"] for r in records):
-            raise self._no_training_row()
+            raise InvalidInputError("cannot preprocess", "training rows", 0,
+                                    "at least one well-formed row",
+                                    "lower the other shares or pass a longer log")
         kinds = kinds_of(records, [u.path for u in self.units], self.recipe.sparse)
         if self.options.raw_ids:
             self.stage.note(_RAW_TABLES, {
                 name: {"hashed_texts": kind == "S", "missing_id": MISSING_KEY}
                 for name, kind in zip(self.recipe.sparse, kinds, strict=True)})
-
-    @staticmethod
-    def _no_training_row() -> InvalidInputError:
-        return InvalidInputError("cannot preprocess", "training rows", 0,
-                                 "at least one well-formed row",
-                                 "lower the other shares or pass a longer log")
 
     def _split(self) -> Split:
         records = [self.stage.record(k) for k in range(len(self.units))]
@@ -244,8 +240,6 @@ class Job(JobSpec):
             merger.add(values, counts)
             num_missing += found.num_missing
             num_train += num_accesses
-        if not num_train:
-            raise self._no_training_row()
         target = self.work / "out" / "vocabulary" / f"{name}.parquet"
         if self.finished is not None and known is not None:
             shutil.copyfile(self.finished.file(name), target)
@@ -253,7 +247,8 @@ class Job(JobSpec):
             has_missing = known.facts.missing_id or known.facts.hashed
             num_values, num = write_unseen(unseen, merger, 0 if has_missing else num_missing)
             self.stage.note(f"unseen-{column:03d}.json", {
-                "values": num_values, "accesses": num, "share": num / num_train})
+                "values": num_values, "accesses": num,
+                "share": num / max(num_train, 1)})  # 0 accesses: all bags are empty
         elif self.options.hash_rows is not None:
             build_hashed(folder, merger, num_missing, self.options.hash_rows)
         else:

@@ -113,7 +113,8 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
     found = [f"the {part} part is empty although {share} of the rows was requested: the log is too "
              "short" + (", or its last minute alone holds more" if split.by == "time" else "")
              for part, share in shares.items() if share and not rows[part]]
-    found += [f"all values of column {name!r} share row 0 of its table: lower --min-count"
+    found += [f"all values of column {name!r} share row 0 of its table: " + (
+              "lower --min-count" if table["num_distinct"] else "the training part has none")
               for name, table in tables.items() if table.get("num_rows") == 1]
     if not recipe.names("label"):
         found.append(f"the log has no label, so {recipe.label!r} is 1 in every row: a click model "

@@ -354,7 +354,7 @@ def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: 
         column: index of the sparse column.
 
     Returns:
-        int64 [up to K + 1], K = distinct values of the chunk; codes past the end have count 0.
+        int64 [1 .. K + 1], K = distinct values of the chunk; codes past the end have count 0.
     """
     number, chunk, first_row = where
     if split.by == "rows":
@@ -370,5 +370,5 @@ def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: 
     keep = (rows + first_row if split.by == "rows" else times) < split.first_valid
     if codes.lengths is not None:
         keep = np.repeat(keep, codes.lengths)
-    return np.bincount(codes.codes[keep])
+    return np.bincount(codes.codes[keep], minlength=1)  # all bags of the rows may be empty
 

@@ -107,7 +107,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
         checked.check_all_plans()
     except _ProofError as hole:
         return Verdict(False, str(hole), step_us)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         return Verdict(False, f"the proof cannot be read: {type(error).__name__}: {error}", step_us)
     out = Verdict(True, "", step_us, min(bounds, default=math.inf), checked.cutoff_us, len(bounds))
     lower_us = out.lower_bound_us
@@ -128,6 +128,8 @@ class Proof:
         self.covered: set[str] = set()
         cutoff_us = value["cutoff_us"]
         self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
+        if math.isnan(self.cutoff_us):  # would compare as no limit, and as one, in different places
+            raise _ProofError("the cutoff of the proof is not a number")
 
     def part(self, value: dict[str, Any]) -> Iterator[float]:
         """Yield the recomputed bound of each leaf of a part, microseconds."""
