@@ -54,30 +54,31 @@ def run_train(args: argparse.Namespace) -> int:
     config = load_config(args.config, flags | parse_settings(args.settings))
     from oper.train.resume import is_restart
 
-    resume = args.resume or is_restart()
-    with _run_folder(config.out, args.force or resume), _process_group():
+    restart = is_restart()
+    with _run_folder(config.out, args.force or restart, args.resume), _process_group():
         from oper.train.loop import train
         from oper.train.model import ranks
 
-        result = train(config, resume=resume)
+        result = train(config, resume=args.resume or restart)
         if ranks()[0] == 0:
             print(json.dumps(result) if args.json else _text(result))
     return 130 if result["interrupted"] else 0
 
 
 @contextlib.contextmanager
-def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
+def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
     """Lock the folder `out` inside the block, so that no other run writes to it.
 
     Only rank 0 locks it and looks for a run, since it may write one before other ranks get here.
 
     Raises:
-        InvalidInputError: it is no folder, another run uses it, or it contains a run and not
-            `may_have_run`.
+        InvalidInputError: it is no folder, another run uses it, or it has a run that is neither
+            to be overwritten (`force`) nor can be continued (`resume`).
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
-    from oper.train.loop import METRICS
+    from oper.train.loop import METRICS, STATE
+    from oper.train.resume import has_checkpoint
 
     what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):
@@ -86,7 +87,11 @@ def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
         yield
         return
     with locked(out, what):
-        if not may_have_run and os.path.exists(f"{out}/{METRICS}"):
+        if resume and not force and os.path.exists(f"{out}/{STATE}") and not has_checkpoint(out):
+            raise InvalidInputError("cannot resume", "out", out, "a folder with a checkpoint",
+                                    "this run has ended without one: replace it with --force, or "
+                                    "choose another folder")
+        if not (force or resume) and os.path.exists(f"{out}/{METRICS}"):
             raise InvalidInputError(what, "out", out, "a folder without a run",
                                     "resume the run with --resume, replace it with --force, or "
                                     "choose another folder")

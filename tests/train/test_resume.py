@@ -238,6 +238,17 @@ def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tm
     assert [p.name for p in out.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_by_resuming(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    train(config(prepared, out, max_steps=2), show_progress=False)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    done = run_here(*words(prepared, out, stats=prepared.stats), "--resume")
+    assert done.returncode == 1 and "--force" in done.stderr
+    assert {p.name: p.read_bytes() for p in out.iterdir() if p.name in before} == before
+
+
 def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) -> None:
     done = run_here("train", "--data", tmp_path, "--out", tmp_path / "runs" / "new")  # type: ignore[arg-type]
     assert done.returncode == 1

@@ -11,8 +11,7 @@ Phases of a training step (barriers between them) and the work of each rank:
   have arrived. The ranks' own work for it is counted in forward, since all readers do the same.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces bag gradients per distinct row into its outbox, except for pushed
-  rows.
+* backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
 * update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
   reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
   master copy, which then writes all other copies.
