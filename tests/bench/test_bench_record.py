@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +32,20 @@ def test_interleave_gives_every_contender_the_same_calls_in_turns() -> None:
     # The order of the contenders rotates.
     assert "".join(n for n, _ in seen) == "aaabbb" + "bbbaaa" + "aaabbb"
     assert len(aligned) == len(seen)
+
+
+def test_kept_entries_name_the_machine_and_versions_that_they_are_from(tmp_path: Path) -> None:
+    path = str(tmp_path / "record.json")
+    cases = [{"name": "a"}, {"name": "b", "failed": "x"}]
+    record.write(path, record.record("plan", [], cases, 0.0))
+    assert record.resumed(path, None, "plan") == {"a": {"name": "a"}}
+    value = json.loads(Path(path).read_text())
+    value["machine"]["cpu"], value["versions"]["torch"] = "another", "1.0"
+    record.write(path, value)
+    entry = record.resumed(path, None, "plan")["a"]
+    assert entry["machine"]["cpu"] == "another" and entry["versions"]["torch"] == "1.0"
+    record.write(path, record.record("plan", [], [entry], 0.0))
+    assert record.resumed(path, None, "plan") == {"a": entry}
 
 
 def test_summary_is_in_milliseconds() -> None:

@@ -167,6 +167,8 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
     """Entries of an earlier record by case name, without failed and skipped cases.
 
+    An entry from another machine or other versions gets these as ``machine`` and ``versions``.
+
     Args:
         path: file of the earlier record; ``""`` = no record, which gives no entries. A missing file
             also gives none if it is `target`.
@@ -183,6 +185,10 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
         if value["benchmark"] != benchmark:
             raise ValueError(f"this is a record of {value['benchmark']!r}")
+        for about, mine in (("machine", machine()), ("versions", versions())):
+            theirs = {k: v for k, v in value[about].items() if not k.startswith("load_")}
+            for entry in found.values() if theirs != mine else ():
+                entry.setdefault(about, theirs)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError("cannot resume from a record", "--resume", path,
                                 f"a record of oper bench {benchmark}",
