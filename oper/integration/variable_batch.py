@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -12,6 +13,7 @@ from oper.errors import InvalidInputError
 from oper.shmem.batch import SharedBags
 from oper.support.own_rows import are_own_rows
 
+_Inverse: TypeAlias = tuple[list[str], torch.Tensor]  # as `KeyedJaggedTensor.inverse_indices`
 _WHAT = "cannot pool a variable batch per feature"
 
 
@@ -35,13 +37,15 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
             for a feature or are not int64 [features, B] in host memory; the number of lengths
             differs from the number of bags.
     """
-    if pooled and features.inverse_indices_or_none() is None:
+    inverse = features.inverse_indices_or_none()
+    if pooled and inverse is None:
         raise InvalidInputError(_WHAT, "inverse_indices", None,
                                 "for every feature, the bag of each sample",
                                 "pass inverse_indices to the KeyedJaggedTensor")
     strides, lengths = features.stride_per_key(), features.lengths()
     size, least = max(strides, default=0), min(strides, default=0)
-    samples = _samples(features, names, strides) if pooled and shares else None
+    samples = (_samples(inverse, names, size, least)
+               if inverse is not None and pooled and shares else None)
     if samples is not None:
         size = max(size, samples.shape[1])  # the output of B samples first holds the rows of bags
     elif size == least:
@@ -58,29 +62,29 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
     return padded, size, None if samples is None else SharedBags(bags, samples)
 
 
-def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequence[int]
+def _samples(inverse: _Inverse, names: Sequence[str], size: int, least: int
              ) -> torch.Tensor | None:
     """Return the bag of each sample, int64 [F, B] in the order of `names`. None if every key has B
-    bags and sample b has bag b. `strides` are the keys' numbers of bags."""
-    keys, rows = features.inverse_indices()
+    bags and sample b has bag b. A key has `least` to `size` bags."""
+    keys, rows = inverse
     if (rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[0] != len(keys)
             or not rows.is_cpu):
         raise InvalidInputError(_WHAT, "inverse_indices",
                                 (rows.dtype, tuple(rows.shape), str(rows.device)),
                                 f"int64 [{len(keys)}, B] in host memory, like the tables",
                                 "convert or move inverse_indices")
-    are_as_many = all(n == rows.shape[1] for n in strides)
+    are_as_many = size == least == rows.shape[1]
     if are_as_many and are_own_rows(rows):
         return None
-    rows = _rows_of(features, names).contiguous()
+    rows = _rows_of(inverse, names).contiguous()
     if are_as_many and torch.ops.oper.are_own_rows.default(rows):
         return None
     return rows
 
 
-def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
+def _rows_of(inverse: _Inverse, names: Sequence[str]) -> torch.Tensor:
     """Return inverse indices in order of `names`; raises InvalidInputError if one is missing."""
-    keys, rows = features.inverse_indices()
+    keys, rows = inverse
     if keys == names:
         return rows
     at = {key: k for k, key in enumerate(keys)}
@@ -108,7 +112,7 @@ def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
         InvalidInputError: inverse indices are missing for a feature.
         IndexError: an index exceeds a feature's bags; on GPUs, torch's device-side assertion fails.
     """
-    rows = _rows_of(features, names)
+    rows = _rows_of(features.inverse_indices(), names)
     bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     # Cut off the padding, which no index may refer to.
     parts = [values[:bags[name], a:b]

@@ -168,6 +168,9 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   if (table.has_push) {
     staged = context.in_outbox<float>(context.rank,
                                       context.request_table(context.rank, index)->gradients_offset);
+  } else if (table.features.size() == 1 && !table.mean &&
+             batch.features[table.features[0]].gradient_stride == dim) {
+    staged = batch.features[table.features[0]].gradients;  // side by side already
   } else if (table.mean || is_staged(n, in.order.num_bags, row_bytes)) {
     float* rows = scratch.get<float>(4, in.order.num_bags * dim);
     stage_gradients<N>(table, batch, rows);
