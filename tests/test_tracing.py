@@ -257,7 +257,7 @@ def test_gradients_that_are_kept_belong_to_the_step_that_applies_them(tmp_path: 
 
 def test_steps_that_are_not_reached(tmp_path: Path) -> None:
     model, path = two_bags(), tmp_path / "t.json"
-    with (pytest.warns(UserWarning, match=r"no step: no file: steps=\(5, 6\).*after step 2;"),
+    with (pytest.warns(UserWarning, match=r"was not written: steps=\(5, 6\).*after step 2;"),
           oper.trace(model, path, (5, 6))):
         train(model, 2)
     assert list(tmp_path.iterdir()) == []

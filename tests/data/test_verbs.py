@@ -115,7 +115,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
     monkeypatch.setattr(verbs, "_stats", None)
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "stats"):
-        with pytest.raises(InvalidInputError, match="a file name"):
+        with pytest.raises(InvalidInputError, match="a file, not a folder"):
             run("analyze", "data", "-o", str(out))
     with pytest.raises(TypeError):  # it goes on to count
         run("analyze", "data", "-o", os.devnull)

@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="another vocabulary"):
         extend(tmp_path / "d0", [tmp_path / "d0"], tmp_path / "v")
     make(tmp_path, "day1", "d1", vocabulary=tmp_path / "d0")
-    with pytest.raises(InvalidInputError, match="new folder"):
+    with pytest.raises(InvalidInputError, match="a folder that does not exist"):
         extend(tmp_path / "d0", [tmp_path / "d1"], tmp_path / "d1")
     with pytest.raises(InvalidInputError, match="each of them once"):
         extend(tmp_path / "d0", [tmp_path / "d1", tmp_path / "." / "x" / ".." / "d1"],

@@ -172,7 +172,7 @@ def test_a_manifest_that_calls_bags_single_ids() -> None:
     path.write_bytes(json.dumps(json.loads(good) | {"columns": json.loads(good)["columns"]
                                                     | {"multi_hot": []}}).encode())
     try:
-        with pytest.raises(FileFormatError, match="one number per row"):
+        with pytest.raises(FileFormatError, match="integers, none null"):
             list(Loader(path.parent, "train", LoaderOptions(8, window=0)))
     finally:
         path.write_bytes(good)

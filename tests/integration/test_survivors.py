@@ -129,5 +129,5 @@ def _alive(rank: int, world_size: int, folder: str) -> str:
 
 def test_nothing_is_saved_while_all_live(tmp_path: Path) -> None:
     for text in run_world(2, _alive, str(tmp_path / "c")):
-        assert "0 updates on all ranks" in text
+        assert "0 updates begun and ended on all ranks" in text
     assert os.listdir(tmp_path) == []

@@ -106,7 +106,7 @@ def test_replay_errors_name_the_cause(made: Path, tmp_path: Path, capsys) -> Non
             ([plan, "--trace", str(made / "data"), "--batch-size", "100000"], "full batches"),
             ([plan, "--trace", str(tmp_path)], "preprocessed folder"),
             ([plan, "--stats", str(made / "stats.npz"), "--topology", "h100-8"], "world_size=2"),
-            ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "lacks")):
+            ([str(tmp_path / "other.json"), "--trace", str(made / "data")], "missing features")):
         capsys.readouterr()
         assert cli.main(["simulate", *words]) == 1, words
         assert text in capsys.readouterr().err

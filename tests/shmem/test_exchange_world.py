@@ -182,5 +182,6 @@ def test_shard_takes_bits_of_messages_and_refuses_several() -> None:
     assert run_world(2, _shard, [8, 8], labels="ab") == [([8, 8], "")] * 2
     assert run_world(2, _shard, [(16, 8), (16, 8)], labels="ab") == [([16, 8], "")] * 2
     assert run_world(2, _shard, [None, None], labels="ab") == [([32, 32], "")] * 2
-    for _, told in run_world(2, _shard, [8, (8, 16)], labels="ab"):
-        assert "message_bits by rank=[[8, 8], [8, 16]]" in told
+    for (_, told), mine in zip(run_world(2, _shard, [8, (8, 16)], labels="ab"), ("8, 8", "8, 16"),
+                               strict=True):
+        assert f"message_bits on this rank=[{mine}]" in told

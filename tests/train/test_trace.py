@@ -49,7 +49,7 @@ def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
     train(config(prepared, tmp_path / "run", **run), show_progress=False)
     path = tmp_path / "trace.json"
     more = {"checkpoint_every": 2, "trace": str(path)}
-    with pytest.warns(UserWarning, match="goes on after step 4"):
+    with pytest.warns(UserWarning, match="steps after 4, at which this run resumes"):
         result = train(config(prepared, tmp_path / "run", **more, max_steps=6, trace_steps="2-4"),
                        show_progress=False, resume=True)
     assert "trace" not in result and not path.exists()

@@ -62,20 +62,12 @@ class Exchange:
     Attributes:
         members: ranks of this rank's domain, ascending.
         bits: the argument.
-
-    Raises:
-        InvalidInputError: ranks have different `bits`.
     """
 
     _operators = "context"  # prefix of the names of the operators
 
     def __init__(self, group: Group, domain_of: Sequence[int], collection: int,
                  bits: MessageBits) -> None:
-        everyones = group.all_gather(bits.to_json())
-        if any(x != bits.to_json() for x in everyones):
-            raise InvalidInputError("ranks of several memory domains disagree on their messages",
-                                    "message_bits by rank", everyones[:16], "the same on all ranks",
-                                    "pass the same message_bits and the same plan everywhere")
         self.collection, self.bits = collection, bits
         self._group = group
         self._domain_of = list(domain_of)

@@ -28,7 +28,7 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
         "placement of table": [(t.table.name, t.pieces) for t in plan.tables],
         "hottest ids of table": [(t.table.name, hashlib.sha256(t.head_ids.tobytes()).hexdigest())
                                  for t in plan.tables],
-        "message_bits": [plan.message_bits], **others}
+        "message_bits": [plan.message_bits.to_json()], **others}
     mine = {name: [hashlib.sha256(repr(x).encode()).digest()[:16] for x in held]
             for name, held in values.items()}
     everyones = group.all_gather(mine)
@@ -41,7 +41,8 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
                       min(len(first), len(other)))
             raise InvalidInputError(
                 f"ranks {differ[:8]} construct other tables than rank 0",
-                f"{name} {at} on this rank", held[at] if at < len(held) else None,
+                f"{name} {at} on this rank" if len(held) > 1 else f"{name} on this rank",
+                held[at] if at < len(held) else None,
                 "the same on all ranks",
                 "build the model and its plan from the same values in the same order on every rank "
                 "(the order of a set differs between processes), or pass one plan file")
