@@ -215,7 +215,8 @@ def test_tables_that_cannot_resume_are_named(raw: Prepared, tmp_path: Path,
                                              change: dict[str, Any]) -> None:
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
-    words = r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*set the same values"
+    words = (r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*"
+             "set the same values")
     with pytest.raises(InvalidInputError, match=f"cannot continue from.*{words}"):
         train(config(raw, tmp_path / "run", **flags | change | {"max_steps": 2}),
               show_progress=False, resume=True)
