@@ -14,6 +14,8 @@ import pytest
 # They measure time or take the whole machine: no other test runs beside them.
 ALONE = (
     "tests/bench/test_bench_cluster.py",  # links and processors of a stated speed
+    # A thread of low priority prepares what is served: 13 s a test alone, 110 beside others.
+    "tests/faults/test_served_deltas.py",
 )
 
 # What is shown on random problems: on the same few in `make test`, on many new ones at night.
