@@ -77,14 +77,15 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
             that overrides its embedding class, or modules share parameters.
     """
     found = all_targets(module)
-    targets = [t for t in found if wanted is None or t.path in wanted]
-    behind = {t.path: why for t in targets if (why := _own_behaviour(t))}
-    if wanted is not None and behind:
+    behind = {t.path: why for t in found if (why := _own_behaviour(t))}
+    if wanted is not None and behind.keys() & set(wanted):
         raise InvalidInputError(
-            "cannot shard a module that does more than look up", "modules", behind,
+            "cannot shard a module that does more than look up", "modules",
+            {path: why for path, why in behind.items() if path in wanted},
             "modules that do not override their embedding class",
             "make the embedding a child of the module, or leave the module out of modules=")
-    targets = [t for t in targets if t.path not in behind]
+    able = [t for t in found if t.path not in behind]
+    targets = [t for t in able if wanted is None or t.path in wanted]
     if wanted is None:
         _warn_of_unsharded(module, behind)
     done = [path for path, child in module.named_modules() if hasattr(child, "tables")
@@ -92,7 +93,7 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     if done and not targets:
         raise InvalidInputError("nothing to shard", "modules", done[:8],
                                 "modules that are not sharded yet", "shard a model once")
-    known = [t.path for t in found if not _own_behaviour(t)]
+    known = [t.path for t in able]
     missing = set(wanted or ()) - set(known)
     if missing and known:
         raise InvalidInputError("cannot find modules with tables", "modules", sorted(missing),

@@ -225,7 +225,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """
         if self.optimizers is None and needs_weight_gradient(batch):
             with torch.no_grad():  # between memory domains, the other ranks wait for this lookup
-                self.lookup(batch)
+                self.lookup(batch, has_rows)
             refuse_weight_gradient(batch)
         if self.keys is not None and not has_rows:
             return self.keys.lookup(self.lookup, batch)

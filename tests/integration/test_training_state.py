@@ -9,7 +9,7 @@ import torch
 
 import oper
 from oper.errors import InvalidInputError, OperError
-from tests.integration.module_support import KJT, LR, bag, collection, kjt, rows, shard
+from tests.integration.module_support import KJT, LR, bag, collection, rows, shard
 
 # ---- freezing ------------------------------------------------------------------------------------
 
@@ -102,28 +102,22 @@ def test_buffers_used_again_while_gradients_accumulate() -> None:
     assert torch.equal(rows(model), rows(want))
 
 
-def test_ids_that_change_after_they_were_announced() -> None:
+@pytest.mark.parametrize(("values", "lengths", "changed", "to", "read"), [
+    ([1, 2], [2], 0, [5, 6], (5, 6)),
+    ([1, 2, 3], [1, 2], 1, [2, 1], (1, 2)),
+], ids=["ids", "lengths"])
+def test_a_batch_that_changes_after_it_was_announced(
+        values: list[int], lengths: list[int], changed: int, to: list[int],
+        read: tuple[int, int]) -> None:
     model = shard(collection(("a",)))
-    ids = torch.tensor([1, 2])
-    batch = kjt(ids, ("f_a",))
+    parts = torch.tensor(values), torch.tensor(lengths)
+    batch = KJT(["f_a"], parts[0], lengths=parts[1])
     model.prefetch(batch)
     for *_, coming in model._ahead.coming.values():
         coming.result()
-    ids.copy_(torch.tensor([5, 6]))
+    parts[changed].copy_(torch.tensor(to))
     want = rows(model.embedding_bags["a"])
-    assert torch.equal(model(batch).values()[0], want[5] + want[6])
-
-
-def test_lengths_that_change_after_they_were_announced() -> None:
-    model = shard(collection(("a",)))
-    lengths = torch.tensor([1, 2])
-    batch = KJT(["f_a"], torch.tensor([1, 2, 3]), lengths=lengths)
-    model.prefetch(batch)
-    for *_, coming in model._ahead.coming.values():
-        coming.result()
-    lengths.copy_(torch.tensor([2, 1]))
-    want = rows(model.embedding_bags["a"])
-    assert torch.equal(model(batch).values()[0], want[1] + want[2])
+    assert torch.equal(model(batch).values()[0], want[read[0]] + want[read[1]])
 
 
 def test_second_derivatives_through_a_lookup_are_refused() -> None:
