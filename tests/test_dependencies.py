@@ -36,10 +36,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tests.fuzz.__main__": ("fuzz",),
     "examples": ("torchrec",),
 }
-# Programs, not modules: nothing imports them.
-# Programs, of which `moto_server` needs two packages that its own extra has among fifty.
+# Nothing imports them: plugins of pytest, and programs, of which `moto_server` needs two packages
+# that its own extra has among fifty.
 TOOLS = {"clang-format", "codespell", "flask", "flask-cors", "mkdocs", "mkdocs-material",
-         "mkdocstrings", "moto", "mypy", "pytest-xdist", "ruff"}
+         "mkdocstrings", "moto", "mypy", "pytest-timeout", "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.
 DISTRIBUTIONS = {"mlperf_loadgen": "mlcommons-loadgen"}
 
