@@ -1,4 +1,4 @@
-"""A check that all ranks of a group construct the same tables."""
+"""Checks that all ranks of a group construct the same tables and load the same entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.shmem.group.groups import Group
 
@@ -46,3 +46,27 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
                 "the same on all ranks",
                 "build the model and its plan from the same values in the same order on every rank "
                 "(the order of a set differs between processes), or pass one plan file")
+
+
+def errors_of_all(group: Group, missing: Sequence[str], errors: Sequence[str]) -> list[str]:
+    """Return the errors of all ranks before they load entries of a state dict. Collective.
+
+    Args:
+        group: the ranks.
+        missing: names of the entries that this rank's state dict lacks.
+        errors: this rank's errors.
+
+    Returns:
+        The errors, other ranks' preceded by their rank; empty on all ranks or on none. If only some
+        ranks lack entries, this is an error, too.
+    """
+    everyones = group.all_gather((list(missing), list(errors)))
+    found = [text if rank == group.rank else f"rank {rank}: {text}"
+             for rank, (_, theirs) in enumerate(everyones) for text in theirs]
+    first = everyones[0][0]
+    differ = next((rank for rank, (theirs, _) in enumerate(everyones) if theirs != first), None)
+    if differ is not None:
+        found.append(fail("ranks load different entries", f"missing on ranks 0 and {differ}",
+                          (first[:8], everyones[differ][0][:8]), "the same on all ranks",
+                          "pass the same state_dict on every rank"))
+    return found
