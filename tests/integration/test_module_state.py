@@ -288,3 +288,15 @@ def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> No
     for k, (mine, theirs) in enumerate(zip(first, second, strict=True)):
         wanted = f"missing on ranks 0 and 1=([], ['{name}'])" if k < 2 else "rank 1: cannot load"
         assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
+
+
+def _shard_other(rank: int, world_size: int, name: str) -> str:
+    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host"}
+    with pytest.raises(InvalidInputError, match=r"since ranks \[1\] pass other") as caught:
+        shard(Net(), **{name: other[name]} if rank else {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["objective", "plan", "topology"])
+def test_arguments_that_only_some_ranks_pass_are_refused_on_all_ranks(name: str) -> None:
+    assert all(f"{name} on this rank" in text for text in run_world(2, _shard_other, name))

@@ -164,8 +164,9 @@ def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
             (400, "id of feature 'c'=7", post(server, *_message(out_of_range))),
             (400, "size of the message", post(server, body[:-1], binary)),
             (400, "header length", post(server, body, {wire.HEADER_LENGTH: "999999"})),
-            (400, "inference-header-content-length", post(server, body,
-                                                          {wire.HEADER_LENGTH: "-1"})),
+            *((400, "inference-header-content-length", post(server, body,
+                                                            {wire.HEADER_LENGTH: bad}))
+              for bad in ("-1", f"{length}.7")),
             (400, "header", post(server, b"\xff\x00junk")),
             (413, "too large", post(server, b"x" * (1 << 20) + b"y")),
             (404, "no such address", post(server, b"", path="/v2/models/other/infer")),
