@@ -383,6 +383,21 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("pym*"))  # shared memory
 
 
+def test_sigterm_while_modules_are_imported_ends_a_start() -> None:
+    program = """if True:
+        import os, signal, sys
+        class Sender:
+            def find_spec(self, name, *_):
+                if name == "oper.serve.options":
+                    os.kill(os.getpid(), signal.SIGTERM)
+        sys.meta_path.insert(0, Sender())
+        from oper.cli import main
+        sys.exit(main(["serve", "tests.serve_support:Sums"]))"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                           timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "oper: interrupted\n")
+
+
 def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
     """An exception from the handler could leave the supervisor's thread running."""
     signals, server = Signals(), Server(Sums(), ServeOptions(port=0, workers=1))
