@@ -5,6 +5,8 @@ The message form is ``<what failed>: <name>=<value>, expected <constraint>; <wha
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class OperError(Exception):
     """Base class of all errors that this package raises on purpose.
@@ -72,6 +74,14 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
     if len(text) > 200:
         text = text[:200] + "..."
     return f"{what}: {name}={text}, expected {expected}; {todo}"
+
+
+def differing_names(first: str, ours: Collection[str], second: str, theirs: Collection[str]
+                    ) -> dict[str, list[str]]:
+    """Return the names that only `ours` has, under the label `first`, and those that only `theirs`
+    has, under `second`; for messages, at most four each."""
+    return {first: sorted(set(ours) - set(theirs))[:4],
+            second: sorted(set(theirs) - set(ours))[:4]}
 
 
 def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, differing_names
 from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.fused_interaction import FusedDLRM, fuse as fused
 from oper.integration.targets import (
@@ -420,8 +420,8 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
         raise InvalidInputError(what, "tables",
-                                {"only in the model": sorted(set(mine) - set(theirs))[:4],
-                                 "only published": sorted(set(theirs) - set(mine))[:4]},
+                                differing_names("only in the model", mine,
+                                                "only published", theirs),
                                 "the same tables", "attach a model built like the published one")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):

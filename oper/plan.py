@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, PlanError
+from oper.errors import FileFormatError, InvalidInputError, PlanError, differing_names
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
 from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
@@ -219,8 +219,8 @@ class Plan:
         planned, names = {t.table.name: t.table for t in self.tables}, {t.name for t in tables}
         if set(planned) != names:
             raise PlanError("the plan is for other tables", "tables",
-                            {"missing from the plan": sorted(names - set(planned))[:4],
-                             "only in the plan": sorted(set(planned) - names)[:4]},
+                            differing_names("missing from the plan", names,
+                                            "only in the plan", planned),
                             "exactly the model's tables", "make a plan for this model")
         for t in tables:
             have = planned[t.name]

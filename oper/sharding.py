@@ -110,6 +110,7 @@ def shard(
     """
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
     from oper.integration.targets import describe, find_targets, name_tables, typed
+    from oper.shmem.group.agreement import check_same_arguments
     from oper.shmem.group.groups import default_group
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
@@ -117,6 +118,10 @@ def shard(
     bits = None if message_bits is None else MessageBits.parse(message_bits)
     check_environment("cannot shard")
     group = default_group(process_group)
+    # These decide which collective calls follow.
+    check_same_arguments(group, "cannot shard", {
+        "objective": [objective], "plan": [None if plan is None else "a plan"],
+        "topology": [None if plan is not None or topology is None else "a topology"]})
     targets = find_targets(module, modules)
     for target in targets:
         describe(target, objective, optimizer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, require
+from oper.errors import FileFormatError, InvalidInputError, differing_names, require
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -421,8 +421,8 @@ class AccessStats:
         mine, theirs = set(self.tables), set(other.tables)
         if mine != theirs:
             raise InvalidInputError("cannot merge statistics", "tables",
-                                    {"only in the first part": sorted(mine - theirs)[:4],
-                                     "only in the second part": sorted(theirs - mine)[:4]},
+                                    differing_names("only in the first part", mine,
+                                                    "only in the second part", theirs),
                                     "the same tables in both parts", "count the same tables")
         return AccessStats(
             self.num_samples + other.num_samples,

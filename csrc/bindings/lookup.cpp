@@ -397,6 +397,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
                           static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
                   "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
   const double* data = static_cast<const double*>(optimizers.data_ptr());
+  if (context.world_size > 1) context.settings = settings_of(data, context.tables.size());
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const double* x = data + t * kOptimizerWidth;
     context.tables[t].optimizer = optimizer_args(x);

@@ -112,6 +112,19 @@ inline OptimizerArgs optimizer_args(const double* x) {
           static_cast<float>(x[kMaxNorm])};
 }
 
+// A hash of the constants of all rows except those for rounding, by which ranks detect that they
+// would update with different learning rates, step counts or frozen tables.
+inline uint32_t settings_of(const double* rows, size_t num_rows) {
+  uint64_t hash = 0;
+  for (size_t t = 0; t < num_rows; ++t)
+    for (int k = 0; k <= kMaxNorm; ++k) {
+      const float value = static_cast<float>(rows[t * kOptimizerWidth + k]);  // as kernels use it
+      hash = (hash ^ std::bit_cast<uint32_t>(value)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+  return static_cast<uint32_t>(hash);
+}
+
 inline RoundingKey rounding_key(const double* x) {
   const uint64_t step = static_cast<uint64_t>(x[kStep]);
   return {static_cast<uint32_t>(x[kKey0]), static_cast<uint32_t>(x[kKey1]),

@@ -27,7 +27,8 @@ struct Status {
   // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up, 7 the
   // transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has sent
   // an invalid message, 11 out of memory for a received message, 12 a peer has closed, 13 a peer
-  // has refused its batch; 5, 10 and 14 are codes of the bindings
+  // has refused its batch, 15 ranks update with different settings; 5, 10 and 14 are codes of the
+  // bindings
   int64_t code = 0;
   int64_t detail = -1;
 };
@@ -182,6 +183,7 @@ class Messages {
   }
 
   std::vector<int32_t> far;         // ranks of other domains, ascending
+  uint32_t settings = 0;            // of the next heads, equal on all ranks
   std::vector<int64_t> sent_bytes;  // [kNumSent][W] since they were last taken
   std::vector<int64_t> take_sent() {
     std::vector<int64_t> taken(sent_bytes.size());
@@ -242,7 +244,8 @@ class Messages {
     weighted_ = weighted;
     ++sequence_;
     const Head head{static_cast<uint32_t>(phase_), sequence_, static_cast<uint32_t>(mine.code),
-                    static_cast<uint32_t>(mine.detail), weighted, wire(), setup_.collection, 0};
+                    static_cast<uint32_t>(mine.detail), weighted, wire(), setup_.collection,
+                    settings};
     for (int32_t r = 0; r < W; ++r)
       *reinterpret_cast<Head*>(heads_out_.data() + r * head_width_) = head;
     const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
@@ -295,7 +298,7 @@ class Messages {
   // equal size and can report which rank differs; for a message of unexpected size the transport
   // can only report the size.
   struct Head {
-    uint32_t phase, sequence, code, culprit, weighted, wire, collection, spare;
+    uint32_t phase, sequence, code, culprit, weighted, wire, collection, settings;
   };
   static constexpr int64_t kHeadWidth = sizeof(Head) / 4;
   static constexpr int64_t kHeadUnit = 256;
@@ -378,6 +381,8 @@ class Messages {
           head.collection != setup_.collection || head.wire != wire())
         return {8, r};
     }
+    for (int32_t r = 1; r < W; ++r)
+      if (head_from(r).settings != head_from(0).settings) return {15, r};
     for (int32_t r : far)
       for (int64_t t = 0; t < num_tables_; ++t) {
         if (!counts_fit(r, t)) return {9, r};

@@ -73,17 +73,18 @@ Barrier::~Barrier() {
   if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);
 }
 
-Status Barrier::arrive(uint32_t phase, bool refuses) {
-  come(phase, refuses);
+Status Barrier::arrive(uint32_t phase, bool refuses, uint32_t settings) {
+  come(phase, refuses, settings);
   return wait();
 }
 
-void Barrier::come(uint32_t phase, bool refuses) {
+void Barrier::come(uint32_t phase, bool refuses, uint32_t settings) {
   if (failed_.code != kOk) return;
   reach(FaultPoint::kBarrier);
   const uint32_t target = ++epoch_;
   BarrierLine& mine = lines_[rank_];
   mine.phase[target & 1].store(phase | (refuses ? kRefuses : 0), std::memory_order_relaxed);
+  mine.settings[target & 1].store(settings, std::memory_order_relaxed);
   // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
   mine.epoch.store(target, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
@@ -113,6 +114,12 @@ Status Barrier::wait() {
   // Only when all are there do all of them see the same words.
   if (failed_.code == kOk && other >= 0) failed_ = {kOtherPhase, other};
   if (failed_.code == kOk && refused >= 0) return {kRefused, refused};
+  for (int32_t r = 1; r < world_size_ && failed_.code == kOk; ++r) {
+    const auto settings = [&](int32_t of) {
+      return lines_[of].settings[target & 1].load(std::memory_order_relaxed);
+    };
+    if (settings(r) != settings(0)) return {kOtherSettings, r};
+  }
   return failed_;
 }
 

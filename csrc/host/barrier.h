@@ -22,6 +22,7 @@ struct alignas(128) BarrierLine {
   // at a barrier before all have arrived at the previous one, so a word is kept until all have read
   // it.
   std::atomic<uint32_t> phase[2];
+  std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
   // The rank that this one found to lag before it gave up (0 = none), packed by Python's desync.py.
   std::atomic<int64_t> verdict;
 };
@@ -42,6 +43,7 @@ class Barrier {
     kOtherPhase = 8,  // all ranks have arrived, but in different phases
     kPeerClosed = 12,
     kRefused = 13,  // all ranks have arrived, but at least one refuses to take part this time
+    kOtherSettings = 15,  // all ranks have arrived, but with different settings
   };
 
   // `lines` is [world_size] in memory that all ranks map; `pidfds` is [world_size], -1 = not
@@ -56,10 +58,11 @@ class Barrier {
   // Release-acquire: writes of any rank before arrive() are visible to all ranks after it returns.
   // `phase` must be equal on all ranks. Returns a Result and, on failure, the rank that is missing
   // or in another phase. A failed barrier stays failed. If any rank passes `refuses`, all ranks get
-  // kRefused and the lowest such rank; the barrier stays usable.
-  Status arrive(uint32_t phase, bool refuses = false);
+  // kRefused and the lowest such rank; if `settings` differ, kOtherSettings and the lowest rank whose
+  // settings are not those of rank 0. The barrier stays usable after both.
+  Status arrive(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   // The two halves of arrive(): in between, a rank may do work for which its peers need not wait.
-  void come(uint32_t phase, bool refuses = false);
+  void come(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   Status wait();
 
   // Announces that this rank will not arrive again: ranks that wait for it fail at once with

@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from oper.errors import InvalidInputError
+
+_ARRAYS = torch.Tensor | np.ndarray
 
 
 def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
     """Split a batch by samples, in order.
 
     Args:
-        batch: tensors with one row per sample and `KeyedJaggedTensor`s, also within dataclasses
-            (TorchRec's `Batch`), tuples, lists and dicts; every part gets all other values.
+        batch: tensors and arrays with one row per sample, `JaggedTensor`s with one bag per sample,
+            and `KeyedJaggedTensor`s, also within dataclasses (TorchRec's `Batch`), tuples, lists
+            and dicts; every part gets all other values.
         num_parts: number of parts; their sizes differ by at most one sample.
 
     Returns:
@@ -29,8 +32,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
         InvalidInputError: there are fewer samples than parts; tensors or features differ in their
             numbers of samples; or features have a variable batch per feature.
     """
-    sizes = {x.stride() if isinstance(x, KeyedJaggedTensor) else x.shape[0]
-             for x in _leaves(batch) if not isinstance(x, torch.Tensor) or x.dim()}
+    sizes = {_num_samples(x) for x in _leaves(batch) if not isinstance(x, _ARRAYS) or x.ndim}
     if len(sizes) != 1 or min(sizes) < num_parts:
         raise InvalidInputError("cannot split a batch", "numbers of samples of its tensors",
                                 sorted(sizes),
@@ -66,8 +68,14 @@ def features_in(batch: Any) -> list[KeyedJaggedTensor]:
     return [x for x in _leaves(batch) if isinstance(x, KeyedJaggedTensor)]
 
 
+def _num_samples(value: Any) -> int:
+    if isinstance(value, KeyedJaggedTensor):
+        return value.stride()
+    return value.lengths().numel() if isinstance(value, JaggedTensor) else len(value)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor | KeyedJaggedTensor):
+    if isinstance(value, _ARRAYS | KeyedJaggedTensor | JaggedTensor):
         yield value
     else:
         for child in _children(value) or ():
@@ -77,13 +85,22 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _split(value: Any, bounds: Sequence[int]) -> list[Any]:
     if isinstance(value, KeyedJaggedTensor):
         return _split_features(value, bounds)
-    if isinstance(value, torch.Tensor) and value.dim():
+    if isinstance(value, JaggedTensor):
+        return _split_bags(value, bounds)
+    if isinstance(value, _ARRAYS) and value.ndim:
         return [value[a:b] for a, b in pairwise(bounds)]
     children = _children(value)
-    if children is None or isinstance(value, torch.Tensor):
+    if children is None or isinstance(value, _ARRAYS):
         return [value] * (len(bounds) - 1)
     return [_like(value, list(of)) for of in zip(*(_split(c, bounds) for c in children),
                                                  strict=True)] or [value] * (len(bounds) - 1)
+
+
+def _split_bags(bags: JaggedTensor, bounds: Sequence[int]) -> list[JaggedTensor]:
+    offsets, lengths, weights = bags.offsets().tolist(), bags.lengths(), bags.weights_or_none()
+    return [JaggedTensor(bags.values()[offsets[a]:offsets[b]],
+                         None if weights is None else weights[offsets[a]:offsets[b]],
+                         lengths[a:b]) for a, b in pairwise(bounds)]
 
 
 def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]

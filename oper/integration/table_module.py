@@ -74,7 +74,11 @@ class TableModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
                ) -> TableModule:
         """Refuse conversions by ``to()``, ``half()``, ``cuda()`` and similar methods. Does nothing
-        if dtype and device stay the same."""
+        if dtype and device stay the same.
+
+        A parent's `_apply` has already converted its earlier children when it reaches this one,
+        and torch has no hook before that.
+        """
         weight = self.weight
         probe = torch.empty(1, dtype=weight.dtype, device=weight.device)
         after = fn(probe)
@@ -82,7 +86,8 @@ class TableModule(nn.Module):
             raise InvalidInputError(
                 f"cannot convert sharded table {self._name!r}", "dtype, device",
                 (after.dtype, str(after.device)), f"{probe.dtype}, {probe.device}",
-                "convert the model before sharding it, or only its other modules")
+                "convert the model before sharding it, or only its other modules; modules that "
+                "come before this one in the model are converted already")
         return self
 
     def __prepare_scriptable__(self) -> NoReturn:

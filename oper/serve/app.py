@@ -125,6 +125,9 @@ class App:
         try:
             length = _number(exchange.headers, _HEADER_LENGTH)
             timeout = _number(exchange.headers, TIMEOUT)
+            if length is not None and not length.is_integer():
+                raise InvalidInputError("cannot score the request", wire.HEADER_LENGTH, length,
+                                        "a whole number of bytes", "send the header's length")
             request = wire.decode_request(exchange.body, None if length is None else int(length),
                                           self.signature)
         except InvalidInputError as error:

@@ -15,6 +15,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.follow import Change
+from oper.integration.checkpoint.weights import extra_value
 from oper.serve.options import TieredRows, publish_options
 from oper.serve.requests import Predictor, Request, Signature
 from oper.support.files import read_json
@@ -233,9 +234,21 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
     build = functools.partial(build_trained, tables, num_dense, config, on_raw_ids=on_raw_ids)
     rows = {f: None if on_raw_ids else t.num_rows for t in tables for f in t.features}
     signature = Signature(name, tuple(rows), tuple(rows.values()), num_dense)
-    read: Callable[[str | os.PathLike[str]], Any] = read_weights
+    read_newest: Callable[[str | os.PathLike[str]], Any] = read_weights
     if dynamic is not None:
-        read = functools.partial(_read_on_raw_ids, build, tables, dynamic.time_to_live or None)
+        read_newest = functools.partial(_read_on_raw_ids, build, tables,
+                                        dynamic.time_to_live or None)
+    numbering = _numbering(folder)
+
+    def read(place: str | os.PathLike[str]) -> Any:
+        found = _numbering(place)
+        if numbering and found and found != numbering:  # clients would send other rows' numbers
+            raise InvalidInputError(
+                f"cannot publish the weights in {os.fspath(place)!r}", "numbering of their rows",
+                found, f"{numbering}, the numbering of the weights in service",
+                "start another server for them, whose clients use their vocabulary")
+        return read_newest(place)
+
     model = PublishedModel(build, read(folder), signature, row_dtype, keep_spare)
     model.read_folder = read
     return model.reads_again(functools.partial(read, folder))
@@ -279,6 +292,18 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Pa
     if path.name != STATE:
         return path
     return {name.removeprefix("model."): value for name, value in load_state(path).items()}
+
+
+def _numbering(folder: str | os.PathLike[str]) -> str:
+    """Return the identifier of the mapping from values to rows of a training folder's newest
+    weights; "" if it is unknown."""
+    path = find_weights(folder)
+    if path.is_dir():
+        return str(extra_value(path, "numbering") or "")
+    try:
+        return str(read_json(Path(folder) / CONFIG, CONFIG)["model"]["numbering"])
+    except (OSError, FileFormatError, KeyError, TypeError):  # the file is not there, or is older
+        return ""
 
 
 def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],

@@ -70,15 +70,16 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; return the exit code, or raise OperError."""
-    from oper.serve.options import BatchOptions, ServeOptions
-    from oper.serve.server import Server
     from oper.serve.signals import Signals
 
-    options = ServeOptions(
-        args.host, args.port, args.workers, args.threads,
-        BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
-        drain_s=args.drain_s, spin_us=args.spin_us)
-    with Signals() as signals:
+    with Signals() as signals:  # before the imports, which take seconds
+        from oper.serve.options import BatchOptions, ServeOptions
+        from oper.serve.server import Server
+
+        options = ServeOptions(
+            args.host, args.port, args.workers, args.threads,
+            BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
+            drain_s=args.drain_s, spin_us=args.spin_us)
         run = _run(args) if args.watch or args.follow else None
         model = _model(args)
         if args.follow:

@@ -205,6 +205,16 @@ def refuse_weight_gradient(batch: Lookup) -> None:
                                 "detach them, since read-only tables compute no gradients")
 
 
+def refuse_transforms() -> None:
+    """Raise InvalidInputError within a transform of ``torch.func``, for which kernels have no rule;
+    called when a lookup has failed."""
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidInputError("cannot look up within a transform of torch.func", "transform",
+                                torch._C._functorch.peek_interpreter_stack().key().name.lower(),
+                                "none around lookups in sharded tables",
+                                "look up first, and transform the rest of the model")
+
+
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
     """Raise the error for a status code of the kernels.
 

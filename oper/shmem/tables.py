@@ -24,6 +24,7 @@ from oper.shmem.batch import (
     ResolvedIds,
     needs_weight_gradient,
     raise_status,
+    refuse_transforms,
     refuse_weight_gradient,
 )
 from oper.shmem.by_feature import BoundsCheck, by_feature
@@ -221,7 +222,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
         Raises:
             InvalidInputError: an id is out of range (see `BoundsCheck`), lengths do not add up to
-                the number of ids, or a bag index of a sample is out of range.
+                the number of ids, a bag index of a sample is out of range, or the lookup is within
+                a transform of ``torch.func``.
         """
         if self.optimizers is None and needs_weight_gradient(batch):
             with torch.no_grad():  # between memory domains, the other ranks wait for this lookup
@@ -249,11 +251,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
                     self.collected.forget_failed()
                 if self.turns.parts is not None:
                     batch = self.turns.parts.looked_up(batch)
-                return trained_lookup(self.anchor if trains else self.anchor.detach(),
-                                      batch.weights, self, batch)
+                try:
+                    return trained_lookup(self.anchor if trains else self.anchor.detach(),
+                                          batch.weights, self, batch)
+                except RuntimeError:
+                    refuse_transforms()
+                    raise
         at_once = self.lookups_at_once and self._exchange is None
-        with contextlib.nullcontext() if at_once else self.turns.lock:
-            out, offsets = self.forward(batch)
+        try:
+            with contextlib.nullcontext() if at_once else self.turns.lock:
+                out, offsets = self.forward(batch)
+        except RuntimeError:
+            refuse_transforms()
+            raise
         return by_feature(out, batch, offsets) if batch.apart else out
 
     def forward(self, batch: Lookup, collective: bool = False

@@ -46,6 +46,7 @@ class TableUpdates:
     _check_process: Callable[[], None]
     _known: Callable[[Lookup], ResolvedIds | None]
     _raise: Callable[..., Any]
+    _raise_peer_failure: Callable[[int, int], tuple[int, int]]
 
     def apply_all(self, parts: list[Backward]) -> None:
         """Sum the gradients of lookups, exchange them and update the rows once. Collective.
@@ -134,6 +135,11 @@ class TableUpdates:
             passed: the backward pass.
             updates: if False, owners only add the gradients to sums, which the next call with True
                 applies; only that call counts as a step. Must be True for dynamic tables.
+
+        Raises:
+            InvalidInputError: a learning rate is invalid, or learning rates, step counts or frozen
+                tables differ between the ranks; no rank updates then. Tables in device memory only
+                check the rank's own learning rates.
         """
         # Not split into functions: each call would cost about a microsecond per step.
         batch, offsets = passed.batch, passed.offsets
@@ -143,8 +149,12 @@ class TableUpdates:
                 grads[k] = rows_in_order(grad, batch.pooled)
         if self.keys is not None:
             self.keys.leave(batch, passed.frozen)
-        optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
-                                        self.param_groups, self._table_of)
+        try:
+            optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
+                                            self.param_groups, self._table_of)
+        except InvalidInputError:
+            self.refuse()
+            raise
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         code, detail = self._backward_op(
@@ -153,6 +163,8 @@ class TableUpdates:
             known and known.order, updates,
             shared and shared.bags, shared and shared.samples)
         if code:
+            if code == Status.OTHER_SETTINGS:
+                self._refuse_settings(detail, passed)
             self._raise(code, detail, batch, offsets)
         if not updates:
             return
@@ -167,6 +179,15 @@ class TableUpdates:
             self._migration.note(passed.batch, passed.offsets)
             if self._migration.advance():
                 self._migration = None
+
+    def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
+        self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
+        mine = {"lr": {", ".join(g["tables"][:8]): g["lr"] for g in self.param_groups},
+                "frozen": sorted(passed.frozen)[:8], "step": self.num_steps + 1}
+        raise InvalidInputError(
+            f"no rank updates the tables, since rank {rank} has other settings than rank 0",
+            "learning rates, frozen tables and step on this rank", mine, "the same on all ranks",
+            "set lr and requires_grad by the same rule on every rank")
 
     def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, Lookup]:

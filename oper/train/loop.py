@@ -72,7 +72,7 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         if goes_on and checkpoints:
             done = checkpoints.load()
             if rank == 0:
-                cut_metrics(out / METRICS, done)
+                cut_metrics(out / METRICS, done, _validates(config, done, total))
         else:
             if config.start and checkpoints:
                 checkpoints.start_from(config.start)
@@ -112,7 +112,11 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
     """
     done, total, checkpoints = begin.done, begin.total, begin.checkpoints
     engine.num_steps = done
+    if done and _validates(config, done, total):  # the run may have ended before it
+        log.write("valid", step=done, **task.evaluate(engine, show_progress))
     meter = _Meter(engine)
+    # The first line of a resumed run may cover fewer steps than others.
+    since = {"since": done} if done % config.log_every else {}
     first, start = divmod(done, max(task.steps_per_epoch, 1))
     batches = itertools.chain.from_iterable(
         task.epoch(k, start if k == first else 0) for k in range(first, config.epochs))
@@ -128,17 +132,23 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
             bar.update()
             if step % config.log_every == 0 or step == total:
                 line, stop = meter.read(interrupt.requested)
-                log.write("train", step=step, **line)
+                log.write("train", step=step, **since, **line)
+                since = {}
                 bar.set_postfix(loss=f"{line['loss']:.4f}")
                 if stop:
                     return done, True
             if checkpoints:
                 with meter.paused():
                     checkpoints.after(step)
-            if config.eval_every and step % config.eval_every == 0 and step < total:
+            if _validates(config, step, total):
                 with meter.paused():
                     log.write("valid", step=step, **task.evaluate(engine, show_progress))
     return done, False
+
+
+def _validates(config: TrainConfig, step: int, total: int) -> bool:
+    """Whether the model is validated after `step`, before the end of the run."""
+    return config.eval_every > 0 and step % config.eval_every == 0 and step < total
 
 
 def _total(config: TrainConfig, task: Task) -> int:

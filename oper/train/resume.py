@@ -237,8 +237,9 @@ def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
             "dynamic.admit_after > 1": dynamic["admit_after"] > 1, "seed": seed}
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step` from a metrics file; the resumed run writes them again."""
+def cut_metrics(path: Path, step: int, validates: bool) -> None:
+    """Remove the lines after `step` from a metrics file, and that of its validation if `validates`;
+    the resumed run writes them again."""
     if not path.exists():
         return
     kept = []
@@ -247,6 +248,7 @@ def cut_metrics(path: Path, step: int) -> None:
             entry: dict[str, Any] = json.loads(line)
         except ValueError:  # an incomplete line
             continue
-        if entry.get("event") != "end" and entry.get("step", 0) <= step:
+        last = step - 1 if validates and entry.get("event") == "valid" else step
+        if entry.get("event") != "end" and entry.get("step", 0) <= last:
             kept.append(line)
     write_text(path, "".join(f"{line}\n" for line in kept))

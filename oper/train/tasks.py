@@ -80,7 +80,8 @@ class ClickTask:
                 f"<= {self.folder.rows['train']} rows of the training split", "lower batch_size")
 
     def about(self) -> dict[str, Any]:
-        return describe(self._tables(), len(self.folder.dense))
+        return describe(self._tables(), len(self.folder.dense)) | {
+            "numbering": str(self.folder.manifest.get("numbering", ""))}
 
     def _tables(self) -> tuple[TableSpec, ...]:
         rows = self.config.dynamic.rows_of(self.folder.sparse)

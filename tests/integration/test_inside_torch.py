@@ -245,3 +245,19 @@ def test_a_gradient_scaler_is_undone_by_a_hook() -> None:
         loss = out.pow(2).sum()
         (loss if factor is None else factor.scale(loss)).backward()
     assert_same_state(copy.copy(plain), scaled)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_transforms_of_lookups_are_refused_by_name(transform: str, trains: bool) -> None:
+    bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    ids = torch.arange(8).reshape(2, 2, 2)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (bag(ids[0]) * x).sum()
+
+    with torch.set_grad_enabled(trains), pytest.raises(InvalidInputError,
+                                                       match=f"transform='{transform}'"):
+        torch.func.vmap(bag)(ids) if transform == "vmap" else torch.func.grad(scaled)(
+            torch.ones(2, 4))
+    assert bag(ids[0]).shape == (2, 4)

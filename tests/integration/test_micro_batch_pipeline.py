@@ -128,10 +128,20 @@ def test_small_batches_are_not_measured_in_more_parts_than_they_have_samples() -
 @pytest.mark.parametrize("weighted", [False, True])
 def test_parts_have_the_samples_of_the_batch_in_order(weighted: bool) -> None:
     features, dense = make_kjt(1, 11, weighted), torch.randn(11, 3)
-    parts, sizes = split_batch({"x": (features, dense), "name": "kept"}, 3)
+    bags = features[KEYS[0]]
+    parts, sizes = split_batch({"x": (features, dense), "name": "kept", "bags": bags,
+                                "array": dense.numpy(), "scalar": np.array(3)}, 3)
     assert sizes == [3, 4, 4]
     assert all(p["name"] == "kept" for p in parts)
     assert torch.equal(torch.cat([p["x"][1] for p in parts]), dense)
+    assert np.array_equal(np.concatenate([p["array"] for p in parts]), dense.numpy())
+    assert all(p["scalar"] == 3 for p in parts)
+    for part, offset in zip(parts, (0, 3, 7), strict=True):
+        got, want = part["bags"].to_dense(), bags.to_dense()[offset:]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=False))
+        if weighted:
+            got, want = part["bags"].to_dense_weights(), bags.to_dense_weights()[offset:]
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=False))
     for key in KEYS:
         got = [p["x"][0][key] for p in parts]
         want = features[key]

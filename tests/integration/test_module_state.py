@@ -262,3 +262,41 @@ def _collisions(rank: int, world_size: int) -> bool:
 
 def test_model_parallel_with_default_sharders_around_managed_collisions() -> None:
     assert run_world(2, _collisions) == [True, True]
+
+
+def _load_different(rank: int, world_size: int, dynamic: bool) -> list[str]:
+    """Rank 1 loads a damaged state; returns its errors, after which all ranks continue."""
+    model: Any = shard(Net(), dynamic=oper.DynamicTable() if dynamic else None, modules=["bag"])
+    good = {name: getattr(x, "full_tensor", x.clone)() for name, x in model.state_dict().items()}
+    entry = "bag.keys" if dynamic else "bag.weight"
+    errors = []
+    for bad in ({n: x for n, x in good.items() if n != entry}, good | {entry: good[entry][:3]}):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError) as caught:
+                model.load_state_dict(bad if rank else good, strict=strict)
+            errors.append(str(caught.value))
+    for name, value in model.state_dict().items():
+        assert torch.equal(getattr(value, "full_tensor", value.clone)(), good[name])
+    model.load_state_dict(good)
+    return errors
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> None:
+    first, second = run_world(2, _load_different, dynamic, env={"OPER_DEADLINE_S": "20"})
+    name = "bag.keys" if dynamic else "bag.weight"
+    for k, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        wanted = f"missing on ranks 0 and 1=([], ['{name}'])" if k < 2 else "rank 1: cannot load"
+        assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
+
+
+def _shard_other(rank: int, world_size: int, name: str) -> str:
+    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host"}
+    with pytest.raises(InvalidInputError, match=r"since ranks \[1\] pass other") as caught:
+        shard(Net(), **{name: other[name]} if rank else {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["objective", "plan", "topology"])
+def test_arguments_that_only_some_ranks_pass_are_refused_on_all_ranks(name: str) -> None:
+    assert all(f"{name} on this rank" in text for text in run_world(2, _shard_other, name))

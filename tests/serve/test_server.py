@@ -164,8 +164,9 @@ def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
             (400, "id of feature 'c'=7", post(server, *_message(out_of_range))),
             (400, "size of the message", post(server, body[:-1], binary)),
             (400, "header length", post(server, body, {wire.HEADER_LENGTH: "999999"})),
-            (400, "inference-header-content-length", post(server, body,
-                                                          {wire.HEADER_LENGTH: "-1"})),
+            *((400, "inference-header-content-length", post(server, body,
+                                                            {wire.HEADER_LENGTH: bad}))
+              for bad in ("-1", f"{length}.7")),
             (400, "header", post(server, b"\xff\x00junk")),
             (413, "too large", post(server, b"x" * (1 << 20) + b"y")),
             (404, "no such address", post(server, b"", path="/v2/models/other/infer")),
@@ -380,6 +381,21 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
     assert not list(tmp_path.glob("pym*"))  # shared memory
+
+
+def test_sigterm_while_modules_are_imported_ends_a_start() -> None:
+    program = """if True:
+        import os, signal, sys
+        class Sender:
+            def find_spec(self, name, *_):
+                if name == "oper.serve.options":
+                    os.kill(os.getpid(), signal.SIGTERM)
+        sys.meta_path.insert(0, Sender())
+        from oper.cli import main
+        sys.exit(main(["serve", "tests.serve_support:Sums"]))"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                           timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "oper: interrupted\n")
 
 
 def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:

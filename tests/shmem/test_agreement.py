@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, PeerLostError
 from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
@@ -59,5 +61,70 @@ def test_a_move_to_different_plans_is_refused_and_the_old_plan_stays() -> None:
             tables.migrate(uniform_plan(TABLES, 2, "owned" if group.rank else "replicated"))
         assert tables.plan is SAME and tables.migration is None
         tables.close()
+
+    run_ranks(2, body)
+
+
+def _set_lr(tables: ShardedTables, lr: Any) -> None:
+    tables.param_groups[0]["lr"] = lr
+
+
+def _freeze(tables: ShardedTables, name: str) -> None:
+    tables.frozen = frozenset({name})
+
+
+def _train(tables: ShardedTables) -> None:
+    tables.lookup(Lookup(torch.arange(4), torch.ones(4, dtype=torch.int64), torch.arange(2), 2)
+                  ).sum().backward()
+
+
+def _rows(tables: ShardedTables) -> torch.Tensor:
+    tables.barrier()  # the other rank may be ahead
+    found = torch.cat([tables.read(name) for name in tables.specs])
+    tables.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("change", "wanted"), [
+    ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"),
+    ((_freeze, "second"), "'frozen': ['second']")])
+@pytest.mark.parametrize("domains", [None, [0, 0, 1]], ids=["one domain", "two domains"])
+def test_no_rank_updates_with_other_settings(domains: list[int] | None, change: Any, wanted: str
+                                             ) -> None:
+    plan = uniform_plan(TABLES, 3, "striped")
+
+    def body(group: ThreadGroup) -> str:
+        tables = ShardedTables(plan, FEATURES, group, SGD(lr=0.1))
+        _train(tables)
+        before = None if domains else _rows(tables)
+        if group.rank == 2:
+            change[0](tables, change[1])
+        with pytest.raises(InvalidInputError, match="rank 2 has other settings") as caught:
+            _train(tables)
+        if before is not None:  # with several domains, training ends here
+            assert torch.equal(_rows(tables), before)
+            tables.frozen = frozenset()
+            _set_lr(tables, 0.2)
+            _train(tables)
+            assert not torch.equal(_rows(tables), before)
+        return str(caught.value)
+
+    messages = run_ranks(3, body, domains=domains)
+    assert wanted in messages[2] and wanted not in messages[0]
+
+
+@pytest.mark.parametrize("lr", [float("nan"), -0.1, float("inf"), None, torch.ones(2)])
+def test_an_invalid_learning_rate_is_an_error_on_all_ranks(lr: Any) -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
+        before = _rows(tables)
+        if group.rank:
+            _set_lr(tables, lr)
+        with pytest.raises(InvalidInputError if group.rank else PeerLostError,
+                           match=r"lr of tables \['first', 'second'\]" if group.rank else "peer"):
+            _train(tables)
+        _set_lr(tables, torch.tensor(0.2))
+        assert torch.equal(_rows(tables), before)
+        _train(tables)
 
     run_ranks(2, body)

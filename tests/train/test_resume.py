@@ -227,6 +227,24 @@ def test_a_resumed_run_shows_the_speed_of_its_own_steps(
     assert (bar.initial, bar.n, bar.total) == (28, 30, 30)
 
 
+def test_a_run_that_ends_before_a_validation_validates_when_it_resumes(
+        prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"max_steps": 8, "checkpoint_every": 2, "eval_every": 4, "log_every": 3,
+             "batch_size": 64}
+    runs = [config(prepared, tmp_path / name, **flags) for name in ("calm", "crashed")]
+    train(runs[0], show_progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.ClickTask, "evaluate", lambda *_: {}["crash"])
+        with pytest.raises(KeyError, match="crash"):
+            train(runs[1], show_progress=False)
+    for _ in range(2):  # the second time, from the checkpoint of the last step
+        train(runs[1], show_progress=False, resume=True)
+        calm, crashed = (lines(tmp_path / name) for name in ("calm", "crashed"))
+        assert [(x["event"], x.get("step"), x.get("auc")) for x in calm] == [
+            (x["event"], x.get("step"), x.get("auc")) for x in crashed]
+        assert [x.get("since") for x in crashed] == [None, None, 4, None, None]
+
+
 def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tmp_path: Path
                                                           ) -> None:
     out = tmp_path / "run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,8 +15,9 @@ from conftest import Prepared  # type: ignore[import-not-found]
 from test_train import config, run_ranks, words  # type: ignore[import-not-found]
 
 from oper.data import Folder
+from oper.errors import InvalidInputError
 from oper.serve import Client, Request
-from oper.serve.model import STATE, find_weights
+from oper.serve.model import CONFIG, STATE, find_weights, load_model
 from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
@@ -139,3 +141,34 @@ def test_the_newest_weights_are_served(tmp_path: Path) -> None:
         assert find_weights(tmp_path) == (path if path.name == STATE else path.parent)
     os.utime(tmp_path / CHECKPOINT / ".metadata", (9, 9))
     assert find_weights(tmp_path) == tmp_path / CHECKPOINT
+
+
+def test_weights_whose_rows_are_numbered_otherwise_are_refused(prepared: Prepared, tmp_path: Path
+                                                               ) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=1,
+                    checkpoint_every=1), 1)
+    shutil.copytree(run, other)
+    about = json.loads((other / CONFIG).read_text())
+    numbering = about["model"]["numbering"]
+    assert numbering == Folder.open(prepared.folder).manifest["numbering"]
+    about["model"]["numbering"] = "another"
+    (other / CONFIG).write_text(json.dumps(about))
+    for served in (STATE, CHECKPOINT):
+        if served == CHECKPOINT:
+            os.unlink(run / STATE)
+        model = load_model(run)
+        model.reads_again(lambda model=model: model.read_folder(other))
+        try:
+            with pytest.raises(InvalidInputError,
+                               match=f"numbering.*='another', expected {numbering}"):
+                model.publish()
+        finally:
+            model.close()
+    os.unlink(other / STATE)  # its checkpoint has the numbering of the data
+    model = load_model(other)
+    model.reads_again(lambda: model.read_folder(run))
+    try:
+        assert model.publish() == 2
+    finally:
+        model.close()

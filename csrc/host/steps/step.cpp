@@ -45,8 +45,8 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
   }
 }
 
-Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
-  context.barrier->come(phase, refuses);
+Status wait_for_domain(Context& context, uint32_t phase, bool refuses, uint32_t settings) {
+  context.barrier->come(phase, refuses, settings);
   return wait_for_domain(context);
 }
 
@@ -58,11 +58,16 @@ Status wait_for_domain(Context& context) {
 }
 
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine) {
+  const bool updates = phase == CollectivePhase::kGradients;
+  if (context.exchange) context.exchange->messages.settings = updates ? context.settings : 0;
   if (context.barrier) {
     if (mine.code != 0 && context.exchange) {
       context.barrier->give_up();
     } else {
-      const Status found = wait_for_domain(context, static_cast<uint32_t>(phase), mine.code != 0);
+      // Across memory domains, the exchange compares the settings of all ranks.
+      const uint32_t settings = updates && !context.exchange ? context.settings : 0;
+      const Status found =
+          wait_for_domain(context, static_cast<uint32_t>(phase), mine.code != 0, settings);
       if (mine.code == 0) mine = found;
     }
   }

@@ -24,8 +24,9 @@ std::vector<int32_t> push_tables(const Context& context, bool of_this_rank);
 void count_requests(Context& context, const std::vector<int32_t>& tables, bool is_forward);
 
 // Waits for the ranks of this memory domain. `refuses`: this rank, and therefore all, skip the
-// batch.
-Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
+// batch. `settings`: see Barrier::arrive.
+Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false,
+                       uint32_t settings = 0);
 // The second half of this, after `Barrier::come`.
 Status wait_for_domain(Context& context);
 

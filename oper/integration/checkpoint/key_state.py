@@ -8,13 +8,15 @@ The entries do not depend on the plan or the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.table_state import chunks_of, distributed, shard_range
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.keys.directories import MOST_UPDATES, RECORDS, Keys
 from oper.shmem.tables import ShardedTables
 
@@ -51,7 +53,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     """Load the result of `key_entries`, saved under any plan and number of ranks. Collective.
 
     The arguments are those of ``nn.Module._load_from_state_dict``. If an entry is missing or
-    invalid, an error is appended to `error_msgs` and nothing is loaded.
+    invalid on a rank, an error is appended to `error_msgs` on all ranks and nothing is loaded.
     """
     wanted = key_names(tables, name)
     keys = tables.keys
@@ -59,23 +61,39 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
         return
     absent = [f"{prefix}{part}" for part in wanted if f"{prefix}{part}" not in state_dict]
     missing_keys += absent
-    if absent:
-        if f"{prefix}weight" in state_dict:  # an error even if the load is not strict
-            error_msgs.append(fail(
-                f"cannot load dynamic table {name!r}", "missing entries", absent,
-                "rows together with their keys", "load all entries of the table"))
+    errors = []
+    if absent and f"{prefix}weight" in state_dict:  # an error even if the load is not strict
+        errors.append(fail(
+            f"cannot load dynamic table {name!r}", "missing entries", absent,
+            "rows together with their keys", "load all entries of the table"))
+    with _noting(errors):
+        if not absent:
+            _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
+    errors = errors_of_all(tables.group, absent, errors)
+    if absent and not errors:
         return
-    try:
-        _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-        for checks in (True, False):  # check all records before writing any
+    for checks in (True, False):  # check all records before writing any
+        if errors:
+            break
+        with _noting(errors):
             for part in keys.parts(name):
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
                         keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
+        errors = errors_of_all(tables.group, [], errors)
+    if not errors:
         keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
-    except InvalidInputError as error:
-        error_msgs.append(str(error))
+    error_msgs += errors
     tables.barrier()
+
+
+@contextlib.contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    """Append the message of an InvalidInputError that the block raises to `errors`."""
+    try:
+        yield
+    except InvalidInputError as error:
+        errors.append(str(error))
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from oper.integration.checkpoint.on_demand import (
     chunk_bytes_on_demand,
     gives_handles,
 )
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
@@ -168,7 +169,8 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
                 error_msgs: list[str]) -> None:
     """Implement ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
 
-    Collective.
+    Collective. If a rank's entry is invalid, or only some ranks lack it, all ranks get the error
+    and none loads.
 
     Args:
         tables: the collection that holds the tables.
@@ -176,14 +178,19 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
         names: maps parameter names, without prefix, to table names.
     """
     tables.barrier()  # peers may still be reading
-    for name, table in names.items():
-        if f"{prefix}{name}" not in state_dict:
-            missing_keys.append(f"{prefix}{name}")
-            continue
+    found = {n: state_dict[f"{prefix}{n}"] for n in names if f"{prefix}{n}" in state_dict}
+    missing = [f"{prefix}{name}" for name in names if name not in found]
+    missing_keys += missing
+    errors = []
+    for name, value in found.items():
         try:
-            load_entry(tables, table, state_dict[f"{prefix}{name}"])
+            TableRows(tables, names[name]).check(value)
         except InvalidInputError as error:
-            error_msgs.append(str(error))
+            errors.append(str(error))
+    errors = errors_of_all(tables.group, missing, errors)
+    error_msgs += errors
+    for name, value in found.items() if not errors else ():
+        load_entry(tables, names[name], value)
     wanted = {f"{prefix}{name}" for name in names}
     unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
     tables.publish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import weakref
@@ -25,6 +26,18 @@ from oper.shmem.rows import CHUNK_ROWS
 from oper.tables import CODE_BITS, TableSpec
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def extra_value(folder: Path, key: str) -> Any:
+    """Return a plain value of a checkpoint's ``extra``; None if it has none or cannot be read."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state: dict[str, Any] = {"extra": {key: None}}
+    with contextlib.suppress(OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        reader = CheckpointReader(folder)
+        if f"extra.{key}" in reader.read_metadata().state_dict_metadata:
+            load(state, storage_reader=reader, no_dist=True)
+    return state["extra"][key]
 
 
 class Weights:

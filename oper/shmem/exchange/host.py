@@ -42,7 +42,7 @@ _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, c
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
 # As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
 # that they are at different phases. Phase, sequence number, status code, failed rank, two fields of
-# the kernels, collection, unused.
+# the kernels, collection, settings of an update.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
@@ -140,6 +140,8 @@ class Exchange:
                             "domain", "rank", detail,
                             "enough memory for the rows and gradients of its batch",
                             "use smaller batches; if they are small, check that rank's log")
+        if code == Status.OTHER_SETTINGS:  # the caller raises the error, as all ranks do
+            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
         if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
             self._transport.give_up(verdict)

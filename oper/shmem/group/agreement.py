@@ -1,12 +1,12 @@
-"""A check that all ranks of a group construct the same tables."""
+"""Checks that all ranks of a group construct the same tables and load the same entries."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.shmem.group.groups import Group
 
@@ -29,6 +29,20 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
         "hottest ids of table": [(t.table.name, hashlib.sha256(t.head_ids.tobytes()).hexdigest())
                                  for t in plan.tables],
         "message_bits": [plan.message_bits.to_json()], **others}
+    _check_same(group, values, lambda ranks: f"ranks {ranks} construct other tables than rank 0",
+                "build the model and its plan from the same values in the same order on every rank "
+                "(the order of a set differs between processes), or pass one plan file")
+
+
+def check_same_arguments(group: Group, what: str, arguments: Mapping[str, Sequence[Any]]) -> None:
+    """Raise InvalidInputError, which begins with `what`, on all ranks unless they pass the same
+    arguments, name -> values whose ``repr`` shows everything to agree on. Collective."""
+    _check_same(group, arguments, lambda ranks: f"{what}, since ranks {ranks} pass other arguments "
+                "than rank 0", "pass the same arguments on every rank")
+
+
+def _check_same(group: Group, values: Mapping[str, Sequence[Any]],
+                what: Callable[[list[int]], str], todo: str) -> None:
     mine = {name: [hashlib.sha256(repr(x).encode()).digest()[:16] for x in held]
             for name, held in values.items()}
     everyones = group.all_gather(mine)
@@ -40,9 +54,30 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
             at = next((k for k, (x, y) in enumerate(zip(first, other, strict=False)) if x != y),
                       min(len(first), len(other)))
             raise InvalidInputError(
-                f"ranks {differ[:8]} construct other tables than rank 0",
+                what(differ[:8]),
                 f"{name} {at} on this rank" if len(held) > 1 else f"{name} on this rank",
-                held[at] if at < len(held) else None,
-                "the same on all ranks",
-                "build the model and its plan from the same values in the same order on every rank "
-                "(the order of a set differs between processes), or pass one plan file")
+                held[at] if at < len(held) else None, "the same on all ranks", todo)
+
+
+def errors_of_all(group: Group, missing: Sequence[str], errors: Sequence[str]) -> list[str]:
+    """Return the errors of all ranks before they load entries of a state dict. Collective.
+
+    Args:
+        group: the ranks.
+        missing: names of the entries that this rank's state dict lacks.
+        errors: this rank's errors.
+
+    Returns:
+        The errors, other ranks' preceded by their rank; empty on all ranks or on none. If only some
+        ranks lack entries, this is an error, too.
+    """
+    everyones = group.all_gather((list(missing), list(errors)))
+    found = [text if rank == group.rank else f"rank {rank}: {text}"
+             for rank, (_, theirs) in enumerate(everyones) for text in theirs]
+    first = everyones[0][0]
+    differ = next((rank for rank, (theirs, _) in enumerate(everyones) if theirs != first), None)
+    if differ is not None:
+        found.append(fail("ranks load different entries", f"missing on ranks 0 and {differ}",
+                          (first[:8], everyones[differ][0][:8]), "the same on all ranks",
+                          "pass the same state_dict on every rank"))
+    return found

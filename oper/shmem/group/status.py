@@ -21,6 +21,7 @@ class Status(IntEnum):
     PEER_CLOSED = 12
     PEER_REFUSED_BATCH = 13
     BAG_OUT_OF_RANGE = 14
+    OTHER_SETTINGS = 15
 
 
 class Fault(IntEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -10,9 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import PlanError
+from oper.errors import InvalidInputError, PlanError
 from oper.rows.directory import TableDirectory
-from oper.shmem.optim.optimizers import SGD, Adam, LarsSGD, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import (
+    SGD,
+    Adam,
+    LarsSGD,
+    Optimizer,
+    RowWiseAdagrad,
+    is_fp32,
+)
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE = itemgetter("lr")
@@ -50,6 +58,16 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
     return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
+def _check_rates(rates: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidInputError for the first learning rate that optimizers do not accept."""
+    for rate, group in zip(rates, groups, strict=True):
+        if not (is_fp32(rate) and rate >= 0):
+            raise InvalidInputError("no rank updates the tables", f"lr of tables "
+                                    f"{group['tables'][:8]}", group["lr"],
+                                    "a number >= 0 that fp32 holds",
+                                    "correct param_groups or the schedule that sets them")
+
+
 class KernelArguments:
     """Builds and caches the kernels' argument that describes all optimizers at a step.
 
@@ -85,10 +103,17 @@ class KernelArguments:
             frozen: names of tables that are not updated.
             groups: parameter groups ``{"lr": ..., "tables": [names]}``.
             tables: table name of each row of the result; names may repeat.
+
+        Raises:
+            InvalidInputError: a learning rate is not a finite number >= 0.
         """
-        rates = [*map(float, map(_RATE, groups))]
+        try:
+            rates = [*map(float, map(_RATE, groups))]
+        except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+            rates = [math.nan] * len(groups)
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
+            _check_rates(rates, groups)
             rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
             own = {name: [*_column(o, rate[name], step - skipped[name]), o.max_row_norm or 0.0,
                           *self._rounding_keys[name], step]

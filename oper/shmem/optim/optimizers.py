@@ -50,10 +50,10 @@ class Clipping:
         others = ("max_gradient", "max_row_norm", "betas", "decoupled")
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         require(what, "pass a finite number >= 0", *(
-            (name, value, _is_fp32(value) and value >= 0, "a number >= 0 that fp32 holds")
+            (name, value, is_fp32(value) and value >= 0, "a number >= 0 that fp32 holds")
             for name, value in settings.items() if name not in others))
         require(what, "pass a positive number, or None for no limit", *(
-            (name, limit, limit is None or (_is_fp32(limit) and limit > 0), "> 0, or None")
+            (name, limit, limit is None or (is_fp32(limit) and limit > 0), "> 0, or None")
             for name, limit in settings.items() if name in others[:2]))
 
 
@@ -157,7 +157,7 @@ class Adam(Clipping):
                                     "pass a pair such as (0.9, 0.999)")
         for k, beta in enumerate(self.betas):
             # A beta that fp32 rounds to 1 would make the bias correction 1 - beta^t zero.
-            if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
+            if not is_fp32(beta) or not 0 <= np.float32(beta) < 1:
                 raise InvalidInputError(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
                                         "choose a smaller value")
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
@@ -211,7 +211,7 @@ def initial_state(optimizer: Optimizer) -> float:
     return float(getattr(optimizer, "initial_accumulator_value", 0.0))
 
 
-def _is_fp32(value: Any) -> bool:
+def is_fp32(value: Any) -> bool:
     """Return whether `value` is a number within the range of float32."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
 
