@@ -48,7 +48,7 @@ def make_plan(
     seed: int = 0,
     allow: Iterable[str] | None = None,
     overlap: Mapping[str, Any] | None = None,
-    message_bits: int | tuple[int, int] | MessageBits = EXACT,
+    message_bits: int | tuple[int, int] | Mapping[str, Any] | MessageBits = EXACT,
 ) -> Plan:
     """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
@@ -70,7 +70,8 @@ def make_plan(
         overlap: ``{phase: microseconds}``, dense compute during which a phase can run, see
             `oper.search.problem.overlap`. Default: no overlap.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 or 8, or a pair
-            (for answers to lookups, for gradients); see `oper.messages`.
+            (for answers to lookups, for gradients), or these by table, others exact; see
+            `oper.messages`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -101,6 +102,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
             ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
             ("seed", seed, seed >= 0, ">= 0"))
+    problem.message_bits.check_names({t.spec.name for t in problem.tables})
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)

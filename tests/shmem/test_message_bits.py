@@ -200,6 +200,40 @@ def test_neighbours_and_owners_are_exact() -> None:
         assert torch.equal(got, rows) == is_exact
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_table_has_its_own_bits(mode: str) -> None:
+    """Rows and gradients of an exact table stay exact; those of another are rounded as alone."""
+    rows, bits = rows_of(60, 16), {"coded": 8, "rounded": (16, 32)}
+    names = ("coded", "exact", "rounded")
+    plan = Plan(2, tuple(TablePlan(
+        TableSpec(n, 60, 16, (n,), "sum", optimizer="sgd"),
+        (Piece(0, 16, (Tier(0, 60, "owned", (0,), mode=mode),)),)) for n in names),
+        message_bits=bits)
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        tables = ShardedTables(plan, [(n, n) for n in names], group, SGD(lr=1.0), 1.0, 0)
+        for name in names:
+            tables.write(name, rows)
+        tables.publish()
+        number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
+        ids = torch.arange(number).repeat(3)
+        out = tables.lookup(Lookup(ids, torch.ones(3 * number, dtype=torch.int64),
+                                   torch.arange(3), number))
+        out.backward(rows[:number].repeat(1, 3))
+        found = [out.detach().clone(), *(tables.read(n) for n in names)]
+        tables.barrier()
+        tables.close()
+        return found
+
+    out, *left = run_ranks(2, body, domains=(0, 1))[1]
+    coded, exact, rounded = out.split(16, dim=1)
+    assert_bitwise(exact, rows, "answers of the exact table")
+    assert_bitwise(rounded, rows.bfloat16().float(), "answers of 16 bits")
+    assert_bitwise(coded, looked_up(rows, 8, mode=mode)[1], "answers of 8 bits")
+    for name, after in zip(names, left, strict=True):
+        assert torch.equal(after, torch.zeros_like(rows)) == (name != "coded"), name
+
+
 def test_one_domain_rounds_nothing() -> None:
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 4, 3)
@@ -343,10 +377,11 @@ def refusals(body: Callable[[ThreadGroup], Any], error: type[OperError]) -> list
 
 def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
     def body(group: ThreadGroup) -> None:
-        opened(group, one_table(9, 4, 8 if group.rank else (8, 16), 2), torch.zeros(9, 4))
+        opened(group, one_table(9, 4, {"t": 8} if group.rank else (8, 16), 2), torch.zeros(9, 4))
 
-    for told, mine in zip(refusals(body, InvalidInputError), ("8, 16", "8, 8"), strict=True):
-        assert f"message_bits on this rank=[{mine}]" in told
+    for told, mine in zip(refusals(body, InvalidInputError), ("[8, 16]", "{'t': [8, 8]}"),
+                          strict=True):
+        assert f"message_bits on this rank={mine}" in told
 
 
 def test_kernels_that_disagree_say_so() -> None:

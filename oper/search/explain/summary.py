@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.messages import EXACT
+from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, Tier
 from oper.search.certificate.carried import not_certified
 from oper.search.certificate.check import Verdict
@@ -109,8 +109,7 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
              f"step        {found.step_us:12.1f} us"]
     bits = problem.message_bits
     if bits != EXACT:
-        lines.insert(2, f"between hosts: answers of {bits.answers} bits, gradients of "
-                        f"{bits.gradients} bits")
+        lines.insert(2, f"between hosts: {_bits(bits, tables)}")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -122,6 +121,16 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
+
+
+def _bits(bits: MessageBits, num_tables: int) -> str:
+    """Bits of messages in words, with the number of tables if they differ by table."""
+    if not bits.tables:
+        return f"answers of {bits.answers} bits, gradients of {bits.gradients} bits"
+    kinds = Counter((answers, gradients) for _, answers, gradients in bits.tables)
+    kinds[32, 32] += num_tables - len(bits.tables)
+    return "bits of answers / gradients: " + ", ".join(
+        f"{a} / {g} of {n} table{'s' * (n != 1)}" for (a, g), n in sorted(kinds.items()) if n)
 
 
 def _phases(found: Evaluation) -> str:
