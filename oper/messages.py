@@ -67,8 +67,8 @@ class MessageBits:
         require_fields(self, "invalid bits of messages", "choose 32 (exact), 16 or 8", *(
             (name, type(value) is int and value in BITS, f"one of {BITS}")
             for name, value in (("answers", self.answers), ("gradients", self.gradients))))
-        for _, *bits in self.tables:
-            MessageBits(*bits)
+        for _, answers, gradients in self.tables:
+            MessageBits(answers, gradients)
 
     @staticmethod
     def parse(value: Any) -> MessageBits:

@@ -13,6 +13,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.search.variance import relative_variance
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
@@ -274,6 +275,42 @@ def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str) -> None:
     assert pairs.abs().max() < 6 / count**0.5
     by_row = torch.corrcoef(torch.stack([ups[:-1].flatten(), ups[1:].flatten()]))
     assert by_row[0, 1].abs() < 6 / ups.numel() ** 0.5
+
+
+def squared_error(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Squared error of each row relative to its squared norm, [R]."""
+    wide = rows.double()
+    return (got.double() - wide).square().sum(dim=1) / wide.square().sum(dim=1)
+
+
+@pytest.mark.parametrize("dim", [3, 16, 64])
+def test_the_planners_variance_limits_that_of_every_row(dim: int) -> None:
+    """Also of rows for which it is nearly reached: two extremes, and numbers between two codes."""
+    worst = torch.zeros(100, dim)  # 127.5 steps above the least number
+    worst[:, 0], worst[:, 1] = 1.0, -1.0
+    rows = torch.cat([rows_of(300, dim), worst])
+    limit = relative_variance(8, dim)
+    nearest = squared_error(looked_up(rows, 8)[1], rows)
+    assert (nearest <= limit * 1.001 + 2.0**-44 * dim).all()
+    up = squared_error(received(rows, (32, 8))[0], rows)[300:]
+    assert (up <= limit * 1.001).all() and (up >= limit * 0.99 * (dim - 2) / dim).all()
+    for got in (looked_up(rows, (16, 32))[1], received(rows, (32, 16))[0]):
+        assert (squared_error(got, rows) <= relative_variance(16, dim)).all()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_variance_of_rounded_gradients_is_that_of_the_formula(mode: str) -> None:
+    """Mean squared errors of one row, over 6,000 draws, are the sum of s^2 u (1 - u)."""
+    one = torch.randn(1, 40, generator=torch.Generator().manual_seed(8))
+    rows = one.repeat(1500, 1)
+    found = torch.cat([squared_error(received(rows, (32, 8), mode=mode, seed=s)[0], rows)
+                       for s in range(4)])
+    step = float(step_of(one))
+    code = (one - one.min()).double() / step
+    up = code - code.floor()
+    wanted = float(step**2 * (up * (1 - up)).sum() / one.double().square().sum())
+    assert float(found.mean()) == pytest.approx(wanted, rel=0.03)
+    assert wanted < relative_variance(8, 40)
 
 
 def test_senders_do_not_share_their_draws() -> None:
