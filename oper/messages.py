@@ -25,11 +25,11 @@ csrc/common/exchange.h defines the same sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, require_fields
+from oper.errors import InvalidInputError, require, require_fields
 from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8)
@@ -51,52 +51,99 @@ def slot_bits(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MessageBits:
-    """Bits per number in messages: 32, 16 or 8.
+    """Bits per number in messages, for all tables or by table: 32, 16 or 8.
 
     Attributes:
         answers: bits per number of answers to lookups, which are rows and partial sums.
         gradients: bits per number of gradients of rows and of bags.
+        tables: (name, answers, gradients) of tables with other bits, in the order of names.
     """
 
     answers: int = 32
     gradients: int = 32
+    tables: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         require_fields(self, "invalid bits of messages", "choose 32 (exact), 16 or 8", *(
             (name, type(value) is int and value in BITS, f"one of {BITS}")
             for name, value in (("answers", self.answers), ("gradients", self.gradients))))
+        for _, answers, gradients in self.tables:
+            MessageBits(answers, gradients)
 
     @staticmethod
     def parse(value: Any) -> MessageBits:
-        """Parse a user's value: one number for both fields, or a pair (answers, gradients).
+        """Parse a user's value.
+
+        Args:
+            value: one number for both fields; a pair (answers, gradients); or one of these by
+                table, where tables that are not named are exact.
 
         Raises:
             InvalidInputError: the value has another form, or a number is not 32, 16 or 8.
         """
         if isinstance(value, MessageBits):
             return value
-        pair = value if isinstance(value, tuple | list) else (value, value)
-        if len(pair) != 2:
-            raise InvalidInputError("invalid bits of messages", "message_bits", value,
-                                    "one number, or one for answers and one for gradients",
-                                    "pass for example 8, or (16, 8)")
-        return MessageBits(*pair)
+        if isinstance(value, Mapping):
+            return MessageBits.by_table({name: _pair(bits) for name, bits in value.items()})
+        return _pair(value)
+
+    @staticmethod
+    def by_table(found: Mapping[str, MessageBits]) -> MessageBits:
+        """Bits by table, each for all of its messages; tables that are not named are exact."""
+        names = sorted((name for name, x in found.items() if x != EXACT), key=str)
+        return MessageBits(tables=tuple((n, found[n].answers, found[n].gradients) for n in names))
 
     @staticmethod
     def from_text(text: str) -> MessageBits:
-        """Parse a command-line value such as ``8`` or ``16,8``; raises as `parse` does."""
-        numbers = [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
-        return MessageBits.parse(numbers if len(numbers) > 1 else numbers[0])
+        """Parse a command-line value such as ``8``, ``16,8``, or by table ``user=8;item=16,8``;
+        raises as `parse` does."""
+        if "=" not in text:
+            return MessageBits.parse(_numbers(text))
+        found = dict(part.rpartition("=")[::2] for part in text.split(";"))
+        return MessageBits.parse({name: _numbers(bits) for name, bits in found.items()})
 
-    def to_json(self) -> list[int]:
-        """Return [answers, gradients], which `parse` accepts."""
-        return [self.answers, self.gradients]
+    def to_json(self) -> list[int] | dict[str, list[int]]:
+        """Return [answers, gradients], or these by table; `parse` accepts both."""
+        if not self.tables:
+            return [self.answers, self.gradients]
+        return {name: [answers, gradients] for name, answers, gradients in self.tables}
+
+    def of(self, table: str) -> MessageBits:
+        """The bits of messages about table `table`, which name no tables."""
+        for name, answers, gradients in self.tables:
+            if name == table:
+                return MessageBits(answers, gradients)
+        return MessageBits(self.answers, self.gradients)
+
+    def only(self, tables: Collection[str]) -> MessageBits:
+        """The same bits without those of tables other than `tables`."""
+        return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
+
+    def check_names(self, tables: Collection[str]) -> None:
+        """Raise InvalidInputError if the bits name a table other than `tables`."""
+        unknown = [name for name, *_ in self.tables if name not in tables]
+        require("invalid bits of messages", "name tables of the model",
+                ("message_bits", unknown[:8], not unknown, f"some of {sorted(tables)[:8]}"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""
         if table.dtype == "float32":
-            return number_bytes(self.answers, width)
+            return number_bytes(self.of(table.name).answers, width)
         return table.row_bytes * width / table.dim
+
+
+def _pair(value: Any) -> MessageBits:
+    pair = value if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2:
+        raise InvalidInputError("invalid bits of messages", "message_bits", value,
+                                "one number, or one for answers and one for gradients",
+                                "pass for example 8, or (16, 8)")
+    return MessageBits(*pair)
+
+
+def _numbers(text: str) -> Any:
+    numbers = [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 EXACT = MessageBits()

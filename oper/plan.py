@@ -151,7 +151,8 @@ class Plan:
             microseconds (0 = unknown); not above `step_us`.
         notes: further information from the planner; values are JSON-serializable.
         message_bits: bits per number in messages between memory domains; the constructor takes any
-            value that `MessageBits.parse` accepts.
+            value that `MessageBits.parse` accepts, and leaves out tables that the plan does not
+            have.
     """
 
     world_size: int
@@ -187,7 +188,8 @@ class Plan:
                 f">= 1, the samples per rank for which step_us={self.step_us} was modelled",
                 "state it, or set step_us and lower_bound_us to 0 (unknown)")
         check_unique(t.table for t in self.tables)
-        object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits))
+        object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits).only(
+            {t.table.name for t in self.tables}))
         for table in self.tables:
             _check_table(table, self.world_size)
 
@@ -302,11 +304,12 @@ class Plan:
                 raise PlanError(what, "orders of unknown tables", sorted(orders),
                                 "hotness orders of the plan's tables only",
                                 "give each order the name of its table")
+            bits = MessageBits.parse(value.get("message_bits", EXACT))
+            bits.check_names({t.table.name for t in tables})
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
-                _number(value["lower_bound_us"]), _mapping(value["notes"]),
-                MessageBits.parse(value.get("message_bits", EXACT)))
+                _number(value["lower_bound_us"]), _mapping(value["notes"]), bits)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise

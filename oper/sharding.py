@@ -50,7 +50,7 @@ def shard(
     bounds_check: Any = "fatal",
     gradient_guard: str = "off",
     row_dtype: str | Mapping[str, str] | None = None,
-    message_bits: int | tuple[int, int] | None = None,
+    message_bits: int | tuple[int, int] | Mapping[str, Any] | None = None,
     dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
@@ -85,8 +85,9 @@ def shard(
             ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
             row-wise quantisation); by default the model's.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
-            a pair (answers to lookups, gradients); see `oper.messages`. By default the plan's, or
-            32 without a plan. 8 bits are supported for tables in host memory only.
+            a pair (answers to lookups, gradients), or these by table, others exact; see
+            `oper.messages`. By default the plan's, or 32 without a plan. 8 bits are supported for
+            tables in host memory only.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.
@@ -140,6 +141,8 @@ def shard(
 
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
+    if bits is not None:
+        bits.check_names({s.name for s in tables})
     if rules and stats is not None:
         stats = _of_rows(stats, rules, tables)
     made = _the_plan(tables, stats, plan, topology, group,

@@ -22,7 +22,24 @@ def test_bits_are_for_both_directions_or_for_each(value: Any, found: MessageBits
     assert MessageBits.parse(value) == found == MessageBits.parse(found.to_json())
 
 
-@pytest.mark.parametrize("value", [0, 4, 64, 8.0, True, "8", None, (8,), (8, 8, 8), (8, 7)])
+def test_bits_by_table() -> None:
+    bits = MessageBits.parse({"b": 8, "a": (16, 8), "c": 32})
+    assert [bits.of(x) for x in "abcd"] == [MessageBits(16, 8), MessageBits(8, 8), EXACT, EXACT]
+    assert bits.to_json() == {"a": [16, 8], "b": [8, 8]}  # exact ones are left out
+    assert MessageBits.parse(bits.to_json()) == bits == MessageBits.parse({"a": [16, 8], "b": 8})
+    assert MessageBits.from_text("b=8;a=16,8") == bits
+    assert MessageBits.parse({"c": 32}) == MessageBits.parse({}) == EXACT
+    assert MessageBits(16, 8).of("any") == MessageBits(16, 8)
+    assert bits.only({"b", "c"}).to_json() == {"b": [8, 8]}
+    bits.check_names({"a", "b", "c"})
+    with pytest.raises(InvalidInputError, match=r"message_bits=\['a'\]"):
+        bits.check_names({"b", "c"})
+    assert bits.row_bytes(TableSpec("b", 9, 64), 64) == 72
+    assert bits.row_bytes(TableSpec("c", 9, 64), 64) == 256
+
+
+@pytest.mark.parametrize("value", [0, 4, 64, 8.0, True, "8", None, (8,), (8, 8, 8), (8, 7),
+                                   {"t": 4}, {"t": (8,)}, {"t": {"t": 8}}])
 def test_other_bits_are_refused(value: Any) -> None:
     with pytest.raises(InvalidInputError, match="invalid bits of messages"):
         MessageBits.parse(value)
@@ -31,7 +48,7 @@ def test_other_bits_are_refused(value: Any) -> None:
 def test_bits_on_a_command_line() -> None:
     assert MessageBits.from_text("16") == MessageBits(16, 16)
     assert MessageBits.from_text("8, 32") == MessageBits(8, 32)
-    for text in ("", "eight", "8,", "8,8,8", "-8"):
+    for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=4", "t=8;"):
         with pytest.raises(InvalidInputError, match="invalid bits of messages"):
             MessageBits.from_text(text)
 
@@ -59,6 +76,15 @@ def test_a_plan_states_its_bits(tmp_path: Path) -> None:
     loaded = Plan.load(path)
     assert loaded.message_bits == MessageBits(16, 8)
     assert Plan.from_text(loaded.to_text()).message_bits == MessageBits(16, 8)
+    name = plan.tables[0].table.name
+    by_table = {**value, "message_bits": {name: [16, 8]}}
+    path.write_text(json.dumps(by_table))
+    loaded = Plan.load(path)
+    assert loaded.message_bits.of(name) == MessageBits(16, 8)
+    assert json.loads(loaded.to_text())["message_bits"] == {name: [16, 8]}
+    path.write_text(json.dumps({**value, "message_bits": {"nothing": 8}}))
+    with pytest.raises(InvalidInputError, match="nothing"):
+        Plan.load(path)
     path.write_text(json.dumps({**value, "message_bits": [16, 4]}))
     with pytest.raises(InvalidInputError, match="gradients=4"):
         Plan.load(path)

@@ -139,8 +139,8 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
       deadline_ms);
 }
 
-// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: bits per number of answers and of gradients.
-// `transport`: address of a function, see Transport.
+// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: [T, 2], bits per number of answers and
+// of gradients. `transport`: address of a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
@@ -157,8 +157,8 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   setup.pulls = pulls;
   setup.refreshes = refreshes;
   setup.shares_replicas = shares_replicas;
-  setup.messages.answer_bits = static_cast<int32_t>(bits.at(0));
-  setup.messages.gradient_bits = static_cast<int32_t>(bits.at(1));
+  STD_TORCH_CHECK(bits.size() == 2 * context.tables.size(), "internal: bits are not by table");
+  setup.messages.bits = std::move(bits);
   setup.messages.collection = static_cast<uint32_t>(collection);
   setup.transport = reinterpret_cast<Transport>(transport);
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));

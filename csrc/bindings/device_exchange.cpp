@@ -16,13 +16,14 @@ Messages& messages_of(const Tables& tables) {
   return *tables.messages;
 }
 
-// `bits`: bits per number of answers and of gradients.
+// `bits`: bits per number of answers and of gradients, [T, 2] in the order of keys.
 void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int64_t collection) {
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
+  STD_TORCH_CHECK(bits.size() == 2 * context.message_tables.size(),
+                  "internal: bits are not by table");
   tables->messages = std::make_unique<Messages>(
-      Messages::Setup{context.view.rank, context.near, context.message_tables,
-                      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
+      Messages::Setup{context.view.rank, context.near, context.message_tables, std::move(bits),
                       static_cast<uint32_t>(collection), kAlignment, true});
 }
 

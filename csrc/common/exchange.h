@@ -116,10 +116,10 @@ class Messages {
     int32_t rank = 0;
     std::vector<bool> near;  // [W], whether this rank can address a rank's memory
     std::vector<Table> tables;
-    int32_t answer_bits = 32, gradient_bits = 32;  // of fp32 numbers
-    uint32_t collection = 0;                       // its number, the same on all ranks
-    int64_t alignment = 4;                         // of received arrays once they are unpacked
-    bool unpacks_all = false;                      // even arrays that could be read in the message
+    std::vector<int64_t> bits;  // [T, 2], of fp32 numbers in answers and in gradients
+    uint32_t collection = 0;    // its number, the same on all ranks
+    int64_t alignment = 4;      // of received arrays once they are unpacked
+    bool unpacks_all = false;   // even arrays that could be read in the message
   };
   enum Content {
     kNumbers,
@@ -311,9 +311,11 @@ class Messages {
     return *reinterpret_cast<const Head*>(heads_in_.data() + peer * head_width_);
   }
   static int64_t aligned(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-  // Both directions' bits, for the head.
+  // A hash of all tables' bits (FNV-1a), for the head.
   uint32_t wire() const {
-    return static_cast<uint32_t>(setup_.answer_bits << 8 | setup_.gradient_bits);
+    uint32_t hash = 2166136261u;
+    for (const int64_t bits : setup_.bits) hash = (hash ^ static_cast<uint32_t>(bits)) * 16777619u;
+    return hash;
   }
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer * num_tables_ + table);
@@ -332,9 +334,9 @@ class Messages {
     const int32_t slot = slot_bits_[t];
     const int64_t row = bytes_of_row(table.row_type, table.dim);
     const int64_t gradient = table.dim * 4;  // sums and gradients are fp32 whatever the rows are
-    const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
+    const int32_t sums = bits_of_row(static_cast<int32_t>(setup_.bits[2 * t]), table.dim);
     const int32_t rows = table.row_type == RowType::kFloat32 ? sums : 32;
-    const int32_t back = bits_of_row(setup_.gradient_bits, table.dim);
+    const int32_t back = bits_of_row(static_cast<int32_t>(setup_.bits[2 * t + 1]), table.dim);
     switch (phase_) {
       case CollectivePhase::kGather:
         if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};

@@ -63,7 +63,7 @@ class Fit {
 
   bool fits(double mass) const {
     const int64_t G = f_.num_loads;
-    const double* partial = f_.partial + class_ * G;
+    const double* partial = f_.partial + (table_ * f_.num_classes + class_) * G;
     const double* asks = f_.asks + (table_ * f_.num_classes + class_) * G;
     const double bytes = part_ * sums_at(f_.sums, table_, mass);
     double step = 0;
@@ -97,7 +97,7 @@ class Fit {
     };
     const double* units = f_.per_unit + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures;
     const double bytes = part_ * sums_at(f_.sums, table_, 1.0);
-    const double* partial = f_.partial + class_ * f_.num_loads;
+    const double* partial = f_.partial + (table_ * f_.num_classes + class_) * f_.num_loads;
     const double* floor = f_.floor + class_ * f_.num_loads;
     Limit step;  // on the sum of all phases, with one group of each
     step.limit = f_.step;

@@ -15,8 +15,8 @@ struct OperPacking {
   const int64_t* class_of;     // [W], ascending
   const int64_t* rank_of;      // [W], the caller's index of each rank
   const double* base;          // [W, G], load that every state puts on a rank
-  const double* partial;       // [C, G], load of a byte of partial sums on its owner
-  const double* partial_read;  // [C, C, G], and on readers, by class of owner and reader
+  const double* partial;       // [N, C, G], load of a byte of partial sums on its owner
+  const double* partial_read;  // [N, C, C, G], and on readers, by class of owner and reader
   const double* level;         // [phases], load per phase in the relaxed solution
   const int64_t* first;        // [T], where the candidates of each part's table begin
   const int64_t* num_candidates;  // [T]
@@ -33,7 +33,7 @@ struct OperPacking {
   const int64_t* mate_first;   // [W + 1], where each rank's mates begin
   const int64_t* mates;
   const int64_t* mate_level;
-  const double* partial_mate;  // [2, C, G]
+  const double* partial_mate;  // [N, 2, C, G]
   const double* column_mate;   // [N, 2, C, G]
   const double* stream_mate;   // [N, 2, C, G]
   const double* column_ids;    // [N, C, G], the part of `column` proportional to lookups, not rows

@@ -205,7 +205,7 @@ class PackState {
   }
   void add_load(int64_t n, int64_t c, const Carried& y, double* to) const {
     const int64_t at = (n * C + c) * G;
-    const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + c * G;
+    const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + at;
     if (y.uneven == 0 && y.asked == 0)
       accumulate(to, column, stream, partial, y.columns, y.ids, y.sent, G);
     else
@@ -227,7 +227,7 @@ class PackState {
       const int64_t level = p_.mate_level[i], to = ((n * kLevels + level) * C + c) * G;
       touch(p_.mates[i]);
       accumulate(load(p_.mates[i]), p_.column_mate + to, p_.stream_mate + to,
-                 p_.partial_mate + (level * C + c) * G, y.columns, y.ids, y.sent, G);
+                 p_.partial_mate + to, y.columns, y.ids, y.sent, G);
     }
   }
 
@@ -240,7 +240,7 @@ class PackState {
       if (a != 0 || b != 0 || d != 0) {
         const int64_t at = (n * C + c) * G * C;
         accumulate(every_.data(), p_.column_read + at, p_.stream_read + at,
-                   p_.partial_read + c * C * G, a, b, d, C * G);
+                   p_.partial_read + at, a, b, d, C * G);
       }
       a = b = d = 0;
     };

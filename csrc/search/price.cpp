@@ -235,7 +235,7 @@ class Pricing {
   // full. The empty prefix stands for an arbitrarily small part of a block, which pays the fixed charge.
   double prefixes(int64_t j, bool must) {
     double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
-    for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, p_.price[m]);
+    for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));
     cheapest_classes(false);
     int64_t end = n_;
     walk(full, price, [&](int64_t count, double found) {
@@ -299,7 +299,7 @@ class Pricing {
       for (int64_t b = 0; b < n; ++b) {
         double sums = 0;
         for (int64_t f = 0; f < 3; ++f) sums += unit[f] * p_.features[f * p_.num_blocks + begin + b];
-        least_sums_[m * n + b] = p_.price[m] * sums;
+        least_sums_[m * n + b] = price_of(m) * sums;
       }
       of_class_.push_back(m);
     }
@@ -327,9 +327,10 @@ class Pricing {
     return p_.stay[block] + (streams - 1.0) * p_.stay_more[block];
   }
   double full_of(int64_t j, int64_t m) const { return mass_of(j, m) * p_.total_ids[k_]; }
+  double price_of(int64_t m) const { return p_.price[k_ * p_.num_options + m]; }
   // Lower bound of the cost of the partial sums of `ids` ids pushed to class m.
   double sums_cost(int64_t j, int64_t m, double ids) const {
-    return p_.price[m] * sums_of(full_of(j, m), ids);
+    return price_of(m) * sums_of(full_of(j, m), ids);
   }
   // Lower bound of the bytes of partial sums of owners who hold at most `full` ids each: the sums are
   // concave, so all owners but one are full.

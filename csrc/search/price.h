@@ -21,7 +21,7 @@ struct OperFit {
   const double* density;  // [T, C, 2, G, 3], load of all lookups: to the lightest block, heaviest, as are
   const double* per_unit; // [T, C, 2, G, 3], load of a unit of each feature except rows
   const double* asks;     // [T, C, G], the part of the loads that an owner of all rows does not have
-  const double* partial;  // [C, G], load of a byte of partial sums
+  const double* partial;  // [T, C, G], load of a byte of partial sums
   const int64_t* first;   // [T + 1], first of each table's types, of N in total
   const double* total_ids;  // [T]
   const double* narrow;   // [N], narrowest width of each type; a table's first type is the whole row
@@ -57,7 +57,7 @@ struct OperPricing {
   const double* features;       // [3, K], all except rows
   const double* ids;            // [K]
   const double* total_ids;      // [T]
-  const double* price;          // [M], of a byte of partial sums
+  const double* price;          // [T, M], of a byte of partial sums
   const int64_t* first;         // [T * M + 1], types of a table in an option
   const double *streams, *mass; // by type
   const double* least_sums;     // by type, 3 each: least bytes of partial sums per unit of each feature

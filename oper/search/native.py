@@ -14,7 +14,7 @@ from oper.errors import MissingDependencyError
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-VERSION = 1  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
+VERSION = 2  # version of the argument structures; equals kSearchVersion in csrc/search/argument.h
 
 
 class Sums(ctypes.Structure):

@@ -25,6 +25,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.rounding.groups import plan_with_groups
 from oper.search.rounding.placing import plan_of
 from oper.search.rounding.search import EFFORTS, Effort, Found, search
+from oper.search.variance import MOST_PLANS, plan_within
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -48,7 +49,8 @@ def make_plan(
     seed: int = 0,
     allow: Iterable[str] | None = None,
     overlap: Mapping[str, Any] | None = None,
-    message_bits: int | tuple[int, int] | MessageBits = EXACT,
+    message_bits: int | tuple[int, int] | Mapping[str, Any] | MessageBits = EXACT,
+    message_variance: float | None = None,
 ) -> Plan:
     """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
@@ -70,7 +72,11 @@ def make_plan(
         overlap: ``{phase: microseconds}``, dense compute during which a phase can run, see
             `oper.search.problem.overlap`. Default: no overlap.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 or 8, or a pair
-            (for answers to lookups, for gradients); see `oper.messages`.
+            (for answers to lookups, for gradients), or these by table, others exact; see
+            `oper.messages`.
+        message_variance: choose these bits by table so that the step is short, and the mean squared
+            error of rounding, relative to the squares of all rows read and of their gradients, is
+            at most this; see `oper.search.variance`. Default: `message_bits`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -82,11 +88,12 @@ def make_plan(
                            allow=allow, constraints=constraints)
     problem = replace(with_overlap(problem, overlap), message_bits=MessageBits.parse(message_bits))
     return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
-                        target_gap=target_gap, seed=seed)
+                        target_gap=target_gap, seed=seed, message_variance=message_variance)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,
-                 target_gap: float = 0.01, seed: int = 0, start: Plan | None = None) -> Plan:
+                 target_gap: float = 0.01, seed: int = 0, start: Plan | None = None,
+                 message_variance: float | None = None) -> Plan:
     """Plan a problem made by `make_problem`; other arguments and errors are those of `make_plan`.
 
     Args:
@@ -94,6 +101,14 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             memory and satisfies the constraints, the result is never slower. Planning with more
             memory, started from a plan made with less, therefore never gives a slower plan.
     """
+    if message_variance is not None:
+        require("cannot choose the bits of messages", "give one of the two",
+                ("message_bits", problem.message_bits.to_json(), problem.message_bits == EXACT,
+                 "32, if message_variance is given"))
+        share = None if time_budget_s is None else time_budget_s / MOST_PLANS
+        return plan_within(problem, message_variance, lambda p, x: plan_problem(
+            p, effort=effort, time_budget_s=share, target_gap=target_gap, seed=seed,
+            start=start if x is None else x))
     started = time.monotonic()
     require("cannot search", "pass effort 'fast' or 'thorough', target_gap and seed of at least 0, "
             "and a positive time_budget_s or None",
@@ -101,6 +116,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
             ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
             ("seed", seed, seed >= 0, ">= 0"))
+    problem.message_bits.check_names({t.spec.name for t in problem.tables})
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)

@@ -28,6 +28,10 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
     _add_overlap(parser)
     add_message_bits(parser, "stored in the plan (default 32, exact)")
+    parser.add_argument("--message-variance", type=number(above=True), metavar="V",
+                        help="choose the bits by table: the mean squared rounding error, relative "
+                             "to the squares of rows read and of gradients, is at most V "
+                             "(1.6e-5 allows 16 bits everywhere)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
@@ -67,6 +71,9 @@ def run_plan(args: argparse.Namespace) -> int:
 
     stats = AccessStats.load(args.stats)
     if args.request_rate is not None or args.latency_bound is not None:
+        if args.message_variance is not None:
+            raise UsageError("cannot plan for a latency bound", "message_variance",
+                             args.message_variance, "left out", "give --message-bits instead")
         return _plan_latency(args, stats)
     problem = make_problem(
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
@@ -76,7 +83,9 @@ def run_plan(args: argparse.Namespace) -> int:
                       message_bits=_message_bits(args))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed,
-                        start=None if args.start is None else Plan.load(args.start))
+                        start=None if args.start is None else Plan.load(args.start),
+                        message_variance=args.message_variance)
+    problem = replace(problem, message_bits=plan.message_bits)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -273,7 +282,8 @@ def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--message-bits``, the precision of messages between hosts; `what` ends its help."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
                         help="bits per number in messages between hosts: 32, 16 or 8, or one "
-                             f"for answers and one for gradients as in 16,8; {what}")
+                             "for answers and one for gradients as in 16,8, or by table as in "
+                             f"'user=8;item=16,8', others exact; {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -103,9 +103,10 @@ class Migration:
             raise PlanError("cannot move tables to another plan", "plan.world_size",
                             plan.world_size, f"{source.group.world_size}",
                             "save a checkpoint and load it on the other number of ranks")
-        if plan.message_bits != source.plan.message_bits:
+        bits = plan.message_bits.only(source.specs)
+        if bits != source.plan.message_bits:
             raise PlanError("cannot move tables to another plan", "plan.message_bits",
-                            plan.message_bits.to_json(),
+                            bits.to_json(),
                             f"{source.plan.message_bits.to_json()}, those of the current plan",
                             "plan with the same message_bits, or shard the model again")
         entries = []

@@ -57,7 +57,7 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
                 ids = relaxation.features[at, IDS]
                 whole = relaxation.model.partial_bytes(t, t.spec.dim, ids.sum())
                 out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
-                                      relaxation.unit[option.rank_class, Row.PARTIALS])
+                                      relaxation.of_sums[k, option.rank_class])
     return out
 
 

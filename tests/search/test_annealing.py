@@ -105,7 +105,7 @@ def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
         placed = Placer(relaxation).place(found.parts, found.units)
         evaluation = evaluated(relaxation, placed)
         # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
-        assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
+        assert evaluation.step_us == pytest.approx(found.step_us, rel=0.03)
 
 
 def test_modelled_step_equals_evaluation() -> None:

@@ -89,7 +89,8 @@ def test_a_bound_applies_to_one_problem() -> None:
                            constraints={"tables": {"t0": {"ranks": [1]}}}),
               make_problem(specs, None, gpus(4), batch_size=256),
               with_overlap(problem, {"update": 3.0}),
-              *(replace(problem, message_bits=MessageBits(*x)) for x in [(16, 16), (16, 8)]),
+              *(replace(problem, message_bits=MessageBits.parse(x))
+                for x in [(16, 16), (16, 8), {"t0": 16}, {"t1": 16}]),
               *(make_problem(specs, stats, t, batch_size=256) for t in (
                   shared(gpus(4)), *(racked(gpus(4, per_host=1), *x) for x in [(1, 1), (1, 2)])))]
     assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
@@ -255,7 +256,9 @@ def constrained(draw: st.DrawFn) -> Problem:
     one = st.floats(0, 300)
     overlap = draw(st.dictionaries(st.sampled_from(phases), st.one_of(
         one, st.lists(one, min_size=world, max_size=world))))
-    bits = MessageBits(*draw(st.sampled_from([(32, 32), (8, 8), (16, 16), (16, 8), (32, 8)])))
+    one_bits = st.sampled_from([(32, 32), (8, 8), (16, 16), (16, 8), (32, 8)])
+    bits = MessageBits.parse(draw(st.one_of(
+        one_bits, st.fixed_dictionaries({s.name: one_bits for s in specs}))))
     return replace(with_overlap(problem, overlap).in_need(), message_bits=bits)
 
 

@@ -12,7 +12,7 @@ from search_cases import gpus, tables_and_stats
 from test_simulate import draw, stated
 
 from oper import cli
-from oper.messages import EXACT, MessageBits
+from oper.messages import EXACT, MessageBits, number_bytes
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
@@ -71,31 +71,48 @@ def test_partial_sums_shrink_and_ids_do_not() -> None:
             assert now[Term.CROSS_IN].min() > 0
 
 
-def test_sums_of_other_bits_in_each_direction() -> None:
-    """Exact if both directions have the same bits or none is quantised; else up to one header."""
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_each_table_and_direction_has_its_own_bits(mode: str) -> None:
+    """Links between hosts carry what the tables alone send with their bits."""
+    bits = {"t0": (8, 16), "t1": (16, 8)}
+    problem, _ = hosts(bits)
+    plan = with_mode(uniform_plan([t.spec for t in problem.tables], 4, "striped"), mode)
+
+    def sent(names: list[str], message_bits: Any) -> list[np.ndarray]:
+        part = replace(plan, tables=tuple(plan.table(n) for n in names))
+        of = replace(problem, tables=tuple(problem.table(n) for n in names),
+                     message_bits=MessageBits.parse(message_bits))
+        return [p.units[list(CROSS)] for p in evaluate(part, of).phases]
+
+    alone = [sent([name], bits.get(name, 32)) for name in ("t0", "t1", "t2")]
+    for found, *each in zip(sent(["t0", "t1", "t2"], bits), *alone, strict=True):
+        assert found == pytest.approx(sum(each), rel=1e-12)
+    forward = 1  # the phase after `request`
+    assert alone[0][forward] == pytest.approx(24 / 64 * sent(["t0"], 32)[forward], rel=1e-12)
+    assert alone[1][forward] == pytest.approx(0.5 * sent(["t1"], 32)[forward], rel=1e-12)
+
+
+def test_sums_are_exact_in_each_direction() -> None:
+    problem, _ = hosts(32)
+    t = problem.table("t1")
     for a in (32, 16, 8):
         for g in (32, 16, 8):
-            m = Messages(MessageBits(a, g))
+            m = Messages(MessageBits.parse({"t1": (a, g)}))
             for width in (1, 2, 3, 16, 64):
-                true = [MessageBits(b, b) for b in (a, g)]
-                sums, bags = (Messages(b).sum_bytes(width) * b.answers / 32 for b in true)
-                found = m.sum_bytes(width) * m.of_sums, m.sum_bytes(width) * m.of_bags
-                if a == g or (8 not in (a, g)):
-                    assert found == (sums, bags)
-                else:
-                    assert max(found[0] - sums, found[1] - bags) <= 32
-                    assert min(found[0] - sums, found[1] - bags) == 0
+                assert m.sum_rows(t, width).tolist() == [
+                    4 * width, number_bytes(a, width), number_bytes(g, width)]
+            assert m.per_byte(t) @ [0, 256, 0] == number_bytes(a, 64)
 
 
 # ---- the bound and its proof ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [*BITS, {"t0": 8, "t2": (16, 8)}], ids=str)
+def test_plans_are_certified_with_their_bits(bits: Any, tmp_path: Path) -> None:
     specs, stats = tables_and_stats(4, 3, lengths=(4, 20, 50))
     topology = gpus(4, per_host=2)
     plan = make_plan(specs, stats, topology, batch_size=1024, message_bits=bits)
-    assert plan.message_bits == MessageBits(*bits)
+    assert plan.message_bits == MessageBits.parse(bits)
     problem = replace(make_problem(specs, stats, topology, batch_size=1024),
                       message_bits=plan.message_bits)
     plan.save(tmp_path / "plan.json")
@@ -112,12 +129,12 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
 # ---- replays -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [(32, 32), *BITS], ids=str)
-def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("bits", [(32, 32), *BITS, {"t1": 8, "t2": (16, 8)}], ids=str)
+def test_replayed_loads_are_the_messages_that_are_sent(bits: Any) -> None:
     """With one rank per host, bytes between hosts equal those of `WireReplay` except for headers,
     numbers of requested rows, and up to one word per pair of ranks and table."""
     problem, chances = stated(gpus(3, per_host=1))
-    problem = replace(problem, message_bits=MessageBits(*bits))
+    problem = replace(problem, message_bits=MessageBits.parse(bits))
     specs = [t.spec for t in problem.tables]
     pulled = uniform_plan(specs, 3, "striped")
     tiers = (Tier(0, 9, "replicated", (0, 1, 2)), Tier(9, 300, "striped", (0, 1, 2), mode="push"))

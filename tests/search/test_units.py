@@ -82,7 +82,7 @@ def test_checker_loads_equal_the_relaxation_for_all_widths(name):
     problem = stated(2, name, costs=COSTS)
     relaxation = Relaxation(CostModel(problem))
     costs = Checker(relaxation.model, None).costs
-    least = np.zeros(costs.partial.shape[1:])
+    least = np.zeros(costs.partial.shape[2:])
     implied = costs.implied(least).reshape(least.size, least.size)
     assert np.count_nonzero(implied) > least.size
     for n in np.flatnonzero(costs.width >= 8).tolist():

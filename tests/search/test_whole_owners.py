@@ -65,7 +65,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     go = rng.uniform(0, 1, (num_options, blocks)) * ids.ravel()
     stay = np.full(blocks, np.inf) if must else ids.ravel() * rng.uniform(0, 3, blocks)
     mass = rng.uniform(0.05, 0.7, num_tables * num_options)
-    price = rng.uniform(0.5, 1.0, num_options)
+    price = rng.uniform(0.5, 1.0, num_options) * np.linspace(0.8, 1.25, num_tables)[:, None]
     # One tier costs more than the cheapest tiers by about the charge for several tiers.
     one = stay.reshape(num_tables, n).sum(axis=1) * rng.uniform(1.0, 1.3, num_tables)
     tiers, tiers_pushed = rng.uniform(0, 0.3, (2, num_tables))
@@ -114,7 +114,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
             out += pushed @ go[m, at]
             out += share * own[m]  # no owner holds all ids of a table
             by_mass = owners * sent(full) + sent(np.maximum(0, share - owners * full))
-            out += price[m] * np.maximum(by_mass, pushed @ (
+            out += price[k, m] * np.maximum(by_mass, pushed @ (
                 features[:, at].T @ least_sums[k * num_options + m]))
         outside = {FREE: none & False, STILL: ~none, PUSHES: none}
         out[outside[states[k]]] = np.inf

@@ -13,6 +13,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.search.variance import relative_variance
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
@@ -200,6 +201,40 @@ def test_neighbours_and_owners_are_exact() -> None:
         assert torch.equal(got, rows) == is_exact
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_table_has_its_own_bits(mode: str) -> None:
+    """Rows and gradients of an exact table stay exact; those of another are rounded as alone."""
+    rows, bits = rows_of(60, 16), {"coded": 8, "rounded": (16, 32)}
+    names = ("coded", "exact", "rounded")
+    plan = Plan(2, tuple(TablePlan(
+        TableSpec(n, 60, 16, (n,), "sum", optimizer="sgd"),
+        (Piece(0, 16, (Tier(0, 60, "owned", (0,), mode=mode),)),)) for n in names),
+        message_bits=bits)
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        tables = ShardedTables(plan, [(n, n) for n in names], group, SGD(lr=1.0), 1.0, 0)
+        for name in names:
+            tables.write(name, rows)
+        tables.publish()
+        number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
+        ids = torch.arange(number).repeat(3)
+        out = tables.lookup(Lookup(ids, torch.ones(3 * number, dtype=torch.int64),
+                                   torch.arange(3), number))
+        out.backward(rows[:number].repeat(1, 3))
+        found = [out.detach().clone(), *(tables.read(n) for n in names)]
+        tables.barrier()
+        tables.close()
+        return found
+
+    out, *left = run_ranks(2, body, domains=(0, 1))[1]
+    coded, exact, rounded = out.split(16, dim=1)
+    assert_bitwise(exact, rows, "answers of the exact table")
+    assert_bitwise(rounded, rows.bfloat16().float(), "answers of 16 bits")
+    assert_bitwise(coded, looked_up(rows, 8, mode=mode)[1], "answers of 8 bits")
+    for name, after in zip(names, left, strict=True):
+        assert torch.equal(after, torch.zeros_like(rows)) == (name != "coded"), name
+
+
 def test_one_domain_rounds_nothing() -> None:
     case = dlrm_case("rowwise_adagrad")
     steps = make_steps(case, 4, 3)
@@ -240,6 +275,42 @@ def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str) -> None:
     assert pairs.abs().max() < 6 / count**0.5
     by_row = torch.corrcoef(torch.stack([ups[:-1].flatten(), ups[1:].flatten()]))
     assert by_row[0, 1].abs() < 6 / ups.numel() ** 0.5
+
+
+def squared_error(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Squared error of each row relative to its squared norm, [R]."""
+    wide = rows.double()
+    return (got.double() - wide).square().sum(dim=1) / wide.square().sum(dim=1)
+
+
+@pytest.mark.parametrize("dim", [3, 16, 64])
+def test_the_planners_variance_limits_that_of_every_row(dim: int) -> None:
+    """Also of rows for which it is nearly reached: two extremes, and numbers between two codes."""
+    worst = torch.zeros(100, dim)  # 127.5 steps above the least number
+    worst[:, 0], worst[:, 1] = 1.0, -1.0
+    rows = torch.cat([rows_of(300, dim), worst])
+    limit = relative_variance(8, dim)
+    nearest = squared_error(looked_up(rows, 8)[1], rows)
+    assert (nearest <= limit * 1.001 + 2.0**-44 * dim).all()
+    up = squared_error(received(rows, (32, 8))[0], rows)[300:]
+    assert (up <= limit * 1.001).all() and (up >= limit * 0.99 * (dim - 2) / dim).all()
+    for got in (looked_up(rows, (16, 32))[1], received(rows, (32, 16))[0]):
+        assert (squared_error(got, rows) <= relative_variance(16, dim)).all()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_variance_of_rounded_gradients_is_that_of_the_formula(mode: str) -> None:
+    """Mean squared errors of one row, over 6,000 draws, are the sum of s^2 u (1 - u)."""
+    one = torch.randn(1, 40, generator=torch.Generator().manual_seed(8))
+    rows = one.repeat(1500, 1)
+    found = torch.cat([squared_error(received(rows, (32, 8), mode=mode, seed=s)[0], rows)
+                       for s in range(4)])
+    step = float(step_of(one))
+    code = (one - one.min()).double() / step
+    up = code - code.floor()
+    wanted = float(step**2 * (up * (1 - up)).sum() / one.double().square().sum())
+    assert float(found.mean()) == pytest.approx(wanted, rel=0.03)
+    assert wanted < relative_variance(8, 40)
 
 
 def test_senders_do_not_share_their_draws() -> None:
@@ -343,10 +414,11 @@ def refusals(body: Callable[[ThreadGroup], Any], error: type[OperError]) -> list
 
 def test_ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
     def body(group: ThreadGroup) -> None:
-        opened(group, one_table(9, 4, 8 if group.rank else (8, 16), 2), torch.zeros(9, 4))
+        opened(group, one_table(9, 4, {"t": 8} if group.rank else (8, 16), 2), torch.zeros(9, 4))
 
-    for told, mine in zip(refusals(body, InvalidInputError), ("8, 16", "8, 8"), strict=True):
-        assert f"message_bits on this rank=[{mine}]" in told
+    for told, mine in zip(refusals(body, InvalidInputError), ("[8, 16]", "{'t': [8, 8]}"),
+                          strict=True):
+        assert f"message_bits on this rank={mine}" in told
 
 
 def test_kernels_that_disagree_say_so() -> None:

@@ -108,7 +108,8 @@ def test_quantised_rows_are_not_pooled_for_others() -> None:
     assert sent[SENT.index("rows")] > 0 and not sent[SENT.index("partial_sums")]
 
 
-@pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8)], ids=str)
+@pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8),
+                                  {"wide": (8, 16), "large": 8, "left": 8, "means": 16}], ids=str)
 def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
     """Bytes are equal for tables of 1 to 200 columns and for their column pieces."""
     case = dlrm_case("rowwise_adagrad")

@@ -17,7 +17,7 @@ from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
 from oper.search.certificate.tables import APART, READER, SPREAD, Asked, Node, TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
-from oper.search.cost.tally import NUM_ROWS, Row
+from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
 
@@ -47,10 +47,12 @@ class Checker:
         #: ...].
         self.asked = {kind: Loads.stack([probe.table(t, kind) for t in self.tables])
                       for kind, may in self.may.items() if may.any()}
-        #: Loads of a byte of partial sums, and of an id pushed to its owner; [C, 2, ...].
+        #: float64 [T, 3], bytes in `SUM_ROWS` of a byte of a table's partial sums.
+        self.per_byte = np.array([model.messages.per_byte(t) for t in self.tables]).reshape(-1, 3)
+        #: Loads of a byte of each of `SUM_ROWS`, and of an id pushed to its owner; [C, 4, ...].
         one = probe.units(NUM_ROWS)
         asks = model.costs.push_ns * one[:, list(model.passes)].sum(axis=1)
-        self.owned = probe.loads(np.stack([one[:, Row.PARTIALS], asks], axis=1))
+        self.owned = probe.loads(np.concatenate([one[:, SUM_ROWS], asks[:, None]], axis=1))
         #: Loads of one more piece, of 1 ns in every pass, and of a pushed bag; [1, 3, ...].
         every = np.zeros((1, 3, NUM_ROWS, model.machine.world_size))
         every[0, 0, list(model.every_pass)] = model.costs.table_us * 1e3
@@ -73,8 +75,9 @@ class Checker:
         self.beside = model.has_local[:, :PIECE_GROUPS]
         self.costs = TableCosts(model, self.may, np.array([r.size for r in self.classes.ranks]))
         if PUSH in self.asked:
-            self.costs.set_loads(self._more(self.asked[PUSH])[..., IDS:, :, :], *np.moveaxis(
-                self._more(self.owned), 1, 0))
+            owned = self._more(self.owned)
+            self.costs.set_loads(self._more(self.asked[PUSH])[..., IDS:, :, :], np.einsum(
+                "tq,cqpg->tcpg", self.per_byte, owned[:, :-1]), owned[:, -1])
 
     def _more(self, x: Loads) -> np.ndarray:
         """Load of a piece on its owner; of own time, only the excess over the least loaded reader.
@@ -104,8 +107,10 @@ class Checker:
             visible += price * float(
                 piece + floor[p, g] - times * self.hidden[:, p].max()
                 + (times - 1.0) * self.beside[p, g] * floor[p, LOCAL])
+        owned = self._price(self.owned, leaf)
         asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},
-                      *self._price(self.owned, leaf).T, *self._price(self.charges, leaf)[0])
+                      self.per_byte @ owned[:, :-1].T, owned[:, -1],
+                      *self._price(self.charges, leaf)[0])
         found = self.costs.least(asked, leaf, self.floor - self.hidden[..., None])
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 

@@ -71,7 +71,7 @@ class Asked:
     Attributes:
         cost: by way of holding rows, float64 [2, T, C, 4]: price of a unit of each feature in a
             piece of all columns, and of the part that does not depend on the width.
-        partial: float64 [C], price of a byte of partial sums.
+        partial: float64 [T, C], price of a byte of partial sums.
         own: float64 [C], price of an id that a rank pushes to itself.
         piece: price of one more piece of a table.
         tier: price of a nanosecond in every pass over a table's ids.
@@ -131,7 +131,7 @@ class TableCosts:
         Args:
             each: float64 [T, 2, C, 3, P, 5], load of a unit of each feature except rows, in a piece
                 of all columns, and the part that does not depend on the width.
-            partial: float64 [C, P, 5], load of a byte of partial sums.
+            partial: float64 [T, C, P, 5], load of a byte of partial sums.
             asks: float64 [C, P, 5], load of an id that the owner pushes to itself, unless it has
                 all rows.
 
@@ -148,9 +148,9 @@ class TableCosts:
         share = self.share.reshape(-1, 1, 1, 1, 1)
         self.unit = share * each[self.of, 0] + (1 - share) * each[self.of, 1]
         self.unit[:, :, 0] += self.asks[self.of, None, None, None] * asks
-        self.low = np.zeros((self.of.size, *partial.shape))
-        number = partial[0].size
-        self.top = np.zeros((len(self.tables), len(partial), number))
+        self.low = np.zeros((self.of.size, *partial.shape[1:]))
+        number = asks[0].size
+        self.top = np.zeros((len(self.tables), len(asks), number))
         self.ratio = np.full((*self.top.shape, number), np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
@@ -161,7 +161,7 @@ class TableCosts:
             whole = np.einsum("f,ncfpg->ncpg", t.total[IDS:], self.unit[n]) - self.spared[k]
             wide = np.flatnonzero(self.width[n] >= min(NARROWEST, self.dims[k]))
             ends = wide[[0, min(1, wide.size - 1)]]  # the widest, and the narrowest
-            some = np.concatenate([*by_block[ends], np.maximum(whole[ends], 0.0), partial[None]])
+            some = np.concatenate([*by_block[ends], np.maximum(whole[ends], 0.0), partial[k, None]])
             some = some.reshape(*some.shape[:2], number)
             with np.errstate(divide="ignore", invalid="ignore"):
                 found = np.where(some[..., None] > 0, some[..., None, :] / some[..., None], np.inf)
@@ -169,7 +169,7 @@ class TableCosts:
             self.ratio[k][may] = found.min(axis=0)[may]
             share = (blocks[:, 0] / self.total[k]).reshape(-1, 1, 1, 1)
             most = (np.maximum(by_block[ends], 0.0) * share).sum(axis=1).max(axis=0)
-            self.top[k] = (most + partial * self.sums[k, -1]).reshape(self.top[k].shape)
+            self.top[k] = (most + partial[k] * self.sums[k, -1]).reshape(self.top[k].shape)
 
     def implied(self, least: np.ndarray) -> np.ndarray:
         """Lower bounds of the largest piece's other loads, as ratios to the load by which it is
@@ -258,11 +258,11 @@ class TableCosts:
     def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of each pushed piece `at` may
         hold within the leaf's limits, by class of the owner; float64 [n, C], 0 if none fits."""
-        part = self.share[at][:, None, None, None]
+        part, partial = self.share[at][:, None, None, None], self.partial[self.of[at]]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
             sums = self._sums(self.of[at], share)[..., None, None]
-            load = share[..., None, None] * self.low[at] - spared + part * sums * self.partial
+            load = share[..., None, None] * self.low[at] - spared + part * sums * partial
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
             return np.asarray((load <= leaf.most * (1 + _ROUNDING)).all(axis=(-1, -2))
                               & (step <= leaf.step_us * (1 + _ROUNDING)))
@@ -296,7 +296,7 @@ class TableCosts:
         lines = [out.copy() for _ in range(1 + number)]
         for n, c in np.argwhere((mass > 0) & (mass < 1)):  # an owner of a whole piece has no limit
             k = self.of[at[n]]
-            unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[c]
+            unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[k, c]
             ask = np.einsum("bf,fpg->pgb", self.blocks[k][:, IDS:]
                             / np.maximum(share[n], 1e-300)[:, None], unit)
             limits = [(ask[x], partial[x], leaf.most[x]) for x in zip(
@@ -332,7 +332,7 @@ class TableCosts:
         """
         of, usable = self.of[at], mass > 0
         ids = self.blocks[of, :, IDS]
-        price = self.share[at][:, None] * asked.partial
+        price = self.share[at][:, None] * asked.partial[of]
         own = ids[..., None] * asked.own * self.asks[of, None, None]
         go = np.where(usable[:, None], go, np.inf)
         # Owners of all classes are merged into one with the largest mass and the lowest price.

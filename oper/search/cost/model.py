@@ -45,6 +45,7 @@ from oper.search.cost.tally import (
     NUM_ROWS,
     ODD_PASSES,
     SLOT_BYTES,
+    SUM_ROWS,
     Messages,
     Row,
     Tally,
@@ -270,8 +271,8 @@ class CostModel:
         return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Bytes of the sums of `num_sums` in the columns of a piece, see `Messages.sum_bytes`."""
-        return self.num_sums(t, ids) * self.messages.sum_bytes(width)
+        """Bytes of the sums of `num_sums` in the columns of a piece, in float32."""
+        return self.num_sums(t, ids) * (width * GRAD_BYTES)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         """Add the work of a tier's readers, and the gradients that they send to its owners."""
@@ -416,7 +417,8 @@ class CostModel:
                 units = units + part.units
         if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
-            rows[Row.PARTIALS] += self.partial_bytes(t, width, pushed_ids)
+            sums = self.num_sums(t, pushed_ids)
+            rows[SUM_ROWS] += np.outer(self.messages.sum_rows(t, width), sums)
             has_all = pushed_rows >= t.spec.num_rows * (1 - 1e-12)
             rows[list(self.passes)] += self.own_requests(pushed_ids, has_all)
         return Tally(rows, units, num_pushed)
@@ -460,13 +462,12 @@ class CostModel:
         forward[..., Term.MEMORY, :] = rows[..., Row.FORWARD_BYTES, :]
         forward[..., Term.COMPUTE, :] = (rows[..., Row.FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., Row.FORWARD_NS, :])
-        owner_sends(self.machine, forward, rows[..., Row.SERVED, :], rows[..., Row.ANSWERS, :])
-        ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
+        ids, sums, sent = (rows[..., x, :] for x in (Row.PUSH_IDS, Row.PARTIALS, Row.ANSWERS))
+        owner_sends(self.machine, forward, rows[..., Row.SERVED, :] + sums, sent)
         none = np.zeros_like(ids)
         owner_receives(self.machine, forward, ids, none)
         owner_receives(self.machine, out[..., self.request_phase, :, :], none,
                        rows[..., Row.REQUESTS, :])
-        owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its host memory over their own links; owners read for other hosts.
         forward[..., Term.HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
@@ -487,9 +488,8 @@ class CostModel:
             update[..., Term.HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
             gradients = rows[..., Row.GRADS, :]
             update[..., Term.MEMORY, :] += gradients * self.machine.num_near
-            owner_receives(self.machine, update, gradients, rows[..., Row.RETURNED, :])
-            # Bag gradients of the rows that owners pooled.
-            owner_receives(self.machine, update, sums, sums * self.messages.of_bags)
+            # And gradients of the bags whose rows owners pooled.
+            owner_receives(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :])
             update[..., Term.MEMORY, :] += sums * world
             broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)

@@ -26,7 +26,8 @@ class Row:
     The first ten are bytes that an owner exchanges with *each* reading rank: pulled rows served,
     gradients, changed rows, pushed ids, partial sums; rows in host memory, served per id to ranks
     of the same host and sent per distinct row to others; and the messages that between hosts
-    replace SERVED (answers), GRADS (returned) and PUSH_IDS (requests). The others are a rank's own
+    replace SERVED and PARTIALS (answers), GRADS and gradients of bags (returned), and PUSH_IDS
+    (requests). The others are a rank's own
     work and memory: bytes, ids and rows by phase, bytes held in device memory, bytes read, updated
     and held in host memory, and further nanoseconds by phase.
     """
@@ -39,6 +40,8 @@ class Row:
 
 
 NUM_RELATIONAL, NUM_ROWS = 10, 23  # rows exchanged with other ranks, which come first; all rows
+#: Rows with bytes of partial sums: in float32, and in the messages that between hosts replace them.
+SUM_ROWS = [Row.PARTIALS, Row.ANSWERS, Row.RETURNED]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,15 +95,12 @@ class Messages:
     sizes of a row that another rank reads: one for memory and links within a host, and one for
     messages between hosts.
 
-    Attributes:
-        bits: bits per number.
-        of_sums, of_bags: bytes of partial sums, and of gradients of their bags, in messages between
-            hosts, relative to `sum_bytes`.
+    Args:
+        bits: bits per number, by table.
     """
 
     def __init__(self, bits: MessageBits) -> None:
         self.bits = bits
-        self.of_sums, self.of_bags = bits.answers / 32, bits.gradients / 32
 
     def answer_bytes(self, t: TableProblem, width: int) -> float:
         """Bytes of `width` columns of a pulled row in an answer."""
@@ -113,14 +113,18 @@ class Messages:
 
     def gradient_bytes(self, t: TableProblem, width: int) -> float:
         """Bytes of the gradient of `width` columns of a pulled row, with its slot at the owner."""
-        return number_bytes(self.bits.gradients, width) + slot_bits(t.spec.num_rows) / 8
+        return (number_bytes(self.bits.of(t.spec.name).gradients, width)
+                + slot_bits(t.spec.num_rows) / 8)
 
-    def sum_bytes(self, width: int) -> float:
-        """Bytes of a partial sum, or of its bag's gradient, in float32.
+    def sum_rows(self, t: TableProblem, width: int) -> np.ndarray:
+        """Bytes of `width` columns of a partial sum, and of the gradient of its bag: in float32,
+        in an answer, and in the message that returns the gradient; float64 [3], for `SUM_ROWS`."""
+        bits = self.bits.of(t.spec.name)
+        return np.array([width * GRAD_BYTES, number_bytes(bits.answers, width),
+                         number_bytes(bits.gradients, width)], float)
 
-        The header of a quantised row is included as further numbers, so that `of_sums` and
-        `of_bags` are exact. If only one direction is quantised, the header is also charged in the
-        other direction, because the bound has one price for both.
-        """
-        return max(number_bytes(b, width) * 32 / b for b in (self.bits.answers,
-                                                              self.bits.gradients))
+    def per_byte(self, t: TableProblem) -> np.ndarray:
+        """`sum_rows` per float32 byte of a partial sum of all columns; float64 [3]. A quantised
+        sum has a header, so a narrower piece sends no less per byte."""
+        found = self.sum_rows(t, t.spec.dim)
+        return np.asarray(found / found[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.messages import EXACT
+from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, Tier
 from oper.search.certificate.carried import not_certified
 from oper.search.certificate.check import Verdict
@@ -53,6 +53,7 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
         "topology": problem.topology.name, "source": problem.topology.source,
         "objective": problem.objective, "world_size": problem.machine.world_size,
         "batch_size": problem.batch_size, "message_bits": problem.message_bits.to_json(),
+        "message_variance": _chosen_bits(plan, problem) or None,
         "step_us": found.step_us,
         "lower_bound_us": 0.0 if why else plan.lower_bound_us,
         "gap": None if why or not math.isfinite(plan.gap) else plan.gap,
@@ -109,8 +110,11 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
              f"step        {found.step_us:12.1f} us"]
     bits = problem.message_bits
     if bits != EXACT:
-        lines.insert(2, f"between hosts: answers of {bits.answers} bits, gradients of "
-                        f"{bits.gradients} bits")
+        lines.insert(2, f"between hosts: {_bits(bits, tables)}")
+    chosen = _chosen_bits(plan, problem)
+    if chosen:
+        lines.append(f"rounding    {chosen['used']:12.3g}      mean relative squared error, of a "
+                     f"budget of {chosen['budget']:.3g}")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -120,8 +124,33 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                   + ("not verified here, see oper verify" if verdict is None else
                      "verified: no plan of the searched space is faster"),
                   f"gap         {100 * gap:12.3f} %"]
+        if chosen:
+            lines[-2] += " with these bits"
+            lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
+                         "not verified")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
+
+
+def _chosen_bits(plan: Plan, problem: Problem) -> dict[str, float]:
+    """The plan's note of how its bits were chosen, with the variance computed again; empty if they
+    were given."""
+    noted = plan.notes.get("message_variance")
+    if not isinstance(noted, dict) or not {"budget", "any_bits_us"} <= noted.keys():
+        return {}
+    from oper.search.variance import rounding_variance
+
+    return {**noted, "used": rounding_variance(plan, problem)}
+
+
+def _bits(bits: MessageBits, num_tables: int) -> str:
+    """Bits of messages in words, with the number of tables if they differ by table."""
+    if not bits.tables:
+        return f"answers of {bits.answers} bits, gradients of {bits.gradients} bits"
+    kinds = Counter((answers, gradients) for _, answers, gradients in bits.tables)
+    kinds[32, 32] += num_tables - len(bits.tables)
+    return "bits of answers / gradients: " + ", ".join(
+        f"{a} / {g} of {n} table{'s' * (n != 1)}" for (a, g), n in sorted(kinds.items()) if n)
 
 
 def _phases(found: Evaluation) -> str:

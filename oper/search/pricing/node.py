@@ -16,7 +16,6 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import Row
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
 from oper.search.relaxation.inequalities import Inequality
@@ -210,7 +209,7 @@ class Node:
         given = {
             **costs, "starts": r.starts, "features": r.features[:, IDS:].T,
             "ids": r.features[:, IDS], "total_ids": r.total_ids,
-            "price": r.unit[classes, Row.PARTIALS] @ prices,
+            "price": r.of_sums[:, classes] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
             # If the columns are no multiple of the step, unpushed pieces next to pushed ones are
@@ -289,6 +288,7 @@ class Node:
         options = np.flatnonzero(r.pushes & (amount[..., IDS] > 0).any(axis=0)).tolist()
         number = int(np.diff(pieces.first)[tables].max(initial=0)) if options else 0
         owned = {o: np.flatnonzero(amount[:, o, IDS] > 0) for o in options}
+        price = r.of_sums @ prices
         stream = {o: (amount[n, o] * (r.per_stream[:, o] @ prices)[tables[n]]).sum(axis=1)
                   for o, n in owned.items()}
         for j in range(number):
@@ -299,7 +299,7 @@ class Node:
                 share = amount[n, o, IDS] / r.total_ids[tables[n]]
                 sums = np.maximum(pieces.sum_bytes(tables[n], share, np.maximum(mass, 1e-9)),
                                   fit.least_sums(*at, amount[n, o]))
-                each = sums * (r.unit[at[1], Row.PARTIALS] @ prices) + (streams - 1.0) * stream[o]
+                each = sums * price[at[:2]] + (streams - 1.0) * stream[o]
                 cost[n] += np.where(mass > 0, each, np.inf)
             better = cost < least
             out[better], least[better] = j, cost[better]
@@ -330,7 +330,7 @@ class Node:
                 r.pieces.sum_bytes(at[0], amount[n, o, IDS] / r.total_ids[at[0]],
                                    np.maximum(mass, 1e-9)),
                 self.fit.least_sums(*at, amount[n, o]))
-            out[n] += size[:, None] * r.unit[at[1], Row.PARTIALS]
+            out[n] += size[:, None] * r.of_sums[at[:2]]
         n = np.flatnonzero((streams > 1.0).any(axis=1))
         out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n], r.per_stream[tables[n]])
         return out

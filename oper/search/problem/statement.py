@@ -172,7 +172,7 @@ class Problem:
         constraints: constraints on the plan.
         overlap: dense compute that overlaps with phases, microseconds by phase and rank.
         last_resort: features that a plan may also use if no plan fits otherwise.
-        message_bits: bits per number in messages between hosts, the same in every plan.
+        message_bits: bits per number in messages between hosts, by table; the same in every plan.
     """
 
     tables: tuple[TableProblem, ...]

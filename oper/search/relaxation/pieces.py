@@ -20,7 +20,7 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import Row
+from oper.search.cost.tally import SUM_ROWS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
 from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
@@ -82,6 +82,7 @@ class Pieces:
         hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
         unit: float64 [C, 23, num_phases, 5], load of a unit of each tally row on its owner.
+        per_byte: float64 [T, 3], bytes in `SUM_ROWS` of a byte of a table's partial sums.
     """
 
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray
@@ -90,9 +91,12 @@ class Pieces:
         self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
-        #: float64 [C, P, 5], load of a byte of partial sums on the owner of a piece.
-        self.partial = (self.unit[:, Row.PARTIALS]
-                        - units.read_us[:, Row.PARTIALS, :, None] * self.has_local)
+        #: float64 [C, 3, P, 5], load of a byte of each of `SUM_ROWS` on the owner of a piece; and
+        #: [T, C, P, 5], of a byte of a table's partial sums.
+        self._of_sums = (self.unit[:, SUM_ROWS]
+                         - units.read_us[:, SUM_ROWS, :, None] * self.has_local)
+        self.per_byte = np.array([model.messages.per_byte(t) for t in tables]).reshape(-1, 3)
+        self.partial = np.einsum("tq,cqpg->tcpg", self.per_byte, self._of_sums)
         base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
@@ -214,12 +218,12 @@ class Pieces:
         widest, narrowest = self.widths[k][0][0], self.widths[k][-1][0]
         along = (widest - width) / max(1, widest - narrowest)
         each = self.per_unit[k, c, 0] + along * (self.per_unit[k, c, 1] - self.per_unit[k, c, 0])
-        sums = float(self.model.partial_bytes(t, width, features[IDS]))
+        sums = float(self.model.num_sums(t, features[IDS])) * self.model.messages.sum_rows(t, width)
         load = each @ features[IDS:]
         if features[ROWS] >= t.spec.num_rows * (1 - 1e-12):
             load = load - self.asks[k, c]
         return np.asarray(load.reshape(self.floor.shape[1:])
-                          + sums * self.partial[c])
+                          + np.einsum("q,qpg->pg", sums, self._of_sums[c]))
 
     def _set_ratios(self, may: np.ndarray) -> None:
         """Set, for pieces of each table, the least ratio of each load to each other load (float64
@@ -229,7 +233,7 @@ class Pieces:
         self._ratio = np.full((*may.shape, number, number), np.inf)
         self._most = np.zeros((*may.shape, number))
         for k, c in np.argwhere(may).tolist():
-            blocks, sums = self.by_block[k][c], self.partial[c].reshape(-1, 1)
+            blocks, sums = self.by_block[k][c], self.partial[k, c].reshape(-1, 1)
             # An owner of all rows sends no requests to itself.
             whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
             for x in (*blocks, *whole, sums):  # [G, B], of widest and narrowest

@@ -34,7 +34,7 @@ from oper.search.cost.space import (
     may_hold,
     most_masters,
 )
-from oper.search.cost.tally import NUM_ROWS, Row, Tally
+from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.search.relaxation.inequalities import Load, OwnerRows
@@ -100,6 +100,8 @@ class Relaxation:
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
         self.pieces = Pieces(self.units, self.base_tally.rows, self.asks, may)
         self._add_inequalities(OwnerRows(self.rows, self.pieces, self.options, distinguished))
+        #: float64 [T, C, R], consumption by a byte of a table's partial sums.
+        self.of_sums = np.einsum("tq,cqr->tcr", self.pieces.per_byte, self.unit[:, SUM_ROWS])
         self._build_charges()
         blocks = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])

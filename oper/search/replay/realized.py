@@ -13,11 +13,11 @@ from functools import reduce
 
 import numpy as np
 
-from oper.messages import number_bytes, owners_pool
+from oper.messages import owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
-from oper.search.cost.tally import GRAD_BYTES, NUM_RELATIONAL, NUM_ROWS, Row, Tally
+from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, SUM_ROWS, Row, Tally
 from oper.search.problem.machine import Machine, Term, add_wire
 from oper.search.problem.statement import (
     IDS,
@@ -133,10 +133,8 @@ class RealizedLoad:
                     exchange[returned] += out[:, returned]
         if placed.has_push:
             sums = np.stack([placed.pooled(b)[1] for b in batches], axis=1)  # by owner and reader
-            bits = messages.bits
-            exchange[Row.PARTIALS] += sums * width * GRAD_BYTES
-            exchange[Row.ANSWERS] += sums * number_bytes(bits.answers, width)
-            exchange[Row.RETURNED] += sums.T * number_bytes(bits.gradients, width)
+            for row, size in zip(SUM_ROWS, messages.sum_rows(t, width), strict=True):
+                exchange[row] += size * (sums.T if row == Row.RETURNED else sums)
             owners = {r for tier in piece.tiers
                       for r in (tier.ranks if tier.mode == "push" else (-1,))}
             has_all = np.array([owners == {r} for r in range(world)])

@@ -34,6 +34,7 @@ class _Sizes:
 
     def __init__(self, table: TableSpec, piece: Piece, bits: MessageBits) -> None:
         width = piece.stop - piece.start
+        bits = bits.of(table.name)
         self.row = table.row_bytes * width // table.dim
         self.answer = int(bits.row_bytes(table, width))
         self.sum = number_bytes(bits.answers, width)

@@ -21,7 +21,7 @@ from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.space import PUSH, SHARD
-from oper.search.cost.tally import NUM_ROWS, Row
+from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.pricing.master import Bound
 from oper.search.problem.machine import GROUPS, REQUEST
 from oper.search.problem.overlap import RESOLVE
@@ -239,11 +239,10 @@ class Annealing:
         fill, fill_once = self._fill(stay, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
-        messages = loads.model.messages  # per column: the header of a sum is divided by the dim
         sums = np.concatenate([
-            loads.model.num_sums(t, np.outer(pushed_ids[a:b], shares))
-            * (messages.sum_bytes(t.spec.dim) / t.spec.dim)
+            loads.model.partial_bytes(t, 1, np.outer(pushed_ids[a:b], shares))
             for t, (a, b) in zip(tables, pairwise(self.first.tolist()), strict=True)])
+        per_byte = relaxation.pieces.per_byte[table]  # headers of sums are spread over the columns
         order = np.argsort(class_of, kind="stable")
         place = np.argsort(order)
         mates = [loads.mates[r] for r in order.tolist()]
@@ -265,8 +264,8 @@ class Annealing:
                     "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
         return {
             "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
-            "partial": loads.own_unit[:, Row.PARTIALS],
-            "partial_read": loads.read_unit[:, Row.PARTIALS],
+            "partial": np.einsum("nq,cqg->ncg", per_byte, loads.own_unit[:, SUM_ROWS]),
+            "partial_read": np.einsum("nq,cqdg->ncdg", per_byte, loads.read_unit[:, SUM_ROWS]),
             "level": np.array([max(0.0, relaxed[relaxation.phase_of == p].max())
                                for p in range(loads.num_phases)]),
             "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
@@ -281,7 +280,7 @@ class Annealing:
             "mate_first": np.cumsum([0, *(x.shape[1] for x in mates)]),
             "mates": place[np.concatenate(mates, axis=1)[0]],
             "mate_level": np.concatenate(mates, axis=1)[1],
-            "partial_mate": loads.mate_unit[:, :, Row.PARTIALS],
+            "partial_mate": np.einsum("nq,lcqg->nlcg", per_byte, loads.mate_unit[:, :, SUM_ROWS]),
             "column_mate": np.einsum("ncq,lcqg->nlcg", rows[0], loads.mate_unit),
             "stream_mate": np.einsum("ncq,lcqg->nlcg", rows[1], loads.mate_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),

@@ -113,7 +113,7 @@ class DeviceExchange(Exchange):
                  bits: MessageBits) -> None:
         group = tables.group
         super().__init__(group, domain_of, collection, bits)
-        if 8 in bits.to_json():
+        if any(8 in x for x in ((bits.answers, bits.gradients), *bits.tables)):
             raise InvalidInputError("cannot exchange rows in device memory", "message_bits",
                                     bits.to_json(), "32 or 16",
                                     "choose 16, or keep the tables in host memory")
@@ -138,7 +138,8 @@ class DeviceExchange(Exchange):
         self.needs = needs_across(directories, self._domain_of)
         self._pulled = self._list_ranges(with_pushed=False)
         self._read = self._list_ranges(with_pushed=True)
-        torch.ops.oper.device_context_set_exchange(handle, self.bits.to_json(), self.collection)
+        torch.ops.oper.device_context_set_exchange(
+            handle, self._bits_of(self._of_key), self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
     def _list_ranges(self, with_pushed: bool) -> _FarRanges:

@@ -57,7 +57,7 @@ class Exchange:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
         collection: number of the tables in their group's `Register`.
-        bits: bits per number in messages; the same on all ranks.
+        bits: bits per number in messages, by table; the same on all ranks.
 
     Attributes:
         members: ranks of this rank's domain, ascending.
@@ -95,8 +95,13 @@ class Exchange:
         torch.ops.oper.context_set_exchange(
             handle, self.members,
             torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
-            needs.gathers, needs.pulls, needs.refreshes, needs.shares, self.bits.to_json(),
-            self.collection, address)
+            needs.gathers, needs.pulls, needs.refreshes, needs.shares,
+            self._bits_of(directories), self.collection, address)
+
+    def _bits_of(self, directories: Sequence[TableDirectory]) -> list[int]:
+        """Bits of answers and of gradients of every directory's table, [2 T]."""
+        of = [self.bits.of(d.table.name) for d in directories]
+        return [bits for x in of for bits in (x.answers, x.gradients)]
 
     def close(self) -> None:
         """Release the transport, whose connections close when no collection uses them."""
