@@ -153,21 +153,16 @@ struct DistinctKeys {
   // By number: the hash, the row (0 = none), the place if there is a row, and the occurrences.
   std::vector<uint64_t> hashes = std::vector<uint64_t>(kMost + 1);
   std::vector<uint32_t> rows = std::vector<uint32_t>(kMost), places = rows, counts = rows;
-  // Hash table, by bits that determine neither tag nor bucket. An entry has the number of the call
-  // that set it, and below that the key's number; so nothing needs to be cleared between calls.
-  std::vector<uint32_t> table = std::vector<uint32_t>(kMost);
+  // Hash table, by bits that determine neither tag nor bucket: a key's number + 1, modulo 2^16, or 0.
+  std::vector<uint16_t> table = std::vector<uint16_t>(kMost);
   uint64_t mask = 0;  // used size of `table`, minus one
-  uint32_t call = 0;
   int64_t size = 0, num_missed = 0;
   bool has_repeats = false;  // a key may have several numbers
 
   // Prepares for `n` ids.
   void begin(int64_t n) {
-    if (++call == 1 << 16) {
-      std::fill(table.begin(), table.end(), 0u);
-      call = 1;
-    }
     mask = std::clamp<uint64_t>(2 * std::bit_ceil(static_cast<uint64_t>(n)), 1, kMost) - 1;
+    std::fill_n(table.begin(), mask + 1, uint16_t{0});
     size = num_missed = 0;
     has_repeats = false;
   }
