@@ -32,8 +32,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.search.peers": ("bench", "report"),
     "oper.bench": ("bench",),
     "tests": ("test",),
-    "tests.search.oracle": ("plan",),
-    "tests.fuzz.__main__": ("fuzz",),
     "examples": ("torchrec",),
 }
 # Programs, not modules: nothing imports them.

@@ -6,59 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-import cvxpy as cp
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH
 from oper.search.cost.tally import Row, Tally
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.statement import IDS, TableProblem
+from oper.search.problem.statement import TableProblem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, table_tally
-
-
-def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
-    """The relaxation over blocks as one linear program, stated in cvxpy; microseconds.
-
-    Every block divides itself over the options. Partial sums of pushed blocks enter by their chord,
-    which lies below them, so that this optimum never exceeds the column-generation one, and equals
-    it where nothing may be pushed.
-    """
-    num_phases = int(relaxation.phase_of.max()) + 1
-    num_blocks, num_options = relaxation.features.shape[0], len(relaxation.options)
-    share = cp.Variable((num_blocks, num_options), nonneg=True)
-    phase_time = cp.Variable(num_phases, nonneg=True)
-    cost = np.einsum("bf,bofr->bor", relaxation.features,
-                     relaxation.coefficients[relaxation.table_of])
-    cost = np.stack([relaxation.by_option(x) for x in np.moveaxis(cost, -1, 0)], axis=-1)
-    cost += _chords(relaxation)
-    load = [relaxation.base[r] + cp.sum(cp.multiply(cost[:, :, r], share))
-            for r in range(relaxation.num_rows)]
-    constraints = [cp.sum(share, axis=1) == 1,
-                   share <= relaxation.allowed[relaxation.table_of].astype(float)]
-    for row, phase in enumerate(relaxation.phase_of.tolist()):
-        constraints.append(load[row] <= (1.0 if phase < 0 else phase_time[phase]))
-    problem = cp.Problem(cp.Minimize(cp.sum(phase_time) + relaxation.fixed_us), constraints)
-    problem.solve(solver=cp.HIGHS)
-    assert problem.status == cp.OPTIMAL
-    return float(problem.value)
-
-
-def _chords(relaxation: Relaxation) -> np.ndarray:
-    """Partial sums by their chord: bytes of the whole table's times each block's share of mass."""
-    out = np.zeros((relaxation.features.shape[0], len(relaxation.options), relaxation.num_rows))
-    for o, option in enumerate(relaxation.options):
-        if option.kind == PUSH:
-            for k, t in enumerate(relaxation.tables):
-                at = slice(relaxation.starts[k], relaxation.starts[k + 1])
-                ids = relaxation.features[at, IDS]
-                whole = relaxation.model.partial_bytes(t, t.spec.dim, ids.sum())
-                out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
-                                      relaxation.unit[option.rank_class, Row.PARTIALS])
-    return out
 
 
 def some_placements(t: TableProblem, world: int, seed: int, count: int = 120) -> list[Placement]:
