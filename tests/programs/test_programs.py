@@ -19,7 +19,7 @@ from tests.programs.table import ACTIONS
 from tests.programs.workers import BROKEN, Local, Processes
 from tests.support import ROOT
 
-QUICK = {1: range(250), 2: range(60)}
+QUICK = {1: range(150), 2: range(40)}
 
 
 def check(totals: Totals) -> None:
