@@ -39,11 +39,11 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise ValueError(str(error)) from None
 
 
-def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
+def lists(lengths: np.ndarray, values: np.ndarray | pa.Array) -> pa.ListArray:
     """Make an Arrow list array of n lists whose int [n] `lengths` split `values` in order."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(offsets, values)
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

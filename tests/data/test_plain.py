@@ -58,8 +58,8 @@ def assert_same(one: Rows, other: Rows) -> None:
     assert (one.time is None) == (other.time is None)
     assert one.time is None or one.time.tolist() == other.time.tolist()  # type: ignore[union-attr]
     for a, b in zip(one.sparse, other.sparse, strict=True):
-        assert a.values.type == b.values.type
-        assert a.values.to_pylist() == b.values.to_pylist()
+        assert a.type == b.type
+        assert a.to_pylist() == b.to_pylist()
 
 
 FIELDS = ["", "0", "1", "-1", "7", "-7", "007", "+3", " 4", "5 ", "3.0", "2.50", "-0.0", "1e3",

@@ -45,7 +45,7 @@ def check_rows(found: Rows, rows: list[list[str]]) -> None:
     assert found.labels.tolist() == [int(r[0]) for r in rows]
     dense = [[np.log1p(np.float32(max(0, int(f or 0)))) for f in r[1:14]] for r in rows]
     np.testing.assert_allclose(found.dense.T, np.array(dense).reshape(-1, 13), rtol=1e-6)
-    ids = zip(*(x.values.to_pylist() for x in found.sparse), strict=True)
+    ids = zip(*(x.to_pylist() for x in found.sparse), strict=True)
     assert [list(i) for i in ids] == [[int(f, 16) if f else None for f in r[14:]] for r in rows]
 
 
@@ -92,7 +92,7 @@ def test_every_byte_in_a_hexadecimal_field_is_judged_rightly(invent: Any) -> Non
     found = parse_text(b"".join(line for _, line in lines))
     good = [byte for byte, _ in lines if byte in b"0123456789abcdef"]
     assert found.num_bad == len(lines) - len(good)
-    assert found.sparse[0].values.to_pylist() == [int(f"0a1{chr(b)}9fb0", 16) for b in good]
+    assert found.sparse[0].to_pylist() == [int(f"0a1{chr(b)}9fb0", 16) for b in good]
 
 
 @pytest.mark.parametrize("line", ["", "1", "1\t2", "Id,Label,I1"])
@@ -214,7 +214,7 @@ def test_another_recipe() -> None:
     recipe = recipe_from_dict({"name": "own", "separator": ",", "column": COLUMNS})
     found = parse_text(b"1,7,4294967295,hello,-5\n0,,0,,8\n1,4294967296,1,,1\n0,-1,1,,1\n", recipe)
     assert found.labels.tolist() == [1, 0]
-    assert [x.values.to_pylist() for x in found.sparse] == [[7, None], [4294967295, 0]]
+    assert [x.to_pylist() for x in found.sparse] == [[7, None], [4294967295, 0]]
     assert found.dense.tolist() == [[-5, 8]]
     assert [(b.row, b.column) for b in found.bad] == [(102, "id1"), (103, "id1")]
 

@@ -135,7 +135,7 @@ def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[i
     return {item: float((best == item).float().mean()) for item in (BAIT, PATIENT, NOTHING)}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_rewards_to_come_count(seed: int) -> None:
     """The log is uniform: only values tell the items apart, and only those of later steps the
     patient one from the bait."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from oper.errors import InvalidInputError, PlanInfeasibleError
+from oper.search.explain import latency
 from oper.search.explain.latency import LatencyGoal, plan_latency, simulate_queue
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
@@ -88,6 +89,13 @@ def test_batches_of_one_are_m_d_1() -> None:
     assert found.p99_ms == pytest.approx(0.1 * (wait + 1), rel=0.05)
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter queues than users', of which a plan needs hundreds."""
+    monkeypatch.setattr(latency, "_NUM_SAMPLES", 20_000)
+
+
+@pytest.mark.usefixtures("short")
 def test_least_memory_that_meets_the_bound() -> None:
     slow, fast = (plan_latency(TABLES, stats(), topology(4),
                                LatencyGoal(20_000, bound, max_batch=64)) for bound in (50.0, 0.9))
@@ -98,12 +106,14 @@ def test_least_memory_that_meets_the_bound() -> None:
     assert fast[1].memory_bytes >= slow[1].memory_bytes
 
 
+@pytest.mark.usefixtures("short")
 def test_one_domain_needs_one_copy() -> None:
     plan, serving = plan_latency(TABLES, stats(), topology(1), LatencyGoal(1000, 20.0))
     assert serving.replica_share == 0
     assert plan.objective == "inference"
 
 
+@pytest.mark.usefixtures("short")
 def test_infeasible_bound_names_remedies() -> None:
     with pytest.raises(PlanInfeasibleError, match=r"a bound of [\d.]+ ms") as told:
         plan_latency(TABLES, stats(), topology(2), LatencyGoal(1000, 0.001, max_batch=8))

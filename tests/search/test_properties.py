@@ -129,13 +129,13 @@ def test_names_change_nothing_in_a_plan():
     assert (one.step_us, one.lower_bound_us) == (two.step_us, two.lower_bound_us)
 
 
-@settings(QUICK, max_examples=examples(40))
+@QUICK
 @given(st.integers(0, 99), st.lists(st.floats(1.02, 3.0), min_size=2, max_size=4), st.booleans())
 def test_more_memory_never_gives_a_slower_plan(seed, factors, in_host):
     """Exactly if started from the plan with less memory, else within the certified gap."""
     specs, stats = tables_and_stats(6, seed, max_rows=3000)
     memory = 0.45 * sum(s.num_rows * s.row_bytes for s in specs) + 1e5
-    plan, bound = None, np.inf
+    plan = None
     for factor in (1.0, *factors):
         memory *= factor
         topology, allow = gpus(4, memory_bytes=memory), EXECUTABLE
@@ -147,11 +147,10 @@ def test_more_memory_never_gives_a_slower_plan(seed, factors, in_host):
         made = plan_problem(stated, start=plan, time_budget_s=0.2)
         assert evaluate(made, stated).fits
         if plan is not None:
-            assert made.step_us <= plan.step_us
+            assert made.lower_bound_us * (1 - 1e-9) <= made.step_us <= plan.step_us
             alone = plan_problem(stated, time_budget_s=0.2)
             assert alone.step_us <= plan.step_us * (1 + alone.gap) * (1 + 1e-9)
-        assert made.lower_bound_us <= bound * (1 + 1e-3)
-        plan, bound = made, made.lower_bound_us
+        plan = made
 
 
 def test_a_start_outside_of_the_space_is_ignored():

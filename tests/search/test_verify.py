@@ -61,12 +61,6 @@ def _higher_price(proof: dict[str, Any]) -> None:
     prices.update({k: v * 0.5 for k, v in prices.items()})
 
 
-def _other_half(proof: dict[str, Any]) -> None:
-    part = next(p for p in proof["parts"] if "parts" in p["tree"])
-    part["tree"] = part["tree"]["parts"][1]
-    # The remaining half is passed off as the entire tree.
-
-
 def _no_half(proof: dict[str, Any]) -> None:
     next(p for p in proof["parts"] if "parts" in p["tree"])["tree"]["parts"].pop()
 

@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper.data.arrays import as_numpy, read_header, save
-from oper.data.reading.columns import Ids
 from oper.data.reading.derived import Derived
 from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import Passing
@@ -56,12 +55,15 @@ class Coded:
     lengths: np.ndarray | None
 
 
-def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
+def encode(ids: pa.Array, expected: int = 0) -> tuple[Coded, Distinct]:
     """Dictionary-encode a column; `expected` is the approximate number of distinct values or 0."""
-    if pa.types.is_integer(ids.values.type):
-        codes, distinct, counts = native.encode(*_integers(ids.values), expected)
-        return Coded(codes, ids.lengths), Distinct(distinct, counts[1:], int(counts[0]))
-    encoded = ids.values.dictionary_encode(null_encoding="mask")
+    lengths = None
+    if pa.types.is_list(ids.type):
+        lengths, ids = pc.list_value_length(ids).to_numpy(), ids.flatten()
+    if pa.types.is_integer(ids.type):
+        codes, distinct, counts = native.encode(*_integers(ids), expected)
+        return Coded(codes, lengths), Distinct(distinct, counts[1:], int(counts[0]))
+    encoded = ids.dictionary_encode(null_encoding="mask")
     values = as_numpy(encoded.dictionary)
     order = np.argsort(values, kind="stable")
     dtype = np.min_scalar_type(max(1, values.size))
@@ -72,7 +74,7 @@ def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
     raw = (pc.fill_null(codes, -1) if codes.null_count else codes).to_numpy(zero_copy_only=False)
     codes = place[raw + 1] if raw.size else place[:0]
     counts = np.bincount(codes, minlength=values.size + 1)
-    return Coded(codes, ids.lengths), Distinct(values[order], counts[1:], int(counts[0]))
+    return Coded(codes, lengths), Distinct(values[order], counts[1:], int(counts[0]))
 
 
 def _integers(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None, int]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from oper.data.arrays import lists
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError
 
@@ -53,19 +53,6 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 class MalformedError(Exception):
     """A column contains a malformed value; the text is the column's name."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ids:
-    """The raw values of one sparse column, of n rows.
-
-    Attributes:
-        values: Arrow integers or binary [L], null where missing.
-        lengths: number of values in each row, int32 [n]; None = one value per row.
-    """
-
-    values: pa.Array
-    lengths: np.ndarray | None = None
 
 
 def arrow_type(column: Column) -> pa.DataType:
@@ -152,15 +139,20 @@ def transformed(column: Column, values: np.ndarray) -> np.ndarray:
     return np.log1p(np.maximum(values, 0)) if column.transform == "log1p" else values
 
 
-def ids(column: Column, array: pa.Array) -> Ids:
-    """Convert a sparse column to raw values; raises MalformedError."""
+def ids(column: Column, array: pa.Array) -> pa.Array:
+    """Convert a sparse column to raw values: integers or binary [n], null where missing, or lists
+    of them. Raises MalformedError."""
     array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-        return Ids(_whole(column, _typed(array.flatten())), lengths.astype(np.int32))
+        return lists(_lengths(array), _whole(column, _typed(array.flatten())))
     if column.multi:
         return _split(column, array)
-    return Ids(_whole(column, _prepared(column, array)))
+    return _whole(column, _prepared(column, array))
+
+
+def _lengths(array: pa.Array) -> np.ndarray:
+    """Number of values of each list [n], 0 for null."""
+    return pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
 
 
 def _typed(array: pa.Array) -> pa.Array:
@@ -175,17 +167,16 @@ def _typed(array: pa.Array) -> pa.Array:
     return array
 
 
-def _split(column: Column, array: pa.Array) -> Ids:
+def _split(column: Column, array: pa.Array) -> pa.ListArray:
     """Split fields such as ``3|17|4`` into ids; a missing field becomes an empty bag."""
     array = _null_where(pc.is_in(array, _bytes(("", *column.missing))), array)
     try:
         parts = pc.split_pattern(array.cast(pa.string()), column.multi)
     except pa.ArrowInvalid as error:
         raise MalformedError(column.name) from error
-    lengths = pc.list_value_length(parts).fill_null(0).to_numpy(zero_copy_only=False)
     values = parts.flatten().cast(pa.binary())
     _require(not pc.any(pc.equal(pc.binary_length(values), 0)).as_py(), column)
-    return Ids(_whole(column, _prepared(column, values)), lengths.astype(np.int32))
+    return lists(_lengths(parts), _whole(column, _prepared(column, values)))
 
 
 def _whole(column: Column, array: pa.Array) -> pa.Array:

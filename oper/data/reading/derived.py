@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from oper.data.arrays import as_numpy
 from oper.data.generate.ids import mix64
-from oper.data.reading.columns import Ids
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat, in_order
@@ -91,27 +90,26 @@ class _SideTable:
 
 def _missing_row(like: Rows) -> Rows:
     """Make one row of missing fields with the columns of `like`."""
-    none = [Ids(pa.nulls(1, x.values.type)) if x.lengths is None else Ids(
-        x.values[:0], np.zeros(1, np.int32)) for x in like.sparse]
+    none = [pa.array([[] if pa.types.is_list(x.type) else None], x.type) for x in like.sparse]
     return Rows(1, np.zeros(1, np.int64), np.zeros(1, np.int8),
                 np.zeros((like.dense.shape[0], 1), np.float32), tuple(none))
 
 
-def _single(ids: Ids, name: str) -> pa.Array:
-    """Return the values of a column with one id per row; raises InvalidInputError for lists."""
-    if ids.lengths is not None:
+def _single(ids: pa.Array, name: str) -> pa.Array:
+    """Return a column with one id per row; raises InvalidInputError for lists."""
+    if pa.types.is_list(ids.type):
         raise InvalidInputError("cannot join or cross a column", "column", name, "one id per row",
                                 "name a column without lists")
-    return ids.values
+    return ids
 
 
-def _crossed(cross: Cross, columns: dict[str, Ids]) -> Ids:
+def _crossed(cross: Cross, columns: dict[str, pa.Array]) -> pa.Array:
     """Hash the combined values of several columns to integers in 0..cross.rows - 1."""
     names: Sequence[str] = cross.of
-    state = np.zeros(len(columns[names[0]].values), np.uint64)
+    state = np.zeros(len(columns[names[0]]), np.uint64)
     for name in names:
         values = _single(columns[name], name).dictionary_encode()
         hashes = np.append(hash64(as_numpy(values.dictionary)), np.uint64(0))  # last = missing
         codes = values.indices.fill_null(len(values.dictionary)).to_numpy()
         state = mix64(state + hashes[codes] + np.uint64(1))
-    return Ids(pa.array((state % np.uint64(cross.rows)).astype(np.int64)))
+    return pa.array((state % np.uint64(cross.rows)).astype(np.int64))

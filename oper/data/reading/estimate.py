@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from oper.data.reading import store
 from oper.data.reading.lines import Unit, first_of_each_file, open_text
 from oper.data.reading.readers import num_arrays_rows, open_parquet, read_first
@@ -109,5 +111,7 @@ def _sampled(unit: Unit, recipe: Recipe) -> _Sampled:
     first = read_first(unit, recipe)
     if first is None or not first.rows.size:
         return _Sampled(rows, row_bytes, len(layout.of("sparse")), 0, unpacked)
-    return _Sampled(rows, row_bytes, sum(len(x.values) for x in first.sparse) / first.rows.size,
-                    sum(x.lengths is not None for x in first.sparse), unpacked)
+    bags = [pa.types.is_list(x.type) for x in first.sparse]
+    ids = sum(len(x.flatten() if several else x)
+              for x, several in zip(first.sparse, bags, strict=True))
+    return _Sampled(rows, row_bytes, ids / first.rows.size, sum(bags), unpacked)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from oper.data.reading import columns as convert
-from oper.data.reading.columns import Ids, MalformedError
+from oper.data.reading.columns import MalformedError
 from oper.data.reading.lines import Block, Progress, Unit, read_lines
 from oper.data.reading.rows import MAX_EXAMPLES, Rows, concat, in_order, piece_rows
 from oper.data.reading.text import TextLayout, parse_block
@@ -195,10 +195,10 @@ class _Piece:
                 found >= column.threshold).astype(np.int8)
         return np.ones(count, np.int8)
 
-    def _ids(self, column: Column, count: int) -> Ids:
+    def _ids(self, column: Column, count: int) -> pa.Array:
         there = self._there[column.name][:count]
         missing = count - int(np.count_nonzero(there))
         valid = pa.py_buffer(np.packbits(there, bitorder="little")) if missing else None
         kind = _PARSES[column.kind, column.parse][3]
-        return Ids(pa.Array.from_buffers(
-            kind, count, [valid, pa.py_buffer(self._outs[column.name])], missing))
+        return pa.Array.from_buffers(
+            kind, count, [valid, pa.py_buffer(self._outs[column.name])], missing)

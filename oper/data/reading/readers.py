@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
-from oper.data.arrays import read_header
+from oper.data.arrays import lists, read_header
 from oper.data.reading import columns as convert, store
-from oper.data.reading.columns import Ids, MalformedError, holds
+from oper.data.reading.columns import MalformedError, holds
 from oper.data.reading.lines import (
     Block,
     Progress,
@@ -218,8 +218,7 @@ def _bags(recipe: Recipe, layout: Layout) -> _Parse:
         items = numbers if first == "item" else [n[1:] for n in numbers]
         users = np.array([n[0] for n in numbers], np.int64) if first == "user" else rows
         lengths = np.array([x.size for x in items], np.int32)
-        bags = {"user": Ids(pa.array(users)),
-                "item": Ids(pa.array(np.concatenate(items)), lengths)}
+        bags = {"user": pa.array(users), "item": lists(lengths, np.concatenate(items))}
         names = recipe.names("sparse")
         return Rows(rows.size, rows, np.ones(rows.size, np.int8),
                     np.zeros((0, rows.size), np.float32), tuple(bags[n] for n in names))
@@ -331,10 +330,10 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
         numbers = np.asarray(dense[part], np.float32).T
         truth = np.asarray(labels[part]).reshape(-1)
         good = np.isfinite(numbers).all(axis=0) & ((truth == 0) | (truth == 1))
-        sparse = [Ids(pa.array(v[good].reshape(-1)), None if v.ndim == 1 else np.full(
-            int(good.sum()), v.shape[1], np.int32)) for v in members.columns(part)] if isinstance(
-            members, _Members) else [Ids(pa.array(np.asarray(members[part, k], np.int64)[good]))
-                                     for k in range(len(names))]
+        every = (members.columns(part) if isinstance(members, _Members)
+                 else [np.asarray(members[part, k], np.int64) for k in range(len(names))])
+        sparse = [pa.array(v[good]) if v.ndim == 1 else lists(
+            np.full(int(good.sum()), v.shape[1]), v[good].reshape(-1)) for v in every]
         bad = tuple(_bad_arrays_row(recipe, int(k) + start, truth[k], numbers[:, k])
                     for k in (~good).nonzero()[0][:MAX_EXAMPLES])
         yield Rows(rows.size, rows[good], truth[good].astype(np.int8), numbers[:, good],

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
-from oper.data.arrays import places_of
-from oper.data.reading.columns import Ids, MalformedError
+from oper.data.reading.columns import MalformedError
 
 MAX_EXAMPLES = 20
 PIECE_ROWS = 1 << 19   # maximum number of rows of the log in memory at once
@@ -42,7 +41,8 @@ class Rows:
         rows: index of each row in the unit of work, int64 [n], ascending unless reordered.
         labels: int8 [n], 0 or 1.
         dense: transformed numbers, float32 [D, n].
-        sparse: raw values of each sparse column.
+        sparse: raw values of each sparse column: integers or binary [n], null where missing, or
+            lists of them, none null.
         time: int64 [n], seconds since 1970; None = the log has no time.
         num_bad: number of malformed rows.
         bad: the first malformed rows, at most `MAX_EXAMPLES`.
@@ -52,7 +52,7 @@ class Rows:
     rows: np.ndarray
     labels: np.ndarray
     dense: np.ndarray
-    sparse: tuple[Ids, ...]
+    sparse: tuple[pa.Array, ...]
     time: np.ndarray | None = None
     num_bad: int = 0
     bad: tuple[BadRow, ...] = field(default=())
@@ -76,10 +76,10 @@ def concat(parts: Sequence[Rows]) -> Rows:
     times = [p.time for p in parts if p.time is not None]
     sparse = []
     for same in zip(*(p.sparse for p in parts), strict=True):
-        types = {ids.values.type for ids in same}
-        arrays = [ids.values if len(types) == 1 else ids.values.cast(pa.int64()) for ids in same]
-        lengths = [ids.lengths for ids in same if ids.lengths is not None]
-        sparse.append(Ids(pa.concat_arrays(arrays), np.concatenate(lengths) if lengths else None))
+        if len({ids.type for ids in same}) > 1:
+            wide = pa.list_(pa.int64()) if pa.types.is_list(same[0].type) else pa.int64()
+            same = tuple(ids.cast(wide) for ids in same)
+        sparse.append(pa.concat_arrays(same))
     return Rows(
         sum(p.num_lines for p in parts), np.concatenate([p.rows for p in parts]),
         np.concatenate([p.labels for p in parts]),
@@ -122,15 +122,7 @@ def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[in
 def in_order(rows: Rows, order: np.ndarray) -> Rows:
     """Gather rows: row k of the result is row `order[k]`; `order` int [m]."""
     at = pa.array(order)
-    sparse = []
-    for ids in rows.sparse:
-        if ids.lengths is None:
-            sparse.append(Ids(ids.values.take(at)))
-            continue
-        ends = np.concatenate([[0], np.cumsum(ids.lengths)])
-        lengths = ids.lengths[order]
-        taken = places_of(ends[order], lengths)
-        sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
-    return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
-                tuple(sparse), None if rows.time is None else rows.time[order], rows.num_bad,
-                rows.bad)
+    return replace(
+        rows, rows=rows.rows[order], labels=rows.labels[order], dense=rows.dense[:, order],
+        sparse=tuple(ids.take(at) for ids in rows.sparse),
+        time=None if rows.time is None else rows.time[order])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -219,10 +220,7 @@ def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms
         if last < _NUM_SAMPLES:
             ready = min(ready, times[last])
         start = max(free, ready)
-        end = begin + 1
-        limit = min(begin + max_batch, _NUM_SAMPLES)
-        while end < limit and times[end] <= start:
-            end += 1
+        end = bisect_right(times, start, begin + 1, min(begin + max_batch, _NUM_SAMPLES))
         took = float(service[end - begin])
         free = start + took
         busy += took
