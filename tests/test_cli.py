@@ -21,7 +21,7 @@ from oper.errors import InvalidInputError, PlanInfeasibleError, UsageError
 from oper.report import doctor
 from tests.support import ROOT, run_oper
 
-HEAVY = ("torch", "torchrec", "fbgemm_gpu", "matplotlib", "pandas")
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
 
 
 # What a Python process tells at its end. Its own processor time: the machine may be busy.
@@ -54,7 +54,7 @@ def test_help_is_fast_and_light() -> None:
 @pytest.mark.parametrize("verb", ["preprocess", "analyze", "plan", "explain"])
 def test_verbs_on_data_start_without_torchrec(verb: str) -> None:
     modules, _ = loaded_by([verb, "--help"])
-    assert modules & {"torchrec", "fbgemm_gpu", "matplotlib"} == set()
+    assert modules & {"torchrec", "fbgemm_gpu", "cvxpy", "matplotlib"} == set()
 
 
 @pytest.mark.parametrize("verb", cli.COMMANDS)

@@ -32,6 +32,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.search.peers": ("bench", "report"),
     "oper.bench": ("bench",),
     "tests": ("test",),
+    "tests.search.oracle": ("plan",),
+    "tests.fuzz.__main__": ("fuzz",),
     "examples": ("torchrec",),
 }
 # Nothing imports them: plugins of pytest, and programs, of which `moto_server` needs two packages

@@ -60,6 +60,7 @@ TORCHREC_PACKAGES = frozenset({"data", "integration", "rl_rec", "rl_rec.models",
 LIBRARIES: dict[str, frozenset[str]] = {
     "torchrec": TORCHREC_PACKAGES,
     "fbgemm_gpu": TORCHREC_PACKAGES,
+    "cvxpy": frozenset(),  # states the relaxation for tests
     "highspy": frozenset({"search"}),
     "matplotlib": frozenset({"report"}),
     "jinja2": frozenset({"report"}),
@@ -71,7 +72,7 @@ MAX_PARAMETERS = 7
 MANY_PARAMETERS = {"oper.sharding.shard", "oper.inference.publish", "oper.search.planner.make_plan",
                    "oper.shmem.compiled.lookup_op", "oper.shmem.compiled.update_op",
                    "oper.shmem.compiled._"}
-HEAVY = ("torch", "torchrec", "fbgemm_gpu", "matplotlib", "highspy", "scipy", "pyarrow")
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "highspy", "scipy", "pyarrow")
 
 
 def package_of(module: str) -> str:

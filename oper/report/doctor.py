@@ -33,6 +33,7 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
                  "make setup, or pip install --no-deps torchrec"),
     "fbgemm_gpu": (("fbgemm-gpu-cpu", "fbgemm-gpu"), "torchrec",
                    "pip install fbgemm-gpu-cpu (fbgemm-gpu on a GPU machine)"),
+    "cvxpy": (("cvxpy",), "the readable statement of the planner", "pip install 'oper[plan]'"),
     "scipy": (("scipy",), "baselines that solve a program", "pip install 'oper[report]'"),
     "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
     "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),

@@ -1,7 +1,7 @@
 """``python -m tests.programs``: random programs against an unsharded and a sharded model.
 
-Prints what every action came to, and for every way in which programs fail the first one, as Python
-text for ``--run FILE``. Ends with 1 if any has failed.
+Prints what every action came to, and for every way in which programs fail the smallest one that
+was found, as Python text for ``--run FILE``. Ends with 1 if any has failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import warnings
 
 from tests.programs.program import Program
-from tests.programs.runner import run_seeds
+from tests.programs.runner import run_seeds, smallest
 from tests.programs.table import ACTIONS
 from tests.programs.workers import Local, Processes
 
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="actions, separated by commas, not to be drawn")
     parser.add_argument("--jobs", type=int, default=1,
                         help="groups of processes; 0: in this process (one rank)")
+    parser.add_argument("--budget", type=int, default=250, help="programs tried to shrink one")
     parser.add_argument("--run", help="run the program in this file instead")
     parser.add_argument("--debug", action="store_true", help="with --run: in this process")
     args = parser.parse_args()
@@ -39,6 +40,8 @@ def main() -> int:
         print(f"OPER refused {name} {number:,} times: {text}")
     for signature, number in totals.failures.most_common():
         seed, program, finding = totals.findings[signature]
+        if args.budget:
+            program, finding = smallest(program, finding, budget=args.budget)
         print(f"\n{number:,} programs failed in {finding.action} ({finding.kind}), first seed "
               f"{seed}:\n{finding.text}\n{program.text()}", flush=True)
     total = sum(totals.failures.values())

@@ -1,4 +1,4 @@
-"""Runs many programs and sums up their results."""
+"""Runs many programs, sums up their results, and shrinks failing ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from oper.support.text import aligned
 from tests.programs.oracle import OUTCOMES, Finding
 from tests.programs.program import Program, draw_program
+from tests.programs.shrink import shrink
 from tests.programs.workers import BROKEN, Local, Processes
 
 
@@ -118,3 +119,23 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
     if errors:
         raise errors[0]
     return totals
+
+
+def smallest(program: Program, finding: Finding, *, fault: str | None = None, local: bool = False,
+             budget: int = 250) -> tuple[Program, Finding]:
+    """A failing program made small, and what it then shows."""
+    worker: Any = Local(fault) if local else Processes(program.world_size, fault)
+    last = finding
+
+    def fails(candidate: Program) -> bool:
+        nonlocal last
+        found = worker.run(candidate).finding
+        same = found is not None and found.signature == finding.signature
+        if same:
+            last = found
+        return same
+
+    try:
+        return shrink(program, fails, budget), last
+    finally:
+        worker.close()

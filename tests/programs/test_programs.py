@@ -14,7 +14,7 @@ from tests.programs.differences import DIFFERENCES
 from tests.programs.faults import FAULTS
 from tests.programs.oracle import Finding
 from tests.programs.program import Program, draw_program
-from tests.programs.runner import Totals, run_seeds
+from tests.programs.runner import Totals, run_seeds, smallest
 from tests.programs.table import ACTIONS
 from tests.programs.workers import BROKEN, Local, Processes
 from tests.support import ROOT
@@ -22,22 +22,23 @@ from tests.support import ROOT
 QUICK = {1: range(150), 2: range(40)}
 
 
-def check(totals: Totals) -> None:
-    """Fail with the program of the first failure."""
+def check(totals: Totals, world_size: int) -> None:
+    """Fail with the smallest program of the first failure."""
     for seed, program, finding in totals.findings.values():
+        program, finding = smallest(program, finding, local=world_size == 1, budget=60)
         pytest.fail(f"seed {seed}: {finding.text}\n{program.text()}", pytrace=False)
 
 
 def test_one_rank() -> None:
     totals = run_seeds(QUICK[1], 1, jobs=0, quiet=True)
-    check(totals)
+    check(totals, 1)
     tried = {name for name, _ in totals.counts}
     assert {name for name, action in ACTIONS.items() if action.weight >= 0.5} <= tried
     assert totals.programs == len(QUICK[1])
 
 
 def test_two_ranks() -> None:
-    check(run_seeds(QUICK[2], 2, quiet=True))
+    check(run_seeds(QUICK[2], 2, quiet=True), 2)
 
 
 @pytest.fixture(scope="module")

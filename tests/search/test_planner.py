@@ -133,7 +133,7 @@ def test_a_time_budget_is_kept():
 
 def test_importing_the_search_loads_no_solver():
     code = ("import sys, oper.search, oper.search.verbs; "
-            "print([m for m in ('highspy', 'scipy', 'torch') if m in sys.modules])")
+            "print([m for m in ('highspy', 'scipy', 'cvxpy', 'torch') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

@@ -1,0 +1,80 @@
+"""Makes a failing program small: fewer actions, a plainer model, plainer arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.programs.program import Program
+from tests.programs.table import ACTIONS
+
+_SGD = {"kind": "sgd", "by": "argument", "arguments": {"lr": 0.25}}
+# Of what a model is made of, by name; what else there is in a list is left out, where it can be.
+_PLAIN = {"dense": "", "half": False, "padding": None, "weighted": False, "last": False,
+          "mode": "sum", "subclass": "", "need_indices": False, "rows": 4, "dim": 1}
+
+
+def shrink(program: Program, fails: Callable[[Program], bool], budget: int = 250) -> Program:
+    """The smallest program found that fails in the same way.
+
+    Args:
+        program: fails.
+        fails: whether a program does, in that way; one that cannot be built does not.
+        budget: programs tried at most.
+    """
+    tries = 0
+    improved = True
+    while improved and tries < budget:
+        improved = False
+        for candidate in _smaller(program):
+            tries += 1
+            if tries > budget:
+                break
+            if fails(candidate):
+                program, improved = candidate, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Slightly simpler programs, the largest simplifications first."""
+    actions = program.actions
+    for size in (len(actions) // 2, len(actions) // 4, 2, 1):
+        for begin in range(0, len(actions), size) if size else ():
+            yield replace(program, actions=actions[:begin] + actions[begin + size:])
+    model = program.model
+    models = list(_plainer(model))
+    if len(model["embs"]) == 1 and not model["dense"]:
+        models.append(model | {"container": "bare"})
+    simpler: dict[str, list[Any]] = {
+        "wrapper": [""], "dist": [False], "plan": [0], "model": models,
+        "optimizer": [_SGD, program.optimizer | {"by": "argument"}]}
+    for name, values in simpler.items():
+        for value in values:
+            if getattr(program, name) != value:
+                yield replace(program, **{name: value})
+    for k, (name, args) in enumerate(actions):
+        usual = {"table": 0, "seed": 1, "shapes": ["usual"] * len(args["shapes"])} | {
+            n: values[0] for n, values in ACTIONS[name].choices.items()}
+        one = {"shapes": ["one"] * len(args["shapes"])}
+        for change in (*({key: value} for key, value in usual.items()), one):
+            if args | change != args:
+                yield replace(program, actions=[
+                    *actions[:k], (name, args | change), *actions[k + 1:]])
+
+
+def _plainer(data: Any) -> Iterator[Any]:
+    """Dictionaries with one value of `_PLAIN`, lists without one element, and what is inside."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            if value != _PLAIN.get(name, value):
+                yield data | {name: _PLAIN[name]}
+            for inner in _plainer(value):
+                yield data | {name: inner}
+    elif isinstance(data, list):
+        for k, value in enumerate(data):
+            if len(data) > 1:
+                yield data[:k] + data[k + 1:]
+            for inner in _plainer(value):
+                yield [*data[:k], inner, *data[k + 1:]]
