@@ -26,7 +26,9 @@ RANDOM_PROBLEMS = (
 )
 
 # They take longest: no worker should be left with one of their files at the end.
-FIRST = tuple(f"tests/{name}/" for name in ("train", "bench", "cuda", "faults", "integration"))
+FIRST = tuple(f"tests/{name}" for name in (
+    "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "test_demo", "test_docs",
+    "test_example"))
 
 
 @dataclass(frozen=True, slots=True)
