@@ -26,7 +26,9 @@ RANDOM_PROBLEMS = (
 )
 
 # They take longest: no worker should be left with one of their files at the end.
-FIRST = tuple(f"tests/{name}/" for name in ("train", "bench", "cuda", "faults", "integration"))
+FIRST = tuple(f"tests/{name}" for name in (
+    "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "test_demo", "test_docs",
+    "test_example"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ NIGHTLY = (
     Nightly("tests/search/test_owner_rows.py::"
             "test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan",
             "each kind of link at least once, equal and unequal, training and inference",
-            "pairs-training|hosts-inference|shared-(training|inference|pairs-training)"
-            "|racks-training"),
+            "(gpus|hosts|pairs)-training|hosts-inference"
+            "|shared-(training|inference|pairs-training)|racks-training"),
     Nightly("tests/search/test_whole_rows.py::test_the_planner_splits_only_what_may_be_split",
             "LARS", ".*lamb"),
     Nightly("tests/search/test_branching.py::test_no_plan_is_below_the_bound_of_its_own_node",

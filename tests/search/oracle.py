@@ -61,7 +61,7 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
     return out
 
 
-def some_placements(t: TableProblem, world: int, seed: int, count: int = 120) -> list[Placement]:
+def some_placements(t: TableProblem, world: int, seed: int, count: int = 40) -> list[Placement]:
     """Placements of one table drawn from many: whole or in two column pieces, in one tier or two,
     of all kinds and owners."""
     rows, dim = t.spec.num_rows, t.spec.dim

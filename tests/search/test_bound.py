@@ -123,9 +123,9 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
 @pytest.mark.parametrize("topology", [gpus(2, slow=1), gpus(3, per_host=2), gpus(3, slow=1),
                                       host(2), gpus(4, per_host=2, slow=2)])
 def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ranks(seed, topology):
-    """The optimum is over hundreds of placements per table, including the found plan's."""
+    """The optimum is over dozens of placements per table, including the found plan's."""
     stated = problem(3, 40 + seed, topology, allow=EVERYTHING)
-    plan = plan_problem(stated, target_gap=0.0)
+    plan = plan_problem(stated, target_gap=0.03)
     relaxation = Relaxation(CostModel(stated))
     candidates = [[entry.pieces, *some_placements(t, stated.machine.world_size, seed)]
                   for t, entry in zip(relaxation.tables, plan.tables, strict=True)]

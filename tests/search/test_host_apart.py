@@ -135,7 +135,7 @@ def _lopsided(many: Problem, rng: np.random.Generator) -> Plan:
 def test_the_bound_is_below_the_optimum_of_tiny_cases(seed, per_host):
     """Three tables on four ranks; the found plan's placements are among the choices."""
     tiny = problem(3, 60 + seed, gpus(4, per_host=per_host), allow=EVERYTHING)
-    plan = plan_problem(tiny, target_gap=0.0)
+    plan = plan_problem(tiny, target_gap=0.03)
     relaxation = Relaxation(CostModel(tiny))
     candidates = [[entry.pieces, *some_placements(t, 4, seed)]
                   for t, entry in zip(relaxation.tables, plan.tables, strict=True)]
@@ -154,7 +154,7 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
     assert recomputed(found) >= found.lower_bound_us * (1 - 1e-9)
     plan = plan_problem(few)
     assert plan.gap < 0.05
-    assert tighten_bound(plan, few, max_work=7000).lower_bound_us >= plan.lower_bound_us
+    assert tighten_bound(plan, few, max_work=1400).lower_bound_us >= plan.lower_bound_us
 
 
 def test_a_host_is_distinguished_if_hosts_are_alike():

@@ -145,7 +145,7 @@ def test_the_bound_is_below_the_best_of_all_pairs_of_placements(topology: Topolo
     specs, stats = tables_and_stats(2, 80 + seed, lengths=(4, 20, 50))
     tiny = make_problem(specs, stats, topology, batch_size=4096, allow=EVERYTHING)
     world = topology.world_size
-    candidates = [some_placements(t, world, seed, 40) for t in tiny.tables]
+    candidates = [some_placements(t, world, seed) for t in tiny.tables]
     best = min(evaluate(Plan(world, tuple(table_plan(t, x) for t, x in zip(
         tiny.tables, chosen, strict=True)), tiny.objective, tiny.batch_size), tiny).step_us
         for chosen in product(*candidates))

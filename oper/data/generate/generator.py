@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -234,11 +235,12 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
                        fixed_bags=bool(entry.get("fixed_bags", False))) for n in names]
 
 
-def criteo_1tb() -> list[TableModel]:
+@functools.cache  # the fit takes seconds
+def criteo_1tb() -> tuple[TableModel, ...]:
     """Model Criteo 1TB by power laws, fitted to its numbers of distinct and of frequent values."""
-    return [TableModel(f"C{k + 1}", fit_cardinality(published.CRITEO_1TB_ROWS, *values, 3))
-            for k, values in enumerate(zip(
-                published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT, strict=True))]
+    return tuple(TableModel(f"C{k + 1}", fit_cardinality(published.CRITEO_1TB_ROWS, *values, 3))
+                 for k, values in enumerate(zip(
+                     published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT, strict=True)))
 
 
 def mlperf_dlrm_v2() -> list[TableModel]:
@@ -278,7 +280,7 @@ def _deeprecsys(tables: int, rows: int, length: int) -> Callable[[], list[TableM
                     for k in range(tables)]
 
 
-PRESETS: dict[str, Callable[[], list[TableModel]]] = {
+PRESETS: dict[str, Callable[[], Sequence[TableModel]]] = {
     "criteo-1tb": criteo_1tb, "mlperf-dlrm-v2": mlperf_dlrm_v2, "meta-2021": meta_2021,
     "deeprecsys-rm1": _deeprecsys(8, 4_000_000, 80),
     "deeprecsys-rm2": _deeprecsys(32, 500_000, 120),
