@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <utility>
 
 #include "host/counters/phases.h"
 #include "host/faults.h"
@@ -78,7 +79,13 @@ Status Barrier::arrive(uint32_t phase, bool refuses, uint32_t settings) {
   return wait();
 }
 
+void Barrier::refuse(uint32_t phase) {
+  come(phase, true);
+  has_refused_ = true;
+}
+
 void Barrier::come(uint32_t phase, bool refuses, uint32_t settings) {
+  if (std::exchange(has_refused_, false)) wait();
   if (failed_.code != kOk) return;
   reach(FaultPoint::kBarrier);
   const uint32_t target = ++epoch_;
@@ -142,8 +149,10 @@ std::vector<int64_t> Barrier::positions() const {
     const uint32_t epoch = line.epoch.load(std::memory_order_seq_cst);
     // In this order: an update that has ended had begun.
     const int64_t begun = line.begun.load(), ended = line.ended.load();
-    found.insert(found.end(), {int64_t{epoch}, int64_t{line.phase[epoch & 1].load() & ~kRefuses},
-                               int64_t{line.absent.load()}, line.verdict.load(), begun, ended});
+    const uint32_t word = line.phase[epoch & 1].load();
+    found.insert(found.end(),
+                 {int64_t{epoch}, int64_t{word & ~kRefuses}, int64_t{line.absent.load()},
+                  line.verdict.load(), begun, ended, int64_t{(word & kRefuses) != 0}});
   }
   return found;
 }

@@ -64,6 +64,9 @@ class Barrier {
   // The two halves of arrive(): in between, a rank may do work for which its peers need not wait.
   void come(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   Status wait();
+  // Makes all ranks skip what follows the next barrier, at which the others arrive later for `phase`:
+  // this rank does not wait for them before its own next arrival.
+  void refuse(uint32_t phase);
 
   // Announces that this rank will not arrive again: ranks that wait for it fail at once with
   // `verdict`.
@@ -71,7 +74,8 @@ class Barrier {
 
   // Records that an update of this rank's rows begins or has ended.
   void note_update(bool begins);
-  // Per rank: number of arrivals, phase of the last one, Absence, verdict, updates begun and ended.
+  // Per rank: number of arrivals, phase of the last one, Absence, verdict, updates begun and ended,
+  // whether it refused at its last arrival.
   std::vector<int64_t> positions() const;
 
  private:
@@ -82,6 +86,7 @@ class Barrier {
   std::vector<int> pidfds_;
   int64_t deadline_ms_;
   uint32_t epoch_ = 0;
+  bool has_refused_ = false;  // and has not waited for the others yet
   int spins_;
   int process_;
   Status failed_;

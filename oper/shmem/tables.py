@@ -36,7 +36,7 @@ from oper.shmem.group.agreement import check_agreement
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.status import NOT_BEGUN
+from oper.shmem.group.status import NOT_BEGUN, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -295,14 +295,18 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch.pooled, collective, known and known.offsets, known and known.addresses,
             shared and shared.bags, shared and shared.samples)
         if code:
-            if code in NOT_BEGUN:
+            # No rank waits for an invalid id's lookup if all ranks read rows directly.
+            if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
+                                     and not self.has_push):
                 self._tell_refused(collective)
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
     def _tell_refused(self, collective: bool) -> None:
-        """Make the other ranks skip the lookup in which they wait for this rank."""
-        torch.ops.oper.lookup_refuse(self.handle, collective)
+        """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
+        in lookups, its update."""
+        if self.has_push or self._exchange is not None or not self._held.holders:
+            torch.ops.oper.lookup_refuse(self.handle, collective)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import oper
-from oper.errors import DeadlineError, OperError, PeerLostError
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.integration.checkpoint.survivors import Survivors
+from oper.plan import uniform_plan
+from oper.shmem.counters.progress import Progress
+from oper.tables import TableSpec
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 from tests.runtime_support import assert_bitwise
+from tests.support import wait_for
 from tests.world_support import RankFailedError, report, run_world, world
 
 POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host/faults.h
@@ -131,3 +136,27 @@ def test_nothing_is_saved_while_all_live(tmp_path: Path) -> None:
     for text in run_world(2, _alive, str(tmp_path / "c")):
         assert "0 updates begun and ended on all ranks" in text
     assert os.listdir(tmp_path) == []
+
+
+def _refuses(rank: int, world_size: int, folder: str) -> bool:
+    """Rank 1 refuses a batch under a plan without pushed rows, and ends."""
+    torch.manual_seed(0)
+    model = oper.shard(nn.EmbeddingBag(10, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
+                       plan=uniform_plan([TableSpec("weight", 10, 4, ("weight",),
+                                                    optimizer="sgd")], world_size))
+    survivors = Survivors(model)
+    model(torch.tensor([[rank]])).sum().backward()
+    survivors.mark()
+    if rank == 1:
+        with pytest.raises(InvalidInputError, match="id=10"):
+            model(torch.tensor([[10]]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="refused its batch"):
+        model(torch.tensor([[2]])).sum().backward()
+    wait_for(lambda: bool(Progress(model.tables).missing()))
+    return survivors.save(folder, {"step": 1})
+
+
+def test_survivors_save_if_the_rank_that_ended_had_refused_its_batch(tmp_path: Path) -> None:
+    with world(2, _refuses, str(tmp_path / "c")) as running:
+        assert running.receive(0) is True

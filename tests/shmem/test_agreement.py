@@ -18,6 +18,7 @@ from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
+from tests.support import pushed
 
 TABLES = [TableSpec(name, 30, 4, (name,), "sum", "float32", "sgd") for name in ("first", "second")]
 FEATURES = [(t.name, t.name) for t in TABLES]
@@ -89,9 +90,11 @@ def _rows(tables: ShardedTables) -> torch.Tensor:
     ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"),
     ((_freeze, "second"), "'frozen': ['second']")])
 @pytest.mark.parametrize("domains", [None, [0, 0, 1]], ids=["one domain", "two domains"])
-def test_no_rank_updates_with_other_settings(domains: list[int] | None, change: Any, wanted: str
-                                             ) -> None:
+@pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
+def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: bool, change: Any,
+                                             wanted: str) -> None:
     plan = uniform_plan(TABLES, 3, "striped")
+    plan = pushed(plan) if pushes else plan
 
     def body(group: ThreadGroup) -> str:
         tables = ShardedTables(plan, FEATURES, group, SGD(lr=0.1))

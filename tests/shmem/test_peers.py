@@ -92,10 +92,11 @@ _ONE_BAG = SharedBags(torch.tensor([1]), torch.tensor([[0] * 9 + [1]]))
     (Lookup(_IDS[:1], torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1,
             shared=_ONE_BAG), "inverse_indices"),
 ], ids=["id", "sum of lengths", "number of lengths", "bag"])
-def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, words: str) -> None:
+@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
+def test_a_refused_batch_releases_the_others(batch: Lookup, words: str, pushes: bool) -> None:
     """All ranks skip the batch, and the next one is trained as if it had not existed."""
-    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
-                               "striped"))
+    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
+    plan = pushed(plan) if pushes else plan
     errors = _one_rank_refuses(plan, lambda rank: batch if rank else bags_of_one(_IDS))
     (mine,) = [e for e in errors if isinstance(e, InvalidInputError)]
     (others,) = [e for e in errors if isinstance(e, PeerLostError)]
@@ -107,12 +108,13 @@ def test_a_batch_refused_where_owners_pool_releases_the_others(batch: Lookup, wo
 @pytest.mark.parametrize("bounds", ["fatal", "warning"])
 @pytest.mark.parametrize("train", [_train, _train_resolved, _train_in_parts],
                          ids=["at once", "resolved", "in parts"])
+@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
 def test_a_malformed_batch_releases_the_others(
         spoil: Callable[[Lookup], Lookup], bounds: str,
-        train: Callable[[ShardedTables, Lookup], None]) -> None:
+        train: Callable[[ShardedTables, Lookup], None], pushes: bool) -> None:
     """Includes batches that a thread has resolved in advance."""
-    plan = pushed(uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2,
-                               "striped"))
+    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
+    plan = pushed(plan) if pushes else plan
     errors = _one_rank_refuses(plan, lambda rank: (spoil if rank else replace)(bags_of_one(_IDS)),
                                bounds, train)
     (others,) = [e for e in errors if isinstance(e, PeerLostError)]

@@ -105,6 +105,9 @@ void refuse_forward(Context& context, bool collective) {
       synchronize(context, CollectivePhase::kRequests, Batch{}, mine);
     } else if (context.exchange && context.exchange->setup.gathers) {
       context.exchange->synchronize(CollectivePhase::kGather, Batch{}, mine);
+    } else if (collective && context.barrier && !context.exchange) {
+      // The others have not waited in this lookup, but will wait for its gradients.
+      context.barrier->refuse(static_cast<uint32_t>(CollectivePhase::kGradients));
     }
   });
 }

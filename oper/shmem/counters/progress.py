@@ -94,13 +94,13 @@ class Progress:
 
         This requires that no rank has begun an update after the mark, and that none can begin one.
         No rank can begin one if this rank has since arrived only at barriers of forward passes, and
-        the caller arrives at no others; or if a missing rank has not arrived at a barrier at which
-        this rank has arrived, since no rank passes that barrier.
+        the caller arrives at no others; or if a missing rank has refused at the barrier at which
+        this rank arrived last, or has not arrived there, since no rank passes that barrier.
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()
         mine, phase = (found[self.rank].arrivals, found[self.rank].phase) if found else (0, -1)
         held = (mine == mark.arrivals or phase in FORWARD
-                or any(found[r].arrivals < mine for r in missing))
+                or any(found[r].arrivals < mine + found[r].refuses for r in missing))
         whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
         return self._tables.handle == mark.handle and held and whole

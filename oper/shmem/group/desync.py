@@ -76,6 +76,7 @@ class BarrierState(NamedTuple):
         absent: 0 = present; otherwise `GIVEN_UP`, or `_CLOSED` if it has closed its tables.
         verdict: the rank's verdict (`Verdict.pack`), or 0.
         begun, ended: number of updates of its rows that the rank has begun and ended.
+        refuses: 1 if all ranks skip what follows its last arrival, else 0.
     """
 
     arrivals: int
@@ -84,6 +85,7 @@ class BarrierState(NamedTuple):
     verdict: int
     begun: int
     ended: int
+    refuses: int
 
 
 def barrier_states(handle: int) -> list[BarrierState]:
