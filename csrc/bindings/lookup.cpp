@@ -208,34 +208,6 @@ bool are_bags(const Tensor& bags, int64_t batch_size, int64_t num_lengths) {
                      [=](int64_t k) { return 0 <= k && k <= batch_size; });
 }
 
-// Arranges that pooled rows reach the rows of samples, in `out` or, where that cannot be done in place, a
-// new tensor. Returns the features for which `spread` has to do it after the lookup; bags that ascend
-// with the samples are written to them at once. `kinds`: by feature of the collection.
-std::vector<size_t> place_samples(const Context& context, const Samples& samples,
-                                  const std::vector<Samples::Kind>& kinds, bool pushes,
-                                  Batch& batch, Tensor* out) {
-  std::vector<size_t> spreads;
-  bool in_place = samples.count == batch.num_rows;
-  for (size_t k = 0; k < context.features.size(); ++k) {
-    const Feature& feature = context.features[k];
-    const Table& table = context.tables[feature.table];
-    const Samples::Kind& kind = kinds[feature.logical];
-    if (kind.are_ascending && table.types.empty() && !(pushes && table.has_push)) {
-      batch.features[k].samples = samples.of(feature);
-    } else {
-      spreads.push_back(k);
-      in_place &= kind.are_in_order;
-    }
-  }
-  if (!in_place) *out = pooled_tensor(ScalarType::Float, {samples.count, batch.out_stride});
-  for (size_t k = 0; k < context.features.size(); ++k)
-    if (kinds[context.features[k].logical].are_own && batch.features[k].samples && in_place)
-      batch.features[k].samples = nullptr;  // there already
-  batch.samples_out = float_data(*out);
-  batch.num_samples = samples.count;
-  return spreads;
-}
-
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
@@ -250,12 +222,13 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
                   "internal: bags of keys that a batch cannot have");
   STD_TORCH_CHECK(bags.has_value() == samples.has_value(), "internal: bags of no samples");
   std::optional<Samples> shared;
-  std::vector<Samples::Kind> kinds;
+  bool are_in_order = true;
   if (samples) {
     shared = samples_of(*samples, key_of);
     for (int64_t f = 0; f < shared->num_features; ++f) {
-      kinds.push_back(shared->kind(f, int64_data(*bags)[int64_data(key_of)[f]]));
-      if (kinds.back().is_outside) return {nothing(), nothing(), kBadSamples, f};
+      const Samples::Kind kind = shared->kind(f, int64_data(*bags)[int64_data(key_of)[f]]);
+      if (kind.is_outside) return {nothing(), nothing(), kBadSamples, f};
+      are_in_order &= kind.are_in_order;
     }
   }
   // Only if nothing but pooling reads the bounds; it does not compute those of padding.
@@ -284,23 +257,21 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
-  Tensor of_samples = out;
-  std::vector<size_t> spreads;
-  if (shared)
-    spreads = place_samples(context, *shared, kinds, collective && context.has_push, batch,
-                            &of_samples);
   // Outputs of all ranks of more than a quarter of the cache would not stay there until they are
   // used. Measured on two cores, with a pass over the output: bypassing the cache took 10 % less
   // time from a fifth of its size on, and 5 % more at a tenth. Rows to be spread are used at once.
-  const int64_t num_rows = shared ? shared->count : batch.num_rows;
-  batch.stream = spreads.empty() && num_rows * batch.out_stride * 4 * context.world_size >
-                                        last_level_cache_bytes() / 4;
+  batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
+                                 last_level_cache_bytes() / 4;
   const Status status =
       status_of([&] { forward(context, batch, float_data(out), collective); });
-  if (status.code == 0 && !spreads.empty())
-    spread(context, *shared, spreads, float_data(out), float_data(of_samples));
+  if (shared && status.code == 0) {
+    const Tensor pooled = out;
+    if (shared->count != batch.num_rows || !are_in_order)
+      out = pooled_tensor(ScalarType::Float, {shared->count, batch.out_stride});
+    spread(context, *shared, float_data(pooled), float_data(out));
+  }
   clock.end(kForward);  // with the offsets
-  return {of_samples, offsets, status.code, status.detail};
+  return {out, offsets, status.code, status.detail};
 }
 
 // `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B], ascending:

@@ -348,9 +348,6 @@ struct FeatureBags {
   // In a backward pass: the gradient of bag b is at gradients[b * gradient_stride].
   const float* gradients = nullptr;
   int64_t gradient_stride = 0;
-  // In a forward pass: the bag of each sample, ascending [Batch::num_samples], if pooled rows are to
-  // be written to the samples' rows of `Batch::samples_out` instead, else null.
-  const int64_t* samples = nullptr;
   int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
@@ -389,9 +386,8 @@ struct Samples {
   int64_t num_features, count;
   // Properties of one feature's bags. is_outside: some bag is not in [0, limit). are_in_order: none
   // exceeds its sample's index, as if numbered by first sample. are_own: sample b has bag b.
-  // are_ascending: the samples of a bag follow each other.
   struct Kind {
-    bool is_outside, are_in_order, are_own, are_ascending;
+    bool is_outside, are_in_order, are_own;
   };
   const int64_t* of(const Feature& feature) const { return bags + feature.logical * count; }
   Kind kind(int64_t feature, int64_t limit) const;
@@ -428,9 +424,7 @@ struct Batch {
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
-  const SampleGradients* shared = nullptr;  // source of features' gradients, or null
-  float* samples_out = nullptr;              // see FeatureBags::samples; rows as those of the output
-  int64_t num_samples = 0;
+  const SampleGradients* shared = nullptr;     // source of features' gradients, or null
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
@@ -471,10 +465,9 @@ void forward(Context& context, const Batch& batch, float* out, bool collective);
 // Called instead of `forward` by a rank that cannot take part; then no rank looks up this batch.
 void refuse_forward(Context& context, bool collective);
 
-// Copies pooled rows of bags, the output of `forward`, to rows of samples, for the features of
-// `which`. `out` may equal `pooled` if no sample's bag has a larger index than the sample.
-void spread(Context& context, const Samples& samples, const std::vector<size_t>& which,
-            const float* pooled, float* out);
+// Copies pooled rows of bags, the output of `forward`, to rows of samples. `out` may equal `pooled`
+// if no sample's bag has a larger index than the sample.
+void spread(Context& context, const Samples& samples, const float* pooled, float* out);
 
 // Sums by bag, in the order of the samples.
 void add_up(Context& context, const SampleGradients& shared);

@@ -324,81 +324,20 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
   return found;
 }
 
-using CopyRow = void (*)(const float* row, int64_t count, float* out, int64_t stride, int dim);
-
-// Pools bags one by one and copies the row of each, from the first-level cache, to its samples: their
-// stores then overlap with reading the next bag's rows.
-class ToSamples {
- public:
-  // `out`: the feature's columns of the first sample's row.
-  ToSamples(const Table& table, const BagRange& range, PoolBlock pool, float* out, bool stream)
-      : table_(table), range_(range), pool_(pool), out_(out), streams_(stream) {
-    const int64_t* samples = range.bags.samples;
-    next_ = std::lower_bound(samples, samples + range.batch.num_samples, range.begin) - samples;
-    with_row_width(table.dim, [&](auto width) {
-      constexpr int N = decltype(width)::value;
-      copy_ = stream ? copy<N, true> : copy<N, false>;
-    });
-  }
-  // As `PoolBlock`, for the bags [b, end).
-  void pool(int64_t b, int64_t end, const int64_t* rows) {
-    const int64_t* samples = range_.bags.samples;
-    const int64_t* bounds = range_.bags.bounds;
-    const int64_t stride = range_.batch.out_stride;
-    for (; b < end; rows += bounds[b + 1] - bounds[b], ++b) {
-      const int64_t first = next_;
-      while (next_ < range_.batch.num_samples && samples[next_] == b) ++next_;
-      if (next_ == first) continue;
-      float* to = out_ + first * stride;
-      float* row = streams_ ? row_ : to;
-      pool_(table_, rows, bounds + b, range_.batch.weights, 1, row, stride);
-      const int64_t there = streams_ ? 0 : 1;
-      copy_(row, next_ - first - there, to + there * stride, stride, table_.dim);
-    }
-  }
-
- private:
-  template <int N, bool kStream>
-  static void copy(const float* from, int64_t count, float* to, int64_t stride, int dim) {
-    Row<N> row;
-    row.load(from, dim);
-    for (int64_t k = 0; k < count; ++k)
-      kStream ? row.stream(to + k * stride, dim) : row.store(to + k * stride, dim);
-  }
-
-  const Table& table_;
-  const BagRange& range_;
-  PoolBlock pool_;
-  CopyRow copy_;
-  float* out_;
-  bool streams_;
-  int64_t next_;  // first sample of the next bag
-  alignas(64) float row_[16 * kMaxVectors];
-};
-
 int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
   const int64_t stride = range.batch.out_stride;
   const float* weights = range.batch.weights;
-  const bool expands = range.bags.samples != nullptr;
-  float* first = (expands ? range.batch.samples_out : out) + range.bags.out_begin;
-  const bool lines = fills_lines(first, table.dim) && stride % 16 == 0;
+  float* first = out + range.bags.out_begin;
+  const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0 &&
+                     table.dim % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
   const PoolBlock pool_some =
-      pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr,
-                    stream && !expands);
-  int64_t bad = -1;
-  if (expands) {
-    ToSamples samples(table, range, pool_some, first, stream);
-    bad = for_blocks<kRows>(
-        table, range, scratch,
-        [&](int64_t b, int64_t end, const int64_t* rows) { samples.pool(b, end, rows); });
-  } else {
-    bad = for_blocks<kRows>(
-        table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
-          pool_some(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
-        });
-  }
+      pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);
+  const int64_t bad = for_blocks<kRows>(
+      table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
+        pool_some(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
+      });
   if (stream) finish_streaming();
   return bad;
 }

@@ -21,14 +21,13 @@ struct TableBatch {
 
 // ---- backward: emit reduced rows in key order --------------------------------------------------
 
-// Rows for other ranks of this memory domain are streamed past the caches: their owners' cores still
-// hold these lines, and storing to a line that another core holds takes several times as long.
 class Outbox {
  public:
-  // Allocates space for `count` rows of `table`; `ok()` is false if there was not enough. `again`:
-  // rows are stored by `next_or_same`, otherwise by `put`.
-  Outbox(Context& context, const Table& table, int32_t index, int64_t count, bool again)
-      : context_(context), owner_begin_(table.owner_begin.data()), dim_(table.dim), again_(again) {
+  // Allocates space for `count` rows of `table`; `ok()` is false if there was not enough.
+  Outbox(Context& context, const Table& table, int32_t index, int64_t count)
+      : owner_begin_(table.owner_begin.data()),
+        world_size_(context.world_size),
+        dim_(table.dim) {
     OutboxTable* entry = context.outbox_table(context.rank, index);
     begin_ = entry->begin();
     begin_[0] = 0;
@@ -36,82 +35,42 @@ class Outbox {
     if (!ok_) return;
     slots_ = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
     rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
-    fills_lines_ = fills_lines(rows_, dim_);
-    // A batch has already needed more rows than the cache keeps until their owners read them.
-    streams_all_ = dim_ > kMostStaged &&
-                   context.outbox_header(context.rank)->used_bytes * context.world_size >
-                       last_level_cache_bytes();
-    begin_owner();
   }
   bool ok() const { return ok_; }
-  // Stores the row of the next key, which is larger than all before.
-  template <int N>
-  OPER_INLINE void put(int64_t key, const Row<N>& row) {
-    if (key >= owner_begin_[owner_ + 1]) turn_to(key);
-    slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
-    float* to = rows_ + (count_++) * dim_;
-    if (streams_) {
-      row.stream(to, static_cast<int>(dim_));
-    } else {
-      row.store(to, static_cast<int>(dim_));
-    }
+  // Whether to write rows past the caches: they fill whole lines, and a batch has already needed
+  // more of them than the cache keeps until their owners read them.
+  bool streams(const Context& context) const {
+    const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
+    return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(rows_) % 64 == 0;
   }
-  // Where to store the row of the next key or, if not `is_next`, of the last one again, without a
-  // branch on it. Rows have at most kMostStaged columns.
+  // Where to store the row of the next key, which is larger than all before.
+  OPER_INLINE float* next(int64_t key) {
+    while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
+    slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
+    return rows_ + (count_++) * dim_;
+  }
+  // The same for the next key or, if not `is_next`, the last one again, without a branch on it.
   OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
-    if (key >= owner_begin_[owner_ + 1]) turn_to(key);
-    if (is_next & (count_ == full_)) stream_staged();
+    while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     count_ += is_next;
     slots_[count_ - 1] = static_cast<uint32_t>(key - owner_begin_[owner_]);
-    return to_ + (count_ - 1 - first_) * dim_;
+    return rows_ + (count_ - 1) * dim_;
   }
   void close() {
-    stream_staged();
-    while (owner_ < context_.world_size) begin_[++owner_] = count_;
-    if (fills_lines_) finish_streaming();
+    while (owner_ < world_size_) begin_[++owner_] = count_;
   }
-  static constexpr int kMostStaged = 64;
 
  private:
-  static constexpr int64_t kStaged = 16;  // rows
-
-  void turn_to(int64_t key) {
-    stream_staged();
-    while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
-    begin_owner();
-  }
-  void begin_owner() {
-    const std::vector<int32_t>& near = context_.domain;
-    const bool is_read = owner_ != context_.rank && std::ranges::find(near, owner_) != near.end();
-    streams_ = fills_lines_ && (streams_all_ || is_read);
-    const bool stages = streams_ && again_;
-    to_ = stages ? staged_ : rows_;
-    first_ = stages ? count_ : 0;
-    full_ = stages ? count_ + kStaged : std::numeric_limits<int64_t>::max();
-  }
-  // Only finished rows are streamed: writing parts of a line twice would cost two accesses.
-  void stream_staged() {
-    if (to_ != staged_) return;
-    float* to = rows_ + first_ * dim_;
-    for (int64_t i = 0; i < (count_ - first_) * dim_; i += 16)
-      stream_lanes(to + i, lanes_of(staged_ + i));
-    first_ = count_;
-    full_ = count_ + kStaged;
-  }
-
-  const Context& context_;
   const int64_t* owner_begin_;
   int64_t* begin_ = nullptr;
   uint32_t* slots_ = nullptr;
   float* rows_ = nullptr;
+  int32_t world_size_;
   int64_t dim_;
-  bool again_;
   int32_t owner_ = 0;
   int64_t count_ = 0;
-  bool ok_ = false, fills_lines_ = false, streams_all_ = false, streams_ = false;
-  float* to_ = nullptr;  // rows from first_ on are stored here, those from full_ on not yet
-  int64_t first_ = 0, full_ = 0;
-  alignas(64) float staged_[kStaged * kMostStaged];
+  bool ok_ = false;
 };
 
 // ---- backward: small tables, accumulated in place ----------------------------------------------
@@ -152,14 +111,11 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   }
   int64_t count = 0;
   for (int64_t key = 0; key < num_rows; ++key) count += seen[key];
-  Outbox outbox(context, table, index, count, false);
+  Outbox outbox(context, table, index, count);
   if (!outbox.ok()) return false;
   for (int64_t key = 0; key < num_rows; ++key)
-    if (seen[key]) {
-      Row<N> row;
-      row.load(sums + key * dim, dim);
-      outbox.put(key, row);
-    }
+    if (seen[key])
+      std::memcpy(outbox.next(key), sums + key * dim, static_cast<size_t>(dim) * 4);
   outbox.close();
   return true;
 }
@@ -226,14 +182,12 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     return staged ? staged + static_cast<int64_t>(bag) * dim
                   : bag_gradient(table, batch, bag);
   };
-  constexpr bool kNarrow = N != 0 && N <= 4;
-  static_assert(!kNarrow || 16 * N <= Outbox::kMostStaged);
-  Outbox outbox(context, table, index, in.order.num_rows, kNarrow);
+  Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
   // The number of a row's occurrences is unpredictable: a branch on it costs more than storing a
   // narrow row's sum after every one of its gradients.
-  if constexpr (kNarrow) {
+  if constexpr (N != 0 && N <= 4) {
     Row<N> sum;
     sum.zero(dim);
     K last = 0;
@@ -252,6 +206,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
     outbox.close();
     return true;
   }
+  const bool stream = outbox.streams(context);
   for (int64_t i = 0; i < n;) {
     const K key = sorted[i] >> payload_bits;
     Row<N> sum;
@@ -266,8 +221,13 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
         sum.add(gradient(sorted[i]), dim);
       }
     }
-    outbox.put(static_cast<int64_t>(key), sum);
+    if (stream) {
+      sum.stream(outbox.next(static_cast<int64_t>(key)), dim);
+    } else {
+      sum.store(outbox.next(static_cast<int64_t>(key)), dim);
+    }
   }
+  if (stream) finish_streaming();
   outbox.close();
   return true;
 }

@@ -125,11 +125,6 @@ OPER_INLINE float sum_of_lanes(Lanes s) {
   return two[0] + two[1];
 }
 
-// Whether rows of `dim` floats fill cache lines, as streamed stores need it.
-OPER_INLINE bool fills_lines(const void* rows, int64_t dim) {
-  return dim % 16 == 0 && reinterpret_cast<uintptr_t>(rows) % 64 == 0;
-}
-
 // A row of `dim` floats. N > 0: exactly 16 * N columns, kept in registers. N < 0: fewer than 16, in one
 // register. N == 0: any dim.
 template <int N>

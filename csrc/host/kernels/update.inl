@@ -39,11 +39,10 @@ OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& 
 // One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its
 // squares over all columns of the row. FBGEMM's definitions, see optimizer.h. `random`: a number
 // for every column if rows are rounded, else null. `kScaled`: for optimizers with a velocity or a
-// trust ratio; their tables are not split by columns, so norms are those of `dim` columns. `streams`:
-// store the row past the caches.
+// trust ratio; their tables are not split by columns, so norms are those of `dim` columns.
 template <bool kScaled, int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
-                                 float squares_of_row, const uint16_t* random, bool streams) {
+                                 float squares_of_row, const uint16_t* random) {
   const OptimizerArgs& args = table.optimizer;
   const int dim = table.dim;
   const int n = Row<N>::vectors(dim);
@@ -114,11 +113,7 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
     }
   }
   if constexpr (sizeof(E) == 4) {
-    if (streams) {
-      w.stream(row, dim);
-    } else {
-      w.store(row, dim);
-    }
+    w.store(row, dim);
   } else {
     w.store_rounded(row, random, dim);
   }
@@ -136,13 +131,12 @@ class Merge {
     const float* const* rows;  // rows of these ranks, in rank order
   };
 
-  Merge(const Table& table, std::vector<Incoming>& in, bool streams)
+  Merge(const Table& table, std::vector<Incoming>& in)
       : table_(table),
         in_(in),
         row_bytes_(table.row_bytes()),
         ahead_(rows_ahead(table.row_bytes() + table.gradient_bytes(), kMostAhead)),
         has_row_state_(table.optimizer.kind == Optimizer::kRowWiseAdagrad),
-        streams_(streams),
         next_(in.size()),
         rows_(kRing * in.size()) {
     for (size_t r = 0; r < in.size(); ++r) next_[r] = slot_of(in[r]);
@@ -187,8 +181,7 @@ class Merge {
     } else {
       for (int32_t k = 1; k < count; ++k) prefetch_row(rows[k], gradient_bytes);
     }
-    const char* row = table_.rows + static_cast<int64_t>(slot) * row_bytes_;
-    streams_ ? prefetch_row(row, row_bytes_) : prefetch_row_for_write(row, row_bytes_);
+    prefetch_row_for_write(table_.rows + static_cast<int64_t>(slot) * row_bytes_, row_bytes_);
     if (has_row_state_) __builtin_prefetch(table_.momentum1 + slot, 1, 3);
     ring_[found_++ % kRing] = {static_cast<int64_t>(slot), count, rows};
     return true;
@@ -198,7 +191,6 @@ class Merge {
   std::vector<Incoming>& in_;
   int64_t row_bytes_, ahead_;  // number of rows found ahead
   bool has_row_state_;
-  bool streams_;  // rows are stored past the caches
   std::vector<uint64_t> next_;      // [W] slots
   std::vector<const float*> rows_;  // [kRing, W]
   Entry ring_[kRing];
@@ -217,10 +209,9 @@ struct Neutral {
 // Calls body(slot, gradient) for every row of this rank that any rank has a gradient for; gradients
 // are summed in rank order and scaled.
 template <int N, class Body>
-void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, bool streams,
-                Body body) {
+void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, Body body) {
   const int dim = table.dim;
-  Merge merge(table, in, streams);
+  Merge merge(table, in);
   for (Merge::Entry entry; merge.take(&entry);) {
     Row<N> g;
     g.load(entry.rows[0], dim);
@@ -262,8 +253,7 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
 // As merge_rows, first over reduced rows, then over pushed rows, which are in other tiers; what was
 // kept precedes what has just been left.
 template <int N, class Body>
-void merge_all(const Context& context, int32_t index, float gradient_scale, bool streams,
-               Body body) {
+void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
   for (const bool pushed : {false, true}) {
     std::vector<Incoming> in = incoming(context, index, pushed);
@@ -273,7 +263,7 @@ void merge_all(const Context& context, int32_t index, float gradient_scale, bool
       in.insert(in.begin(), {part.slots.data(), part.rows.data(), 0,
                              static_cast<int64_t>(part.slots.size())});
     }
-    merge_rows<N>(table, in, gradient_scale, streams, body);
+    merge_rows<N>(table, in, gradient_scale, body);
   }
 }
 
@@ -291,7 +281,7 @@ void keep(Context& context, int32_t index) {
       if (part.rows.size() < most * static_cast<size_t>(table.dim))
         part.rows.resize(most * static_cast<size_t>(table.dim));
       float* to = part.rows.data();
-      merge_rows<N>(table, in, 1.0f, false, [&](int64_t slot, Row<N>& g) {
+      merge_rows<N>(table, in, 1.0f, [&](int64_t slot, Row<N>& g) {
         part.slots.push_back(static_cast<uint32_t>(slot));
         g.store(to, table.dim);
         to += table.dim;
@@ -395,7 +385,7 @@ void squares(const Context& context, int32_t index, float gradient_scale, int32_
   const bool before_clipping = table.clips() && round == 0;
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
-    merge_all<N>(context, index, gradient_scale, false, [&](int64_t slot, Row<N>& g) {
+    merge_all<N>(context, index, gradient_scale, [&](int64_t slot, Row<N>& g) {
       if (!before_clipping) clip_and_decay<decltype(element)>(context, table, slot, g);
       to[slot] = g.sum_of_squares(table.dim);
     });
@@ -418,10 +408,6 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
     [[maybe_unused]] RoundingNumbers numbers(table);
-    // The cores of neighbours hold the lines of rows that they have read: storing to such a line
-    // takes several times as long as past the caches, and the next lookup reads rows ahead anyway.
-    const bool streams =
-        context.barrier && sizeof(E) == 4 && fills_lines(table.rows, table.dim);
     // Inlined, so that the gradient stays in registers.
     const auto update_row = [&](int64_t slot, Row<N>& g) __attribute__((always_inline)) {
       clip_and_decay<E>(context, table, slot, g);
@@ -430,13 +416,12 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
                                                : squares_of_row(context, table, slot,
                                                                 table.rounds_of_squares() - 1);
       const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
-      apply_optimizer<kScaled, N, E>(table, slot, g, sum, random, streams);
+      apply_optimizer<kScaled, N, E>(table, slot, g, sum, random);
       ++num_updated;
       if (table.changed) table.changed[slot / 64] |= uint64_t{1} << slot % 64;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);
     };
-    merge_all<N>(context, index, gradient_scale, streams, update_row);
-    if (streams) finish_streaming();
+    merge_all<N>(context, index, gradient_scale, update_row);
   });
   table.counters.add(kUpdatedRows, context.rank, num_updated);
 }

@@ -18,7 +18,7 @@ Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
   const int64_t* bag = bags + feature * count;
   const int64_t* last = bags + num_features * count - 1;
   // Signs of differences, which unlike comparisons vectorise on every processor.
-  uint64_t outside = 0, above = 0, other = 0, falls = 0;
+  uint64_t outside = 0, above = 0, other = 0;
   for (int64_t b = 0, next; b < count; b = next) {
     next = std::min(count, b + 8);
     __builtin_prefetch(std::min(bag + b + kAhead, last));
@@ -28,17 +28,13 @@ Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
       above |= own - number;
       other |= own ^ number;
     }
-    for (int64_t i = std::max(b, int64_t{1}); i < next; ++i)
-      falls |= static_cast<uint64_t>(bag[i]) - static_cast<uint64_t>(bag[i - 1]);
   }
-  const bool is_outside = outside >> 63 != 0;
-  return {is_outside, above >> 63 == 0, other == 0, !is_outside && falls >> 63 == 0};
+  return {outside >> 63 != 0, above >> 63 == 0, other == 0};
 }
 
-void spread(Context& context, const Samples& samples, const std::vector<size_t>& which,
-            const float* pooled, float* out) {
-  run_tasks(context, std::ssize(which), samples.count < kSmall, [&](int64_t i, Scratch&) {
-    const size_t k = which[i];
+void spread(Context& context, const Samples& samples, const float* pooled, float* out) {
+  const int64_t n = static_cast<int64_t>(context.features.size());
+  run_tasks(context, n, samples.count < kSmall, [&](int64_t k, Scratch&) {
     const int64_t column = context.features[k].column;
     kernels().spread(job_of(context, samples, k, context.output_columns), pooled + column,
                      out + column);
