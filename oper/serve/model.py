@@ -302,7 +302,7 @@ def _numbering(folder: str | os.PathLike[str]) -> str:
         return str(extra_value(path, "numbering") or "")
     try:
         return str(read_json(Path(folder) / CONFIG, CONFIG)["model"]["numbering"])
-    except (OSError, FileFormatError, KeyError, TypeError):  # the file is not there, or is older
+    except (OSError, FileFormatError, KeyError, TypeError):  # missing, or of an earlier version
         return ""
 
 
