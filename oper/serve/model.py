@@ -115,7 +115,7 @@ class PublishedModel:
             if self._reads_again is None:
                 raise InvalidInputError("cannot publish", "weights", None,
                                         "a module, state_dict, file or checkpoint folder",
-                                        "name the new weights")
+                                        "pass the new weights")
             weights = self._reads_again()
         epoch = int(self._publication.publish(weights))
         return lambda: epoch

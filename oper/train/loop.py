@@ -239,7 +239,8 @@ class _Meter:
 
 
 class Interrupt:
-    """Records Ctrl-C and SIGTERM in `requested`; a second signal raises KeyboardInterrupt."""
+    """Records Ctrl-C and SIGTERM in `requested`; another signal more than a second later raises
+    KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
