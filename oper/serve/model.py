@@ -101,7 +101,8 @@ class PublishedModel:
         place. None reads the model's training folder again.
 
         Raises:
-            InvalidInputError: `weights` is None and the model is not from a training folder.
+            InvalidInputError: `weights` is None, and the model is not from a training folder or
+                the folder's new weights number their rows differently.
         """
         return self.prepare(weights)()
 
