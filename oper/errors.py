@@ -78,8 +78,8 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
 
 def differing_names(first: str, ours: Collection[str], second: str, theirs: Collection[str]
                     ) -> dict[str, list[str]]:
-    """Return the names that only `ours` has, under the label `first`, and those that only `theirs`
-    has, under `second`; for messages, at most four each."""
+    """Return, for an error message, ``{first: names only in ours, second: names only in theirs}``,
+    sorted, at most four each."""
     return {first: sorted(set(ours) - set(theirs))[:4],
             second: sorted(set(theirs) - set(ours))[:4]}
 

@@ -56,7 +56,7 @@ class MessageBits:
     Attributes:
         answers: bits per number of answers to lookups, which are rows and partial sums.
         gradients: bits per number of gradients of rows and of bags.
-        tables: (name, answers, gradients) of tables with other bits, in the order of names.
+        tables: (name, answers, gradients) of tables with other bits, sorted by name.
     """
 
     answers: int = 32
@@ -75,8 +75,8 @@ class MessageBits:
         """Parse a user's value.
 
         Args:
-            value: one number for both fields; a pair (answers, gradients); or one of these by
-                table, where tables that are not named are exact.
+            value: one number for both fields; a pair (answers, gradients); or a mapping from table
+                names to either, where tables that are not named are exact.
 
         Raises:
             InvalidInputError: the value has another form, or a number is not 32, 16 or 8.
@@ -89,7 +89,7 @@ class MessageBits:
 
     @staticmethod
     def by_table(found: Mapping[str, MessageBits]) -> MessageBits:
-        """Bits by table, each for all of its messages; tables that are not named are exact."""
+        """Combine the bits of single tables, by name; tables that are not named are exact."""
         names = sorted((name for name, x in found.items() if x != EXACT), key=str)
         return MessageBits(tables=tuple((n, found[n].answers, found[n].gradients) for n in names))
 
@@ -109,14 +109,14 @@ class MessageBits:
         return {name: [answers, gradients] for name, answers, gradients in self.tables}
 
     def of(self, table: str) -> MessageBits:
-        """The bits of messages about table `table`, which name no tables."""
+        """Return the bits of one table, as an object whose `tables` is empty."""
         for name, answers, gradients in self.tables:
             if name == table:
                 return MessageBits(answers, gradients)
         return MessageBits(self.answers, self.gradients)
 
     def only(self, tables: Collection[str]) -> MessageBits:
-        """The same bits without those of tables other than `tables`."""
+        """Return these bits with the entries of `tables` only."""
         return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
 
     def check_names(self, tables: Collection[str]) -> None:

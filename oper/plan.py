@@ -151,8 +151,7 @@ class Plan:
             microseconds (0 = unknown); not above `step_us`.
         notes: further information from the planner; values are JSON-serializable.
         message_bits: bits per number in messages between memory domains; the constructor takes any
-            value that `MessageBits.parse` accepts, and leaves out tables that the plan does not
-            have.
+            value that `MessageBits.parse` accepts, and drops tables that are not in the plan.
     """
 
     world_size: int

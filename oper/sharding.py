@@ -85,9 +85,9 @@ def shard(
             ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
             row-wise quantisation); by default the model's.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
-            a pair (answers to lookups, gradients), or these by table, others exact; see
-            `oper.messages`. By default the plan's, or 32 without a plan. 8 bits are supported for
-            tables in host memory only.
+            a pair (answers to lookups, gradients), or a mapping from table names to either, with
+            other tables exact; see `oper.messages`. By default the plan's, or 32 without a plan.
+            8 bits are supported for tables in host memory only.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.

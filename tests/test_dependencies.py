@@ -36,8 +36,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tests.fuzz.__main__": ("fuzz",),
     "examples": ("torchrec",),
 }
-# Nothing imports them: plugins of pytest, and programs, of which `moto_server` needs two packages
-# that its own extra has among fifty.
+# Nothing imports these: plugins of pytest, programs, and two packages that `moto_server` needs (its
+# own extra would install about fifty).
 TOOLS = {"clang-format", "codespell", "flask", "flask-cors", "mkdocs", "mkdocs-material",
          "mkdocstrings", "moto", "mypy", "pytest-timeout", "pytest-xdist", "ruff"}
 # Distributions whose names are not those of their modules.

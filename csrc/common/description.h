@@ -112,8 +112,8 @@ inline OptimizerArgs optimizer_args(const double* x) {
           static_cast<float>(x[kMaxNorm])};
 }
 
-// A hash of the constants of all rows except those for rounding, by which ranks detect that they
-// would update with different learning rates, step counts or frozen tables.
+// A hash of the optimizers' constants except those for rounding, by which ranks detect that they
+// would update with different learning rates, frozen tables or, with Adam, step counts.
 inline uint32_t settings_of(const double* rows, size_t num_rows) {
   uint64_t hash = 0;
   for (size_t t = 0; t < num_rows; ++t)

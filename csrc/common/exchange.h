@@ -183,7 +183,7 @@ class Messages {
   }
 
   std::vector<int32_t> far;         // ranks of other domains, ascending
-  uint32_t settings = 0;            // of the next heads, equal on all ranks
+  uint32_t settings = 0;            // in the next heads; ranks compare them
   std::vector<int64_t> sent_bytes;  // [kNumSent][W] since they were last taken
   std::vector<int64_t> take_sent() {
     std::vector<int64_t> taken(sent_bytes.size());

@@ -6,8 +6,8 @@ namespace oper {
 
 // Returns embeddings, bounds of the bags, code, detail. `offsets`, `addresses`: results of
 // `lookup_resolve`. Only for pooled batches in host memory whose samples share bags: `bags` int64
-// [num_keys], the number of each key's bags, which empty ones follow; `samples` int64 [F, B], the
-// bag of each sample by feature. The output then has the samples' rows.
+// [num_keys], each key's number of bags, all later ones being empty; `samples` int64 [F, B], the bag
+// of each sample by feature. The output then has one row per sample.
 constexpr char kLookupForward[] =
     "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
     "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses, "
@@ -21,7 +21,7 @@ constexpr char kLookupWeightGradient[] =
     "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
 // `grads`: the gradient of the output or, for an unpooled batch in host memory, of each feature's
-// rows. With `bags` and `samples`, as above, that of the samples. `optimizers`: float64 [T,
+// rows; with `bags` and `samples` (as above) it has one row per sample. `optimizers`: float64 [T,
 // kOptimizerWidth] in host memory. Unless `updates`, owners keep the sums until the next call that
 // updates (only in host memory).
 constexpr char kLookupBackward[] =

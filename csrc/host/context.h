@@ -215,7 +215,7 @@ struct Context {
   std::vector<Feature> features;
   std::vector<Refresh> refreshes;
   int64_t output_columns = 0;
-  uint32_t settings = 0;  // hash of the optimizers' constants in this update, equal on all ranks
+  uint32_t settings = 0;  // hash of the optimizers' constants in this update; ranks compare it
   std::vector<char*> outbox;  // [W]
   int64_t outbox_bytes = 0;
   std::unique_ptr<Barrier> barrier;  // of this memory domain; null: single rank

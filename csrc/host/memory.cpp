@@ -56,7 +56,7 @@ size_t pool_size(size_t bytes) {
 
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer knows memory by its address, so ranks that are threads must see a segment at one
-// place to be checked against each other. What is writable for one rank is then so for all.
+// place to be checked against each other. Memory that one rank may write can then be written by all.
 struct Place {
   void* data;
   size_t bytes;

@@ -22,7 +22,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
     Args:
         batch: tensors and arrays with one row per sample, `JaggedTensor`s with one bag per sample,
             and `KeyedJaggedTensor`s, also within dataclasses (TorchRec's `Batch`), tuples, lists
-            and dicts; every part gets all other values.
+            and dicts; other values are passed to every part.
         num_parts: number of parts; their sizes differ by at most one sample.
 
     Returns:

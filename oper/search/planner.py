@@ -72,11 +72,11 @@ def make_plan(
         overlap: ``{phase: microseconds}``, dense compute during which a phase can run, see
             `oper.search.problem.overlap`. Default: no overlap.
         message_bits: bits per number in messages between hosts: 32 (exact), 16 or 8, or a pair
-            (for answers to lookups, for gradients), or these by table, others exact; see
-            `oper.messages`.
-        message_variance: choose these bits by table so that the step is short, and the mean squared
-            error of rounding, relative to the squares of all rows read and of their gradients, is
-            at most this; see `oper.search.variance`. Default: `message_bits`.
+            (for answers to lookups, for gradients), or a mapping from table names to either, with
+            other tables exact; see `oper.messages`.
+        message_variance: if given, the planner chooses the bits by table, for a short step whose
+            rounding has at most this mean squared error, relative to the squares of all rows read
+            and of their gradients; see `oper.search.variance`. Default: use `message_bits`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.

@@ -29,9 +29,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     _add_overlap(parser)
     add_message_bits(parser, "stored in the plan (default 32, exact)")
     parser.add_argument("--message-variance", type=number(above=True), metavar="V",
-                        help="choose the bits by table: the mean squared rounding error, relative "
-                             "to the squares of rows read and of gradients, is at most V "
-                             "(1.6e-5 allows 16 bits everywhere)")
+                        help="choose the bits by table, so that the mean squared rounding error, "
+                             "relative to the squares of rows read and of gradients, is at most V "
+                             "(1.6e-5 usually allows 16 bits everywhere)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
@@ -72,8 +72,8 @@ def run_plan(args: argparse.Namespace) -> int:
     stats = AccessStats.load(args.stats)
     if args.request_rate is not None or args.latency_bound is not None:
         if args.message_variance is not None:
-            raise UsageError("cannot plan for a latency bound", "message_variance",
-                             args.message_variance, "left out", "give --message-bits instead")
+            raise UsageError("cannot plan for a latency bound", "--message-variance",
+                             args.message_variance, "no value", "pass --message-bits instead")
         return _plan_latency(args, stats)
     problem = make_problem(
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
@@ -283,7 +283,7 @@ def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
                         help="bits per number in messages between hosts: 32, 16 or 8, or one "
                              "for answers and one for gradients as in 16,8, or by table as in "
-                             f"'user=8;item=16,8', others exact; {what}")
+                             f"'user=8;item=16,8' (other tables: 32); {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:

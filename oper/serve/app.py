@@ -127,7 +127,8 @@ class App:
             timeout = _number(exchange.headers, TIMEOUT)
             if length is not None and not length.is_integer():
                 raise InvalidInputError("cannot score the request", wire.HEADER_LENGTH, length,
-                                        "a whole number of bytes", "send the header's length")
+                                        "a whole number of bytes",
+                                        "send the length of the JSON header")
             request = wire.decode_request(exchange.body, None if length is None else int(length),
                                           self.signature)
         except InvalidInputError as error:

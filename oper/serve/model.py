@@ -101,7 +101,8 @@ class PublishedModel:
         place. None reads the model's training folder again.
 
         Raises:
-            InvalidInputError: `weights` is None and the model is not from a training folder.
+            InvalidInputError: `weights` is None, and the model is not from a training folder or
+                the folder's new weights number their rows differently.
         """
         return self.prepare(weights)()
 
@@ -115,7 +116,7 @@ class PublishedModel:
             if self._reads_again is None:
                 raise InvalidInputError("cannot publish", "weights", None,
                                         "a module, state_dict, file or checkpoint folder",
-                                        "name the new weights")
+                                        "pass the new weights")
             weights = self._reads_again()
         epoch = int(self._publication.publish(weights))
         return lambda: epoch
@@ -302,7 +303,7 @@ def _numbering(folder: str | os.PathLike[str]) -> str:
         return str(extra_value(path, "numbering") or "")
     try:
         return str(read_json(Path(folder) / CONFIG, CONFIG)["model"]["numbering"])
-    except (OSError, FileFormatError, KeyError, TypeError):  # the file is not there, or is older
+    except (OSError, FileFormatError, KeyError, TypeError):  # missing, or of an earlier version
         return ""
 
 

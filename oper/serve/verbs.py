@@ -144,7 +144,7 @@ def _model(args: argparse.Namespace) -> Any:
         if not os.path.isdir(args.model):
             raise InvalidInputError("cannot serve", "model", args.model,
                                     "a folder that oper train wrote, or MODULE:FUNCTION",
-                                    "name a folder that 'oper train' has written")
+                                    "check the path")
         from oper.serve.model import find_weights, load_model
 
         with contextlib.suppress(FileFormatError):  # load_model raises it, after other errors
@@ -159,7 +159,7 @@ def _model(args: argparse.Namespace) -> Any:
     try:
         make = getattr(importlib.import_module(module), function)
         if not callable(make):
-            raise TypeError(f"{function} is of type {type(make).__name__}, and no function")
+            raise TypeError(f"{function} is of type {type(make).__name__}, not a function")
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InvalidInputError("cannot serve", "model", args.model,
                                 "a folder, or MODULE:FUNCTION that can be imported",

@@ -206,8 +206,8 @@ def refuse_weight_gradient(batch: Lookup) -> None:
 
 
 def refuse_transforms() -> None:
-    """Raise InvalidInputError within a transform of ``torch.func``, for which kernels have no rule;
-    called when a lookup has failed."""
+    """Raise InvalidInputError if called within a transform of ``torch.func``, for which the kernels
+    have no rules. For lookups that have failed."""
     if torch._C._are_functorch_transforms_active():
         raise InvalidInputError("cannot look up within a transform of torch.func", "transform",
                                 torch._C._functorch.peek_interpreter_stack().key().name.lower(),

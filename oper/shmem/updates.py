@@ -137,9 +137,9 @@ class TableUpdates:
                 applies; only that call counts as a step. Must be True for dynamic tables.
 
         Raises:
-            InvalidInputError: a learning rate is invalid, or learning rates, step counts or frozen
-                tables differ between the ranks; no rank updates then. Tables in device memory only
-                check the rank's own learning rates.
+            InvalidInputError: a learning rate is invalid, or learning rates, frozen tables or (with
+                Adam) step counts differ between the ranks; no rank updates then. Tables in device
+                memory only check the rank's own learning rates.
         """
         # Not split into functions: each call would cost about a microsecond per step.
         batch, offsets = passed.batch, passed.offsets

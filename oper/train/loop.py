@@ -115,7 +115,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
     if done and _validates(config, done, total):  # the run may have ended before it
         log.write("valid", step=done, **task.evaluate(engine, show_progress))
     meter = _Meter(engine)
-    # The first line of a resumed run may cover fewer steps than others.
+    # The first line of a resumed run may cover fewer steps than the others.
     since = {"since": done} if done % config.log_every else {}
     first, start = divmod(done, max(task.steps_per_epoch, 1))
     batches = itertools.chain.from_iterable(
@@ -239,7 +239,8 @@ class _Meter:
 
 
 class Interrupt:
-    """Records Ctrl-C and SIGTERM in `requested`; a second signal raises KeyboardInterrupt."""
+    """Records Ctrl-C and SIGTERM in `requested`; another signal more than a second later raises
+    KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -238,8 +238,8 @@ def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def cut_metrics(path: Path, step: int, validates: bool) -> None:
-    """Remove the lines after `step` from a metrics file, and that of its validation if `validates`;
-    the resumed run writes them again."""
+    """Remove the lines after `step` from a metrics file, and if `validates` the ``valid`` line of
+    `step`; the resumed run writes them again."""
     if not path.exists():
         return
     kept = []

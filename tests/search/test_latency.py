@@ -91,7 +91,7 @@ def test_batches_of_one_are_m_d_1() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter queues than users', of which a plan needs hundreds."""
+    """Shorten the simulated queues, of which one plan needs hundreds."""
     monkeypatch.setattr(latency, "_NUM_SAMPLES", 20_000)
 
 

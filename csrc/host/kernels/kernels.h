@@ -95,9 +95,10 @@ struct Kernels {
   // Sums of squares of the merged gradients of a table split by columns, for clipping and for row-wise
   // optimizers; see Table::rounds_of_squares.
   void (*squares)(const Context& context, int32_t table, float gradient_scale, int32_t round);
-  // Merges what all ranks left for this rank's rows of one table and keeps it for the update, see `leave`.
+  // Merges the gradients that all ranks have left for this rank's rows of one table and keeps the sums
+  // for the update, see `leave`.
   void (*keep)(Context& context, int32_t table);
-  // Merges it with what was kept and applies the optimizer.
+  // Merges such gradients with the kept sums and applies the optimizer.
   void (*update)(const Context& context, int32_t table, float gradient_scale);
   // Push mode, see push.inl. They return false when the outbox is full, `request` a bad id's index
   // or kReduceOk or kReduceFull.

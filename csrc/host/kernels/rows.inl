@@ -241,14 +241,14 @@ struct Row {
 };
 
 // Number of rows to prefetch: at most `most`, and few enough to take only a small part of the
-// first-level cache.
+// caches.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
 }
 
-// To the second-level cache, which can await more lines than the first (24 on Zen 4, six rows of 64
-// floats): there, rows of 333 MB in random order were copied at 20 ns a row instead of 31.
+// To the second-level cache, which can fetch more lines at once than the first (24 on Zen 4, six
+// rows of 64 floats): rows of 333 MB in random order were copied at 20 ns a row instead of 31.
 OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 2);
@@ -257,7 +257,7 @@ OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
 // As `prefetch_row`, for rows that may begin within a line and so touch one line more.
 OPER_INLINE void prefetch_codes(const void* p, int64_t bytes) {
   prefetch_row(p, bytes);
-  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 3);
+  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 2);
 }
 
 OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {

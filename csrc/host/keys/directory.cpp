@@ -179,7 +179,7 @@ std::vector<KeyCount> KeyDirectory::merge(
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
   KeyAge* const ages = ages_[rank_];
   const size_t n = keys.size();
-  // To the second-level cache, which can await more lines than the first.
+  // To the second-level cache, which can fetch more lines at once than the first.
   const auto fetch = [&](size_t i) { __builtin_prefetch(ages + keys[i].place, 0, 2); };
   for (size_t i = 0; i < std::min(n, kAhead); ++i) fetch(i);
   for (size_t i = 0; i < n; ++i) {

@@ -153,7 +153,8 @@ struct DistinctKeys {
   // By number: the hash, the row (0 = none), the place if there is a row, and the occurrences.
   std::vector<uint64_t> hashes = std::vector<uint64_t>(kMost + 1);
   std::vector<uint32_t> rows = std::vector<uint32_t>(kMost), places = rows, counts = rows;
-  // Hash table, by bits that determine neither tag nor bucket: a key's number + 1, modulo 2^16, or 0.
+  // Hash table, by bits that determine neither tag nor bucket: a key's number + 1, or 0 = empty. The
+  // largest number wraps to 0 as well, but belongs to the last id, so no later one looks for it.
   std::vector<uint16_t> table = std::vector<uint16_t>(kMost);
   uint64_t mask = 0;  // used size of `table`, minus one
   int64_t size = 0, num_missed = 0;

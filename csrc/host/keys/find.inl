@@ -139,7 +139,7 @@ constexpr int64_t kNumberedKeys = 128;  // at a time
 // loop branches only on collisions in the table.
 OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
-  constexpr uint32_t kNone = DistinctKeys::kMost;  // numbers from here on are none
+  constexpr uint32_t kNone = DistinctKeys::kMost;  // this and larger values mean no number
   uint16_t* const table = distinct.table.data();
   uint64_t* const known = distinct.hashes.data();
   uint32_t* const counts = distinct.counts.data();
@@ -212,8 +212,8 @@ struct HomeSearch {
     size = distinct.size - next;
     const int64_t fetched = size;
     block.locate(directory, hashes + next, fetched);
-    // To the second-level cache, since a block has more lines than the first level can await (24 on
-    // Zen 4, where searches took 0.7 times as long as with the first level).
+    // To the second-level cache: a block has more lines than the first level can fetch at once (24
+    // on Zen 4, where searches took 0.7 times as long as with prefetches to the first level).
     for (int64_t i = 0; i < fetched; ++i) __builtin_prefetch(block.home(i, hashes[next + i]), 0, 2);
   }
 };

@@ -20,8 +20,8 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
   });
 }
 
-// Rows and sums of other ranks are requested in one phase and arrive in another: a link that carries
-// many rows carries few sums and vice versa, and no rank waits for it twice.
+// One phase requests both rows and sums of other ranks, and the next one delivers both: a link that
+// carries many rows carries few sums and vice versa, and ranks wait once instead of twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
   const bool pulls = exchange && exchange->setup.pulls;

@@ -114,8 +114,9 @@ def has_fbgemm() -> bool:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if folder:
             raise InvalidInputError("cannot compare with fbgemm", FBGEMM_ENV, folder,
-                                    "a package that loads with this torch",
-                                    str(error).splitlines()[0]) from error
+                                    f"a package that loads ({str(error).splitlines()[0]})",
+                                    "install a build for this torch, or unset the variable"
+                                    ) from error
         return False
     return True
 

@@ -31,8 +31,8 @@ class Workload:
 
 
 def power_law(num_rows: int, exponent: float, length: float) -> TableStats:
-    """Access statistics of a bounded power law, computed for groups of rows. Groups grow
-    geometrically; each row of a group has the count of the group's middle rank. Bags have
+    """Access statistics of a bounded power law. Rows after the first 64 are in groups of
+    geometrically growing size, and each has the count of its group's middle rank. Bags have
     floor(`length`) or floor(`length`) + 1 ids, and `length` on average."""
     edges = np.unique(np.concatenate([np.arange(min(num_rows, _HEAD) + 1), np.geomspace(
         _HEAD, max(num_rows, _HEAD + 1), 400).astype(np.int64)]))

@@ -56,7 +56,8 @@ class Coded:
 
 
 def encode(ids: pa.Array, expected: int = 0) -> tuple[Coded, Distinct]:
-    """Dictionary-encode a column; `expected` is the approximate number of distinct values or 0."""
+    """Dictionary-encode a column of `Rows.sparse`; `expected` is the approximate number of distinct
+    values, 0 = unknown."""
     lengths = None
     if pa.types.is_list(ids.type):
         lengths, ids = pc.list_value_length(ids).to_numpy(), ids.flatten()

@@ -329,7 +329,7 @@ _COMPARES = {"==": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equ
 
 
 def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.ChunkedArray:
-    """Compare each field with `value`, missing fields to false.
+    """Compare each field with `value`; the result for missing fields is false.
 
     Raises InvalidInputError, which names `path`, if `value` cannot be cast to the column's type.
     """
@@ -337,4 +337,5 @@ def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.C
         return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidInputError(f"cannot filter {path!r}", "value", value,
-                                f"one of type {column.type}", str(error)[:120]) from None
+                                f"one of type {column.type} ({str(error)[:120]})",
+                                "correct the filter in the recipe") from None

@@ -42,7 +42,7 @@ class Rows:
         labels: int8 [n], 0 or 1.
         dense: transformed numbers, float32 [D, n].
         sparse: raw values of each sparse column: integers or binary [n], null where missing, or
-            lists of them, none null.
+            non-null lists of them.
         time: int64 [n], seconds since 1970; None = the log has no time.
         num_bad: number of malformed rows.
         bad: the first malformed rows, at most `MAX_EXAMPLES`.

@@ -169,8 +169,8 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
                 error_msgs: list[str]) -> None:
     """Implement ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
 
-    Collective. If a rank's entry is invalid, or only some ranks lack it, all ranks get the error
-    and none loads.
+    Collective. If an entry is invalid on any rank, or only some ranks lack it, all ranks get the
+    error and no rank loads any entry.
 
     Args:
         tables: the collection that holds the tables.

@@ -29,7 +29,8 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def extra_value(folder: Path, key: str) -> Any:
-    """Return a plain value of a checkpoint's ``extra``; None if it has none or cannot be read."""
+    """Return the plain value stored under `key` in a checkpoint's ``extra``; None if there is none
+    or the checkpoint cannot be read."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state: dict[str, Any] = {"extra": {key: None}}

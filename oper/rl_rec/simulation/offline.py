@@ -172,9 +172,13 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
 
     Args:
         shop: the shop's networks.
-        grade: ``"random"``; ``"medium"``: `Oracle` with noise of 0.3 to 1.5, by customer;
-            ``"expert"``: `Oracle` with noise of 0.05; ``"mixed"``: as medium, but also with the
-            weight of the second attribute by customer. Raises InvalidInputError for others.
+        grade: ``"random"``; ``"medium"``: `Oracle` with normal noise, whose standard deviation
+            is drawn per customer from 0.3 to 1.5; ``"expert"``: `Oracle` with noise of standard
+            deviation 0.05; ``"mixed"``: as medium, with the weight of the second attribute in
+            `Oracle` also drawn per customer.
+
+    Raises:
+        InvalidInputError: another grade.
     """
     policies: dict[str, Callable[[], Policy]] = {
         "random": lambda: random_policy,

@@ -47,7 +47,7 @@ class Checker:
         #: ...].
         self.asked = {kind: Loads.stack([probe.table(t, kind) for t in self.tables])
                       for kind, may in self.may.items() if may.any()}
-        #: float64 [T, 3], bytes in `SUM_ROWS` of a byte of a table's partial sums.
+        #: float64 [T, 3], bytes in `SUM_ROWS` per float32 byte of a table's partial sums.
         self.per_byte = np.array([model.messages.per_byte(t) for t in self.tables]).reshape(-1, 3)
         #: Loads of a byte of each of `SUM_ROWS`, and of an id pushed to its owner; [C, 4, ...].
         one = probe.units(NUM_ROWS)

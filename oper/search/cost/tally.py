@@ -26,10 +26,10 @@ class Row:
     The first ten are bytes that an owner exchanges with *each* reading rank: pulled rows served,
     gradients, changed rows, pushed ids, partial sums; rows in host memory, served per id to ranks
     of the same host and sent per distinct row to others; and the messages that between hosts
-    replace SERVED and PARTIALS (answers), GRADS and gradients of bags (returned), and PUSH_IDS
-    (requests). The others are a rank's own
-    work and memory: bytes, ids and rows by phase, bytes held in device memory, bytes read, updated
-    and held in host memory, and further nanoseconds by phase.
+    replace SERVED and PARTIALS (answers), GRADS and the gradients of bags (returned), and PUSH_IDS
+    (requests). The other rows are a rank's own work and memory: bytes, ids and rows by phase, bytes
+    held in device memory, bytes read, updated and held in host memory, and further nanoseconds by
+    phase.
     """
 
     SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)

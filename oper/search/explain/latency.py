@@ -202,8 +202,8 @@ def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms
     Args:
         service: float64 [at least max_batch + 1], microseconds of a batch by its number of samples.
         rate: samples per second at this rank.
-        max_batch, max_wait_ms: a batch starts when `max_batch` samples wait or the oldest has
-            waited `max_wait_ms`.
+        max_batch, max_wait_ms: an idle rank starts a batch when `max_batch` samples wait or the
+            oldest has waited `max_wait_ms`.
         seed: seed of the arrival times.
 
     Returns:

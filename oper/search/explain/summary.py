@@ -120,12 +120,12 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
         lines.append(f"not certified: {why}")
     else:
         gap = found.step_us / plan.lower_bound_us - 1.0
+        given = " with these bits" if chosen else ""
         lines += [f"lower bound {plan.lower_bound_us:12.1f} us   "
                   + ("not verified here, see oper verify" if verdict is None else
-                     "verified: no plan of the searched space is faster"),
+                     f"verified: no plan of the searched space is faster{given}"),
                   f"gap         {100 * gap:12.3f} %"]
         if chosen:
-            lines[-2] += " with these bits"
             lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
                          "not verified")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
@@ -133,8 +133,8 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
 
 
 def _chosen_bits(plan: Plan, problem: Problem) -> dict[str, float]:
-    """The plan's note of how its bits were chosen, with the variance computed again; empty if they
-    were given."""
+    """The plan's note of how the planner chose its bits, with the variance recomputed; empty if the
+    user gave them."""
     noted = plan.notes.get("message_variance")
     if not isinstance(noted, dict) or not {"budget", "any_bits_us"} <= noted.keys():
         return {}

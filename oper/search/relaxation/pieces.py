@@ -82,7 +82,7 @@ class Pieces:
         hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
         unit: float64 [C, 23, num_phases, 5], load of a unit of each tally row on its owner.
-        per_byte: float64 [T, 3], bytes in `SUM_ROWS` of a byte of a table's partial sums.
+        per_byte: float64 [T, 3], bytes in `SUM_ROWS` per float32 byte of a table's partial sums.
     """
 
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray

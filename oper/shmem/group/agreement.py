@@ -35,8 +35,8 @@ def check_agreement(group: Group, plan: Plan, others: Mapping[str, Sequence[Any]
 
 
 def check_same_arguments(group: Group, what: str, arguments: Mapping[str, Sequence[Any]]) -> None:
-    """Raise InvalidInputError, which begins with `what`, on all ranks unless they pass the same
-    arguments, name -> values whose ``repr`` shows everything to agree on. Collective."""
+    """Raise InvalidInputError, which begins with `what`, on all ranks unless all pass the same
+    `arguments`: name -> values, compared by ``repr``. Collective."""
     _check_same(group, arguments, lambda ranks: f"{what}, since ranks {ranks} pass other arguments "
                 "than rank 0", "pass the same arguments on every rank")
 
@@ -60,7 +60,7 @@ def _check_same(group: Group, values: Mapping[str, Sequence[Any]],
 
 
 def errors_of_all(group: Group, missing: Sequence[str], errors: Sequence[str]) -> list[str]:
-    """Return the errors of all ranks before they load entries of a state dict. Collective.
+    """Gather the errors that ranks find in a state dict before any rank loads it. Collective.
 
     Args:
         group: the ranks.
@@ -68,8 +68,8 @@ def errors_of_all(group: Group, missing: Sequence[str], errors: Sequence[str]) -
         errors: this rank's errors.
 
     Returns:
-        The errors, other ranks' preceded by their rank; empty on all ranks or on none. If only some
-        ranks lack entries, this is an error, too.
+        All errors, those of other ranks with their rank in front; empty on all ranks or on none.
+        It is also an error if ranks lack different entries.
     """
     everyones = group.all_gather((list(missing), list(errors)))
     found = [text if rank == group.rank else f"rank {rank}: {text}"

@@ -133,9 +133,10 @@ class LivenessMonitor:
     def find_late(self, missed: int) -> Verdict:
         """Determine which rank is late by requesting the progress of all peers.
 
-        Candidates, the first existing one is chosen: the lowest rank that does not answer within a
-        second; a rank that has begun fewer exchanges than this one, preferably one that is not
-        waiting; a rank in another phase than most ranks; `missed`.
+        The late rank is the first of these that exists: the lowest rank that does not answer within
+        a second; a rank that has begun fewer exchanges than this one, preferably one that is not
+        waiting; a rank in another phase than most ranks; `missed`, the rank that the caller awaits.
+        A verdict that a peer has sent takes precedence.
         """
         with self._changed:
             self._told.clear()

@@ -32,7 +32,7 @@ class StepArrays:
         return (keys if keys.dtype == torch.int64 else unsigned(keys)), begin
 
     def lists(self, world_size: int) -> np.ndarray:
-        """Return the index of each table's first entry in what each rank sends to this one.
+        """Return where each table's entries begin in the list that each rank sends to this one.
 
         int64 [W, T + 1] by sender and table in the order of keys. Valid within an update.
         """

@@ -135,7 +135,8 @@ class CaDVAEConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True)
 class MacridVAEConfig(CaDVAEConfig):
-    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors' sizes.
+    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors'
+    numbers of concepts and of columns per concept.
 
     Concepts are learned and soft (the authors' Gumbel-softmax option is not implemented); there is
     no graph and there are no labels."""

@@ -142,9 +142,8 @@ class Candidates:
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
              ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up the rows of the own items, int64 [L], of `users` users, and of the n candidates.
-
-        Returns float32 [L, d] and [n, d]."""
+        """Look up the rows of `own`, int64 [L], the items of a batch of `users` users, and of the n
+        candidates; returns float32 [L, d] and [n, d]."""
         found = table(self.ids(own), max(users, 1))
         if self.all:
             return found[own - 1], found
