@@ -44,7 +44,7 @@ class TiersCase:
     error_budget: float = 1.5e-4
     workers: int = 2
     samples: int = 1 << 20
-    rounds: int = 7
+    rounds: int = 21
     round_s: float = 1.5
 
     def measure(self, progress: Progress) -> dict[str, Any]:
