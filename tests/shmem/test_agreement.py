@@ -128,3 +128,15 @@ def test_an_invalid_learning_rate_is_an_error_on_all_ranks(lr: Any) -> None:
         _train(tables)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("lr", [None, 10**400, torch.ones(2)], ids=["none", "huge", "tensor"])
+def test_an_invalid_learning_rate_is_that_of_its_own_group(lr: Any) -> None:
+    def body(group: ThreadGroup) -> None:
+        optimizers = {"first": SGD(lr=0.1), "second": SGD(lr=0.2)}
+        tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, group, optimizers)
+        tables.param_groups[1]["lr"] = lr
+        with pytest.raises(InvalidInputError, match=r"lr of tables \['second'\]"):
+            _train(tables)
+
+    run_ranks(1, body)
