@@ -107,6 +107,9 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, change: 
             _set_lr(tables, 0.2)
             _train(tables)
             assert not torch.equal(_rows(tables), before)
+        else:
+            with pytest.raises(PeerLostError, match="this rank has given up this exchange"):
+                _train(tables)
         return str(caught.value)
 
     messages = run_ranks(3, body, domains=domains)
