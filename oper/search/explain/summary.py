@@ -125,7 +125,7 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                      "verified: no plan of the searched space is faster"),
                   f"gap         {100 * gap:12.3f} %"]
         if chosen:
-            lines[-2] += " with these bits"
+            lines[-2] += " (for these bits)" if verdict is None else " with these bits"
             lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
                          "not verified")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
@@ -136,7 +136,8 @@ def _chosen_bits(plan: Plan, problem: Problem) -> dict[str, float]:
     """The plan's note of how its bits were chosen, with the variance computed again; empty if they
     were given."""
     noted = plan.notes.get("message_variance")
-    if not isinstance(noted, dict) or not {"budget", "any_bits_us"} <= noted.keys():
+    if not isinstance(noted, dict) or not all(
+            isinstance(noted.get(name), int | float) for name in ("budget", "any_bits_us")):
         return {}
     from oper.search.variance import rounding_variance
 
