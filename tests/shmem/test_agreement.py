@@ -13,6 +13,7 @@ import torch
 from oper.errors import InvalidInputError, PeerLostError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
@@ -143,3 +144,11 @@ def test_an_invalid_learning_rate_is_that_of_its_own_group(lr: Any) -> None:
             _train(tables)
 
     run_ranks(1, body)
+
+
+def test_entries_that_only_one_rank_lacks_are_named() -> None:
+    def body(group: ThreadGroup) -> list[str]:
+        return errors_of_all(group, [f"t{k}" for k in range(20 + group.rank)], [])
+
+    for (text,) in run_ranks(2, body):
+        assert "missing only on rank 0 or 1=([], ['t20'])" in text
