@@ -99,7 +99,10 @@ class MessageBits:
         raises as `parse` does."""
         if "=" not in text:
             return MessageBits.parse(_numbers(text))
-        found = dict(part.rpartition("=")[::2] for part in text.split(";"))
+        parts = [part.rpartition("=")[::2] for part in text.split(";")]
+        found = dict(parts)
+        require("invalid bits of messages", "give the bits of a table once",
+                ("message_bits", text, len(found) == len(parts), "different tables"))
         return MessageBits.parse({name: _numbers(bits) for name, bits in found.items()})
 
     def to_json(self) -> list[int] | dict[str, list[int]]:

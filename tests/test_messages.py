@@ -48,7 +48,7 @@ def test_other_bits_are_refused(value: Any) -> None:
 def test_bits_on_a_command_line() -> None:
     assert MessageBits.from_text("16") == MessageBits(16, 16)
     assert MessageBits.from_text("8, 32") == MessageBits(8, 32)
-    for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=4", "t=8;"):
+    for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=4", "t=8;", "t=8;t=16"):
         with pytest.raises(InvalidInputError, match="invalid bits of messages"):
             MessageBits.from_text(text)
 

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import oper
 from oper.errors import InvalidInputError
 from oper.integration.checkpoint.on_demand import TableRows
+from oper.integration.checkpoint.weights import extra_value
 from tests.checkpoint_support import (
     CHUNK,
     Model,
@@ -201,3 +202,15 @@ def test_a_failed_load_on_all_ranks_leaves_them_alive(saved: Any) -> None:
     with pytest.raises((RankFailedError, InvalidInputError)):
         run_ranks(go_on, 2, 1, range(0), str(saved[0]) + "-none", None, None)
     run_ranks(go_on, 2, 1, range(0), str(saved[0]), None, None)
+
+
+def test_a_plain_value_of_a_damaged_checkpoint_is_unknown(tmp_path: Path) -> None:
+    """torch raises a BaseException, which would end a server that watches the folder."""
+    folder = tmp_path / "one"
+    dcp.save({"extra": {"numbering": "abc"}}, checkpoint_id=folder, no_dist=True)
+    assert extra_value(folder, "numbering") == "abc"
+    assert extra_value(folder, "step") is None
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert extra_value(folder, "numbering") is None
+    assert extra_value(tmp_path / "missing", "numbering") is None

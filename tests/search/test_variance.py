@@ -212,8 +212,16 @@ def test_verbs_choose_and_explain_bits(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["plan", *arguments, "--message-variance", "1e-4"]) == 0
     printed = capsys.readouterr().out
     assert "of a budget of 0.0001" in printed and "bits of answers / gradients" in printed
+    assert "not verified here, see oper verify (for these bits)" in printed
     assert cli.main(["explain", str(tmp_path / "plan.json"), "--stats",
                      str(tmp_path / "stats.npz")]) == 0
     explained = capsys.readouterr().out
     assert "verified: no plan of the searched space is faster with these bits" in explained
     assert "bound whatever the bits, not verified" in explained
+    plan = Plan.load(tmp_path / "plan.json")
+    noted = plan.notes["message_variance"]
+    for edited in ({**noted, "budget": "1e-4"}, {**noted, "any_bits_us": None}, [1.0]):
+        replace(plan, notes={**plan.notes, "message_variance": edited}).save(tmp_path / "plan.json")
+        assert cli.main(["explain", str(tmp_path / "plan.json"), "--stats",
+                         str(tmp_path / "stats.npz")]) == 0
+        assert "rounding" not in capsys.readouterr().out

@@ -13,6 +13,7 @@ import torch
 from oper.errors import InvalidInputError, PeerLostError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
@@ -110,6 +111,9 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
             _set_lr(tables, 0.2)
             _train(tables)
             assert not torch.equal(_rows(tables), before)
+        else:
+            with pytest.raises(PeerLostError, match="this rank has given up this exchange"):
+                _train(tables)
         return str(caught.value)
 
     messages = run_ranks(3, body, domains=domains)
@@ -131,3 +135,23 @@ def test_an_invalid_learning_rate_is_an_error_on_all_ranks(lr: Any) -> None:
         _train(tables)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("lr", [None, 10**400, torch.ones(2)], ids=["none", "huge", "tensor"])
+def test_an_invalid_learning_rate_is_that_of_its_own_group(lr: Any) -> None:
+    def body(group: ThreadGroup) -> None:
+        optimizers = {"first": SGD(lr=0.1), "second": SGD(lr=0.2)}
+        tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, group, optimizers)
+        tables.param_groups[1]["lr"] = lr
+        with pytest.raises(InvalidInputError, match=r"lr of tables \['second'\]"):
+            _train(tables)
+
+    run_ranks(1, body)
+
+
+def test_entries_that_only_one_rank_lacks_are_named() -> None:
+    def body(group: ThreadGroup) -> list[str]:
+        return errors_of_all(group, [f"t{k}" for k in range(20 + group.rank)], [])
+
+    for (text,) in run_ranks(2, body):
+        assert "missing only on rank 0 or 1=([], ['t20'])" in text

@@ -444,6 +444,14 @@ def test_a_move_keeps_the_bits() -> None:
     for told in refusals(body, PlanError):
         assert "plan.message_bits=[32, 32], expected [8, 8]" in told
 
+    def moved(group: ThreadGroup) -> None:
+        tables = open_tables(case, plans[0], group, SGD(lr=0.5))
+        same = replace(plans[1], message_bits={t.name: 8 for t in case.tables})
+        tables.start_migration(same, None)
+        tables.close()
+
+    run_ranks(2, moved, domains=(0, 1))
+
 
 def test_lookups_for_inference_are_rounded_too() -> None:
     case = dlrm_case("none")

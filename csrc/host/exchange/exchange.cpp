@@ -97,7 +97,10 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
 }
 
 void Exchange::fail(Status status) {
-  failed_ = status;
+  // A full outbox, an id or settings concern this batch: later ones only learn that this rank has
+  // given up.
+  const bool is_of_batch = status.code == 3 || status.code == 4 || status.code == 15;
+  failed_ = is_of_batch ? Status{6, context_.rank} : status;
   if (context_.barrier) context_.barrier->give_up();
   throw status;
 }

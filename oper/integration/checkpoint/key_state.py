@@ -99,13 +99,17 @@ def _noting(errors: list[str]) -> Iterator[None]:
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for entries of another shape, or an invalid clock."""
     for part in keys.parts(name):
-        shape = (keys.num_records(name, RECORDS[part]), 3)
-        if tuple(state[part].shape) != shape or state[part].dtype != torch.int64:
+        wanted = torch.int64, (keys.num_records(name, RECORDS[part]), 3)
+        found = getattr(state[part], "dtype", None), tuple(getattr(state[part], "shape", ()))
+        if found != wanted:
             raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
-                                    "dtype, shape", (state[part].dtype, tuple(state[part].shape)),
-                                    f"{(torch.int64, shape)}",
+                                    "dtype, shape", found, f"{wanted}",
                                     "load a checkpoint of a table with as many rows")
-    if not 0 <= int(state["clock"]) <= MOST_UPDATES:
-        raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", int(state["clock"]),
+    try:
+        clock = int(state["clock"])
+    except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
+        clock = -1
+    if not 0 <= clock <= MOST_UPDATES:
+        raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", state["clock"],
                                 f"a number in [0, {MOST_UPDATES}]",
                                 "load a checkpoint of this model")

@@ -28,14 +28,29 @@ from oper.tables import CODE_BITS, TableSpec
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _path_of(number: int) -> Path:
+    """Return a path that continues to refer to an open folder after a rename."""
+    return Path(f"/proc/self/fd/{number}")
+
+
 def extra_value(folder: Path, key: str) -> Any:
     """Return the plain value stored under `key` in a checkpoint's ``extra``; None if there is none
     or the checkpoint cannot be read."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state: dict[str, Any] = {"extra": {key: None}}
-    with contextlib.suppress(OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
-        reader = CheckpointReader(folder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(
+            OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError,
+            CheckpointException))  # a BaseException
+        number = _open_folder(folder)
+        stack.callback(os.close, number)
+        reader = CheckpointReader(_path_of(number))
         if f"extra.{key}" in reader.read_metadata().state_dict_metadata:
             load(state, storage_reader=reader, no_dist=True)
     return state["extra"][key]
@@ -98,9 +113,9 @@ class Weights:
     def _hold(self, folder: Path) -> Path:
         """Return a path that continues to refer to this folder after a rename. A training run may
         replace the folder while it is read; its files must not be mixed."""
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        number = _open_folder(folder)
         weakref.finalize(self, os.close, number)
-        return Path(f"/proc/self/fd/{number}")
+        return _path_of(number)
 
     def value(self, key: str) -> Any:
         """Return a weight: a tensor, `TableRows`, or another value of the ``state_dict``."""

@@ -120,12 +120,12 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
         lines.append(f"not certified: {why}")
     else:
         gap = found.step_us / plan.lower_bound_us - 1.0
-        given = " with these bits" if chosen else ""
         lines += [f"lower bound {plan.lower_bound_us:12.1f} us   "
                   + ("not verified here, see oper verify" if verdict is None else
-                     f"verified: no plan of the searched space is faster{given}"),
+                     "verified: no plan of the searched space is faster"),
                   f"gap         {100 * gap:12.3f} %"]
         if chosen:
+            lines[-2] += " (for these bits)" if verdict is None else " with these bits"
             lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
                          "not verified")
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
@@ -136,7 +136,8 @@ def _chosen_bits(plan: Plan, problem: Problem) -> dict[str, float]:
     """The plan's note of how the planner chose its bits, with the variance recomputed; empty if the
     user gave them."""
     noted = plan.notes.get("message_variance")
-    if not isinstance(noted, dict) or not {"budget", "any_bits_us"} <= noted.keys():
+    if not isinstance(noted, dict) or not all(
+            isinstance(noted.get(name), int | float) for name in ("budget", "any_bits_us")):
         return {}
     from oper.search.variance import rounding_variance
 

@@ -77,7 +77,9 @@ def errors_of_all(group: Group, missing: Sequence[str], errors: Sequence[str]) -
     first = everyones[0][0]
     differ = next((rank for rank, (theirs, _) in enumerate(everyones) if theirs != first), None)
     if differ is not None:
-        found.append(fail("ranks load different entries", f"missing on ranks 0 and {differ}",
-                          (first[:8], everyones[differ][0][:8]), "the same on all ranks",
+        other = everyones[differ][0]
+        only = ([x for x in first if x not in other][:8], [x for x in other if x not in first][:8])
+        found.append(fail("ranks load different entries", f"missing only on rank 0 or {differ}",
+                          only, "the same on all ranks",
                           "pass the same state_dict on every rank"))
     return found

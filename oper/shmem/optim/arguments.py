@@ -58,12 +58,21 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
     return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return a group's learning rate; NaN if it is missing or no number."""
+    try:
+        return float(group["lr"])
+    # RuntimeError: a tensor of several numbers.
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
+        return math.nan
+
+
 def _check_rates(rates: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise InvalidInputError for the first learning rate that optimizers do not accept."""
     for rate, group in zip(rates, groups, strict=True):
         if not (is_fp32(rate) and rate >= 0):
             raise InvalidInputError("no rank updates the tables", f"lr of tables "
-                                    f"{group['tables'][:8]}", group["lr"],
+                                    f"{group['tables'][:8]}", group.get("lr"),
                                     "a number >= 0 that fp32 holds",
                                     "correct param_groups or the schedule that sets them")
 
@@ -109,8 +118,8 @@ class KernelArguments:
         """
         try:
             rates = [*map(float, map(_RATE, groups))]
-        except (TypeError, ValueError, RuntimeError):  # the latter: a tensor of several numbers
-            rates = [math.nan] * len(groups)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
+            rates = [*map(_rate, groups)]
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             _check_rates(rates, groups)
