@@ -279,8 +279,9 @@ def test_a_request_that_ends_workers_is_given_up(server: Server) -> None:
     with (Client(server.address, timeout_s=300) as client,  # four workers are started anew
           pytest.raises(ServerError, match="connections lost=4")):
         client.score_request(deadly)
-    wait_for(lambda: server.counts["worker_restarts"] == before + 4)
-    wait_for(lambda: server.counts["workers"] == 2)
+    # A connection that waits for a worker which another one ends is lost without a restart.
+    wait_for(lambda: server.counts["worker_restarts"] > before and server.counts["workers"] == 2)
+    assert server.counts["worker_restarts"] <= before + 4
     with Client(server.address) as client:
         good = random_request(np.random.default_rng(1), 2)
         assert np.array_equal(client.score_request(good)[0], expected(good))
@@ -428,7 +429,7 @@ def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("model", "words"), [
     ("os:getcwd", "what os:getcwd returns: model='str', expected a PublishedModel"),
-    ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "no function"),
+    ("builtins:dict", "it lacks epoch, predict, rows_read"), ("os:sep", "not a function"),
     ("os:", "MODULE:FUNCTION"), (":make", "MODULE:FUNCTION"), ("..a:make", "MODULE:FUNCTION")])
 def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str],
