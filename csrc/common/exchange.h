@@ -175,6 +175,7 @@ class Messages {
     asked_.resize(static_cast<size_t>(W * num_tables_));
     for (std::vector<uint32_t>& kept : asked_by_) kept.resize(asked_.size());
     sent_bytes.resize(static_cast<size_t>(kNumSent * W));
+    for (const int64_t bits : setup_.bits) wire_ = (wire_ ^ static_cast<uint32_t>(bits)) * 16777619u;
     for (const Table& x : setup_.tables)
       slot_bits_.push_back(
           slot_bits(std::accumulate(x.num_slots.begin(), x.num_slots.end(), int64_t{0})));
@@ -244,7 +245,7 @@ class Messages {
     weighted_ = weighted;
     ++sequence_;
     const Head head{static_cast<uint32_t>(phase_), sequence_, static_cast<uint32_t>(mine.code),
-                    static_cast<uint32_t>(mine.detail), weighted, wire(), setup_.collection,
+                    static_cast<uint32_t>(mine.detail), weighted, wire_, setup_.collection,
                     settings};
     for (int32_t r = 0; r < W; ++r)
       *reinterpret_cast<Head*>(heads_out_.data() + r * head_width_) = head;
@@ -311,12 +312,6 @@ class Messages {
     return *reinterpret_cast<const Head*>(heads_in_.data() + peer * head_width_);
   }
   static int64_t aligned(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-  // A hash of all tables' bits (FNV-1a), for the head.
-  uint32_t wire() const {
-    uint32_t hash = 2166136261u;
-    for (const int64_t bits : setup_.bits) hash = (hash ^ static_cast<uint32_t>(bits)) * 16777619u;
-    return hash;
-  }
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer * num_tables_ + table);
   }
@@ -380,7 +375,7 @@ class Messages {
     for (int32_t r = 0; r < W; ++r) {
       const Head& head = head_from(r);
       if (head.phase != static_cast<uint32_t>(phase_) || head.sequence != sequence_ ||
-          head.collection != setup_.collection || head.wire != wire())
+          head.collection != setup_.collection || head.wire != wire_)
         return {8, r};
     }
     for (int32_t r = 1; r < W; ++r)
@@ -424,6 +419,7 @@ class Messages {
   }
 
   Setup setup_;
+  uint32_t wire_ = 2166136261u;     // FNV-1a hash of all tables' bits, for the head
   std::vector<int32_t> slot_bits_;  // [T]
   int64_t num_tables_, head_width_;
   std::vector<uint32_t> heads_out_, heads_in_;

@@ -250,7 +250,7 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
                 "start another server for them, whose clients use their vocabulary")
         return read_newest(place)
 
-    model = PublishedModel(build, read(folder), signature, row_dtype, keep_spare)
+    model = PublishedModel(build, read_newest(folder), signature, row_dtype, keep_spare)
     model.read_folder = read
     return model.reads_again(functools.partial(read, folder))
 

@@ -243,23 +243,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
             batch = self.bounds.repair(batch, self.device)
-        if self.optimizers is not None and torch.is_grad_enabled():
-            trains = len(self.frozen) < len(self.specs)
-            if trains or (batch.weights is not None and batch.weights.requires_grad):
-                if os.getpid() != self._process or self._heap is None:
-                    self._check_process()
-                if self.collected.parts:
-                    self.collected.forget_failed()
-                if self.turns.parts is not None:
-                    batch = self.turns.parts.looked_up(batch)
-                try:
+        try:
+            if self.optimizers is not None and torch.is_grad_enabled():
+                trains = len(self.frozen) < len(self.specs)
+                if trains or (batch.weights is not None and batch.weights.requires_grad):
+                    if os.getpid() != self._process or self._heap is None:
+                        self._check_process()
+                    if self.collected.parts:
+                        self.collected.forget_failed()
+                    if self.turns.parts is not None:
+                        batch = self.turns.parts.looked_up(batch)
                     return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                           batch.weights, self, batch)
-                except RuntimeError:
-                    refuse_transforms()
-                    raise
-        at_once = self.lookups_at_once and self._exchange is None
-        try:
+            at_once = self.lookups_at_once and self._exchange is None
             with contextlib.nullcontext() if at_once else self.turns.lock:
                 out, offsets = self.forward(batch)
         except RuntimeError:

@@ -8,14 +8,18 @@ The entries do not depend on the plan or the number of ranks.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.integration.checkpoint.table_state import chunks_of, distributed, shard_range
+from oper.integration.checkpoint.table_state import (
+    chunks_of,
+    distributed,
+    noting,
+    shard_range,
+)
 from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.keys.directories import MOST_UPDATES, RECORDS, Keys
 from oper.shmem.tables import ShardedTables
@@ -66,7 +70,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
         errors.append(fail(
             f"cannot load dynamic table {name!r}", "missing entries", absent,
             "rows together with their keys", "load all entries of the table"))
-    with _noting(errors):
+    with noting(errors):
         if not absent:
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
     errors = errors_of_all(tables.group, absent, errors)
@@ -75,7 +79,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     for checks in (True, False):  # check all records before writing any
         if errors:
             break
-        with _noting(errors):
+        with noting(errors):
             for part in keys.parts(name):
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
@@ -85,15 +89,6 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
         keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
     error_msgs += errors
     tables.barrier()
-
-
-@contextlib.contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    """Append the message of an InvalidInputError that the block raises to `errors`."""
-    try:
-        yield
-    except InvalidInputError as error:
-        errors.append(str(error))
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:

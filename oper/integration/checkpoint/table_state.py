@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import warnings
@@ -164,6 +165,15 @@ def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], pr
                           stacklevel=3)
 
 
+@contextlib.contextmanager
+def noting(errors: list[str]) -> Iterator[None]:
+    """Append the message of an InvalidInputError that the block raises to `errors`."""
+    try:
+        yield
+    except InvalidInputError as error:
+        errors.append(str(error))
+
+
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
@@ -181,12 +191,10 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     found = {n: state_dict[f"{prefix}{n}"] for n in names if f"{prefix}{n}" in state_dict}
     missing = [f"{prefix}{name}" for name in names if name not in found]
     missing_keys += missing
-    errors = []
+    errors: list[str] = []
     for name, value in found.items():
-        try:
+        with noting(errors):
             TableRows(tables, names[name]).check(value)
-        except InvalidInputError as error:
-            errors.append(str(error))
     errors = errors_of_all(tables.group, missing, errors)
     error_msgs += errors
     for name, value in found.items() if not errors else ():
