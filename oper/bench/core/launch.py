@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from oper.bench.core.child import Child, ProcessOptions
 from oper.bench.core.record import BusyClock
 from oper.errors import OperError
-from oper.serve.allocator import MALLOC
+from oper.serve.allocator import MALLOC, give_back
 from oper.support.processes import free_port
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity
@@ -131,7 +131,8 @@ def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
                 pipe.send(("progress", f"{name}: {text}"))
 
         pipe.send(("result", json.dumps(case.measure(tell))))
-        gc.collect()  # the next case needs the memory
+        gc.collect()
+        give_back()  # the next case needs the memory, which `MALLOC` would keep in this process
     if world_size > 1:
         dist.barrier()
 
