@@ -400,7 +400,11 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
   }
   if (wanted == tables.staged) return;
   if (is_captured(stream)) throw Status{kNewArguments, 0};
-  copy_to_device(context.optimizers, arguments, stream, "cannot copy the optimizer's arguments");
+  const uint32_t settings = settings_of(from, order.size());
+  const char* what = "cannot copy the optimizer's arguments";
+  copy_to_device(context.optimizers, arguments, stream, what);
+  copy_to_device(context.settings, std::vector{settings}, stream, what);
+  if (tables.messages) tables.messages->settings = settings;
   tables.staged = std::move(wanted);
   tables.all_row_wise_adagrad = std::ranges::all_of(arguments, [](const UpdateArgs& x) {
     return x.optimizer.kind == Optimizer::kRowWiseAdagrad;

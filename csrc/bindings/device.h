@@ -22,11 +22,11 @@ namespace oper::device {
 // Codes of the Status that a failed step throws, in addition to those of ErrorWord; see
 // `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
-  kPointFailed = 11,   // Python code at a point failed and has stored its exception
-  kNotInGraphs = 12,   // the step waits for the device, which is impossible in a CUDA graph
-  kNewArguments = 13,  // an update whose optimizers have changed, in a graph
-  kTooManyIds = 14,
-  kIdsWithoutBags = 15
+  kPointFailed = 21,   // Python code at a point failed and has stored its exception
+  kNotInGraphs = 22,   // the step waits for the device, which is impossible in a CUDA graph
+  kNewArguments = 23,  // an update whose optimizers have changed, in a graph
+  kTooManyIds = 24,
+  kIdsWithoutBags = 25
 };
 
 // Where a step calls Python: as oper/shmem/device/steps.py numbers them. `value` is the number of

@@ -65,6 +65,7 @@ class Context::Builder {
     c_.mirrors = memory_.take<char>(std::ranges::count(s_.near, false) * outbox_header_bytes(T, W));
     c_.far_masters = memory_.take<FarMasters>(T * W);
     c_.optimizers = memory_.take<UpdateArgs>(T);
+    c_.settings = memory_.take<uint32_t>(1);
     c_.epoch_ = memory_.take<uint32_t>(1);
     c_.claimed_ = memory_.take<int>(1);
     for (const RowClass& row_class : c_.classes)
@@ -267,7 +268,8 @@ void Context::forget_error(cudaStream_t stream) {
 
 void Context::barrier(cudaStream_t stream) const {
   if (view.world_size > 1)
-    arrive_and_wait(pads_, epoch_, view.rank, view.world_size, deadline_ms_, view.error, stream);
+    arrive_and_wait(pads_, epoch_, settings, view.rank, view.world_size, deadline_ms_, view.error,
+                    stream);
 }
 
 namespace {

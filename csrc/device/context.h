@@ -66,6 +66,7 @@ struct Context {
   std::vector<int32_t> order;                      // the plan's number
   std::vector<Messages::Table> message_tables;
   UpdateArgs* optimizers;                          // device memory, in the order of keys
+  uint32_t* settings;                              // device memory: hash of the optimizers' arguments
   std::vector<int32_t> logical;  // the collection's number of every feature (of a column piece)
   std::vector<bool> near;        // [W] whether this rank can address a rank's memory
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one

@@ -95,7 +95,7 @@ struct Feature {
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
-  // exchange
+  // exchange, 15 ranks update with different settings
   int32_t code;
   int32_t rank;    // rank that failed; 4: index of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
@@ -323,10 +323,12 @@ void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale
 // Copies updated rows of replicated tiers into this rank's copies.
 void refresh(const Launch& on);
 
-// Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's words, of which
-// rank r writes word r; `epoch`: this rank's number of arrivals, in its memory.
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
-                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
+// Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's 3 W words, of which
+// rank r writes words r, W + r and 2 W + r; `epoch`: this rank's number of arrivals, in its memory;
+// `settings`: the hash of its optimizers' arguments, in its memory; another rank's must be equal.
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings, int32_t rank,
+                     int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
+                     cudaStream_t stream);
 
 // Push: a reader's request to the owners, in the reader's symmetric memory.
 struct RequestHeader {

@@ -138,8 +138,8 @@ class TableUpdates:
 
         Raises:
             InvalidInputError: a learning rate is invalid, or learning rates, frozen tables or (with
-                Adam) step counts differ between the ranks; no rank updates then. Tables in device
-                memory only check the rank's own learning rates.
+                Adam) step counts differ between the ranks; no rank updates then. For tables in
+                device memory, a later call raises it, after the update.
         """
         # Not split into functions: each call would cost about a microsecond per step.
         batch, offsets = passed.batch, passed.offsets

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from oper.plan import Plan
+from oper.errors import InvalidInputError
+from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.optim.optimizers import SGD
 from tests import runtime_support
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
@@ -54,3 +56,28 @@ def test_hosts_over_collectives(emulation: pytest.MonkeyPatch, world_size: int) 
     assert_bitwise(vars(host), vars(merge_ranks([result for result, _ in found])), "result")
     for rank, (_, sent) in enumerate(found):
         assert sum(sent["rows"]) > 0 and sum(sent["gradient_rows"]) > 0 and not sent["rows"][rank]
+
+
+def _train_at_another_rate(rank: int, world_size: int, plan: Plan) -> str:
+    os.environ["OPER_DOMAIN"] = str(rank)
+    runtime: Any = runtime_support
+    runtime.ShardedTables = emulated.device_tables
+    emulated.replace_library()
+    case = small_case("sgd")
+    steps = make_steps(case, world_size, 2)
+
+    def between(tables: Any, step: int) -> None:
+        tables.param_groups[0]["lr"] = 1.0 + step * rank
+
+    try:
+        train_rank(case, plan, steps, SGD(lr=1.0), ProcessGroup(), between)
+    except InvalidInputError as error:
+        return str(error)
+    return ""
+
+
+def test_hosts_with_other_learning_rates_do_not_update(emulation: pytest.MonkeyPatch) -> None:
+    emulated.load()
+    plan = uniform_plan(small_case("sgd").tables, 2, "striped")
+    for error in run_world(2, _train_at_another_rate, plan, env={"OPER_OUTBOX_BYTES": "4194304"}):
+        assert "different learning rates" in error

@@ -20,6 +20,7 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
+from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
@@ -33,6 +34,8 @@ from tests.runtime_support import (
     open_tables,
     plans_for,
     rich_plan,
+    run_ranks,
+    train_rank,
     train_virtual,
 )
 
@@ -369,6 +372,30 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
         tables[1].synchronize()  # type: ignore[attr-defined]
     for t in tables:
         t.close()
+
+
+@pytest.mark.skipif(has_gpu(), reason="as the test before")
+def test_a_barrier_finds_ranks_with_other_learning_rates(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    case = small_case("sgd")
+    plan, steps = uniform_plan(case.tables, 2, "striped"), make_steps(case, 2, 3)
+
+    def body(group: ThreadGroup) -> list[int]:
+        codes = []
+
+        def compare(tables: ShardedTables, step: int) -> None:
+            torch.ops.oper.device_barrier(tables.handle)  # virtual ranks train without this kernel
+            codes.append(torch.ops.oper.device_context_error(tables.handle)[0])
+            if codes[-1]:
+                with pytest.raises(InvalidInputError, match="different learning rates"):
+                    tables.synchronize()  # type: ignore[attr-defined]
+            if step in (1, 2) and group.rank == 1:
+                tables.param_groups[0]["lr"] = 3.0 - step
+
+        train_rank(case, plan, steps, SGD(lr=1.0), group, compare)
+        return codes
+
+    assert run_ranks(2, body) == [[0, 0, 15, 0]] * 2
 
 
 def test_weighted_stripes_and_heads_locate_every_row(on_device: None) -> None:

@@ -25,7 +25,7 @@ from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # Status codes in addition to `Status`, numbered as in csrc/bindings/device.h.
-_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS, _IDS_WITHOUT_BAGS = range(11, 16)
+_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS, _IDS_WITHOUT_BAGS = range(21, 26)
 _MOST_IDS = 2**31 - 64
 
 
@@ -196,4 +196,5 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                         "the same plan and the same calls on all ranks",
                         "make the same calls on all ranks; with several memory domains lookups "
                         "without gradients are collective, too")
-    raise_status(code, rank if code == Status.PEER_LATE else detail, outbox_bytes, None)
+    names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS)
+    raise_status(code, rank if names_rank else detail, outbox_bytes, None)
