@@ -21,6 +21,8 @@ from tests.cuda.compiler import (
     shipped_library,
 )
 
+pytestmark = pytest.mark.timeout(1500)  # the first tests compile all kernels for all architectures
+
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
 HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
 UPDATES = re.compile(r"update_kernel|ToE[12]E")  # at the owner, or of a single rank
