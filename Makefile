@@ -34,7 +34,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo [DATA=train.txt]  statistics, plan and training beside TorchRec"
+	@echo "make demo [DATA=train.txt]  statistics, plan and training, compared with TorchRec"
 	@echo "make test [ARGS=...]        the tests"
 	@echo "make test-nightly           the tests that take too long for every change"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"

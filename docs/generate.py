@@ -106,6 +106,8 @@ def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 def _command(parser: argparse.ArgumentParser, level: int) -> list[str]:
     """One command's section, and those of its own commands below it."""
+    if hasattr(parser, "complete"):  # of a benchmark, which adds its own arguments late
+        parser.complete()
     lines = ["", f"{'#' * level} {parser.prog}", ""]
     if parser.description:
         lines += [f"{parser.description}.", ""]
@@ -144,8 +146,8 @@ def environment() -> str:
     from oper.support.environment import BUILD, VARIABLES
 
     lines = ["# Environment variables", "",
-             "A variable that is set to nothing counts as unset. A value that a variable may not "
-             "have is refused before anything begins; `oper doctor` lists those that are set."]
+             "An empty variable counts as unset. An invalid value raises an error before any work "
+             "begins; `oper doctor` shows the values."]
     for title, at in (("At run time", False), ("When OPER is built", True)):
         lines += ["", f"## {title}", "", "| variable | meaning | values |", "|---|---|---|"]
         lines += [f"| `{name}` | {_cell(v.about)} | {_cell(v.expected) or 'any'} |"
@@ -160,7 +162,7 @@ def configuration() -> str:
 
     lines = ["# Training configuration", "",
              "The keys of `oper train CONFIG`, a TOML file; `--set KEY=VALUE` takes the same keys. "
-             "Defaults give way to the file, the file to the command line. Paths in a file are "
+             "The file overrides the defaults, and the command line the file. Paths in a file are "
              "relative to its folder. `examples/train.toml` is a commented example."]
     lines += _keys(TrainConfig, "")
     for name, kind in {"dlrm": DLRMConfig, **{n: w.config for n, w in WORKLOADS.items()}}.items():

@@ -52,7 +52,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="oper", description="Statistics-driven placement of embedding tables.",
         epilog="'oper COMMAND --help' explains a command. Exit codes: 0 ok, 1 failure, 2 usage, "
-               "3 infeasible plan. OPER_DEBUG=1 prints an error's traceback.")
+               "3 no plan fits the machine, 130 interrupted. OPER_DEBUG=1 prints tracebacks.")
     parser.add_argument("--version", action="version", version=f"oper {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, help_line) in COMMANDS.items():

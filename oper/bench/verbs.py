@@ -45,16 +45,20 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
 
 
 class _LazyParser(argparse.ArgumentParser):
-    """Adds a benchmark's arguments only if that benchmark is run, since its module loads slowly.
+    """Adds a benchmark's own arguments when it parses, since the benchmark's module loads slowly.
     ``place`` is the module's name."""
 
     place = ""
 
-    def parse_known_args(  # type: ignore[override]
-            self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def complete(self) -> None:
+        """Add the benchmark's own arguments."""
         module: Any = importlib.import_module(self.place)
         if hasattr(module, "configure"):
             module.configure(self)
+
+    def parse_known_args(  # type: ignore[override]
+            self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        self.complete()
         return super().parse_known_args(args, namespace)
 
 
@@ -63,7 +67,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     subs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True,
                                  parser_class=_LazyParser)
     for name, (place, help_line) in BENCHMARKS.items():
-        sub = subs.add_parser(name, help=help_line, description=f"Benchmark: {help_line}.")
+        sub = subs.add_parser(name, help=help_line, description=f"Benchmark: {help_line}")
         sub.add_argument("--json", metavar="F", help="also write the record (JSON) to this file")
         sub.add_argument("--only", "--cases", metavar="GLOB",
                          help="only cases whose name matches, e.g. 'ebc-*'")

@@ -86,7 +86,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--dense", type=names, default=[], metavar="A,B",
                      help="numeric columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
-                     help="add an id column: pairs of ids of A and B, hashed into N rows")
+                     help="add an id column: combined values of A and B, hashed into N rows")
     own.add_argument("--join", metavar="FILE",
                      help="a side table (CSV with a header, or Parquet), for example of items")
     own.add_argument("--join-on", metavar="A[=B]", default="",

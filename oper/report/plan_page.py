@@ -112,15 +112,15 @@ def _plots(plan: Plan, problem: Problem, found: Evaluation, before: Evaluation |
     if before is not None:
         bars.append(("whole tables", {p.name: p.time_us for p in before.phases}))
     return [
-        Plot("A step, phase by phase", "Every phase ends with its slowest rank; modelled.",
+        Plot("A step, phase by phase", "Modelled times; a phase ends when its slowest rank does.",
              figures.stacked(bars, "microseconds", "phases")),
         Plot("Load of every rank", "Memory and compute of a rank add up; its links work "
-             "in parallel. Marks: the same phase with whole tables, largest number of lookups "
-             "first.",
+             "in parallel. Marks: the same phase if whole tables are assigned to ranks, those with "
+             "most lookups first.",
              figures.loads(found, before)),
-        Plot("Where the rows live", f"The {mapped} tables with the most lookups. Replicated rows "
+        Plot("Where rows are stored", f"The {mapped} tables with the most lookups. Replicated rows "
              "are read locally by every rank, striped rows are distributed over ranks, owned rows "
-             "live on one rank.", figures.placement_map(plan, problem)),
-        Plot("How much the hottest rows cover", "Without statistics, all rows count as equally "
-             "hot.", figures.coverage(problem)),
+             "are stored on one rank.", figures.placement_map(plan, problem)),
+        Plot("How much the hottest rows cover", "Share of a table's lookups that go to its hottest "
+             "rows; without statistics, all rows count as equally hot.", figures.coverage(problem)),
     ]

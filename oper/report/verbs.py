@@ -34,11 +34,12 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper report``."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)")):
-        sub = kinds.add_parser(kind, help=f"a page about {about}")
+        page = f"a page about {about}"
+        sub = kinds.add_parser(kind, help=page, description=f"Make {page}")
         sub.add_argument("file", metavar="FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    sub = kinds.add_parser(
-        "drift", help="a page about the cost of an old plan on later statistics")
+    page = "a page about the change of accesses since a plan was made, and what a new plan gains"
+    sub = kinds.add_parser("drift", help=page, description=f"Make {page}")
     sub.add_argument("old", metavar="OLD", help="statistics that the plan was made from")
     sub.add_argument("later", nargs="+", metavar="NEW", help="later statistics, in time order")
     sub.add_argument("--plan", metavar="PLAN",
@@ -47,7 +48,8 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
                      help="GB/s at which a rank copies rows to a new plan (default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
-    configure_explain(kinds.add_parser("plan", help="a page about a plan"))
+    page = "a page about a plan, and print what 'oper explain' prints"
+    configure_explain(kinds.add_parser("plan", help=page, description=f"Make {page}"))
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -61,29 +61,28 @@ _ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # >= 80, since kernels use asynchrono
 # All variables OPER_* that the package, its build or its tests read, and others of the build.
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
-    "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),
-    "OPER_OUTBOX_BYTES": Variable("largest size of a rank's gradient outbox",
+    "OPER_DEBUG": _one_of("1: print the traceback of an error", "0", "1"),
+    "OPER_OUTBOX_BYTES": Variable("upper limit of a rank's gradient outbox",
                                   "a number of bytes above 0", _number(1)),
-    "OPER_DEVICE_HEAP": _one_of("symmetric or virtual: how ranks share device memory",
+    "OPER_DEVICE_HEAP": _one_of("how ranks share device memory",
                                 "symmetric", "virtual"),
-    "OPER_FBGEMM": Variable("folder of an fbgemm_gpu package to compare with on a GPU",
+    "OPER_FBGEMM": Variable("folder of the fbgemm_gpu package to compare with on a GPU",
                             "a folder that holds the package fbgemm_gpu",
                             lambda text: os.path.isdir(os.path.join(text, "fbgemm_gpu"))),
-    "OPER_DEVICE_THREADS": _count("threads of a launch on a device, other than the device's own "
-                                  "number"),
-    "OPER_DEADLINE_S": Variable("how long a rank waits for its peers",
+    "OPER_DEVICE_THREADS": _count("threads per kernel launch, instead of the device's number"),
+    "OPER_DEADLINE_S": Variable("seconds that a rank waits for its peers (default 300)",
                                 "a number of seconds above 0", _number(0)),
-    "OPER_DOMAIN": Variable("ranks with different values act as if they shared no memory"),
-    "OPER_CPU_KERNELS": _one_of("generic, avx2 or avx512 instead of the best the processor has",
+    "OPER_DOMAIN": Variable("ranks with different values do not share memory"),
+    "OPER_CPU_KERNELS": _one_of("instruction set, instead of the best that the processor supports",
                                 "generic", "avx2", "avx512"),
-    "OPER_CUDA": _one_of("build: auto, 0 or 1", "auto", "0", "1", at=BUILD),
+    "OPER_CUDA": _one_of("build: whether to build the GPU library", "auto", "0", "1", at=BUILD),
     "OPER_CUDA_ARCHS": Variable(
         "build: compute capabilities, e.g. 80;90", "compute capabilities from 80 on such as 80;90",
         lambda text: re.fullmatch(rf"[ ;,]*{_ARCH}([ ;,]+{_ARCH})*[ ;,]*", text) is not None,
         BUILD),
-    "CUDA_HOME": Variable("build: the CUDA toolkit", at=BUILD),
+    "CUDA_HOME": Variable("build: folder of the CUDA toolkit", at=BUILD),
     "CXX": Variable("build: the C++ compiler", at=BUILD),
-    "MAX_JOBS": _count("build: compilers at once", BUILD),
+    "MAX_JOBS": _count("build: number of parallel compiler processes", BUILD),
 }
 
 

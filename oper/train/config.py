@@ -113,8 +113,11 @@ class DynamicConfig:
     Attributes:
         rows: rows of every table, including the default row; 0 = tables are static.
         tables: maps columns to their tables' rows, in place of `rows`.
-        admit_after, admit_probability, eviction: which keys get and lose rows; see
-            `oper.DynamicTable`.
+        admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once.
+        admit_probability: probability that an update gives a row to a key that it sees; must be 1
+            if `admit_after` > 1.
+        eviction: key that loses its row to a new key: ``"lru"``, the least recently seen, or
+            ``"lfu"``, the least frequently seen.
         half_life: updates after which counts are halved; 0 = never.
         time_to_live: updates after which an unused key expires; 0 = never.
     """

@@ -12,27 +12,27 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-_FLAGS = {  # flag: help; each one overrides the key of the same name
-    "data": "folder that 'oper preprocess' wrote",
-    "out": "folder for metrics, configuration and the trained state",
-    "sharding": "oper, none (one process, unsharded) or torchrec",
-    "stats": "access statistics, for sharding = \"oper\"",
-    "plan": "plan file, for sharding = \"oper\"",
-    "topology": "topology file, for sharding = \"oper\"",
-    "seed": "seed of the initial weights and the order of the rows",
-    "batch_size": "samples per rank and step",
-    "epochs": "passes over the training split",
-    "max_steps": "stop after this many steps",
-    "trace": "write a trace of some steps of all ranks, for ui.perfetto.dev",
-    "trace_steps": "first and last traced step, A-B (default 11-20)",
+_FLAGS = {  # flag: (value, help); each flag overrides the key of the same name
+    "data": ("DIR", "folder that 'oper preprocess' wrote"),
+    "out": ("DIR", "folder for metrics, configuration and the trained state"),
+    "sharding": ("KIND", "oper, none (one process, unsharded) or torchrec"),
+    "stats": ("FILE", "access statistics, for sharding = \"oper\""),
+    "plan": ("FILE", "plan file, for sharding = \"oper\""),
+    "topology": ("FILE", "topology file, for sharding = \"oper\""),
+    "seed": ("N", "seed of the initial weights and the order of the rows"),
+    "batch_size": ("N", "samples per rank and step"),
+    "epochs": ("N", "passes over the training split"),
+    "max_steps": ("N", "stop after this many steps"),
+    "trace": ("FILE", "write a trace of some steps of all ranks, for ui.perfetto.dev"),
+    "trace_steps": ("A-B", "first and last traced step, A-B (default 11-20)"),
 }
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper train``."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; flags override it")
-    for key, about in _FLAGS.items():
-        parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar="X", help=about)
+    for key, (value, about) in _FLAGS.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar=value, help=about)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
                         help="set any other key, e.g. --set model.dim=64; may be repeated")
     parser.add_argument("--force", action="store_true", help="overwrite an earlier run in --out")

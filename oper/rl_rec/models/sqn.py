@@ -47,9 +47,10 @@ class SQNConfig(SASRecConfig):
 
     Attributes:
         gamma: discount of future rewards, 0 <= gamma < 1.
-        q_weight: weight of L_q.
+        q_weight: weight of L_q, the loss of the value heads.
         q_negatives: number of other items n per step, trained with reward 0.
-        actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module docstring.
+        actor: ``"supervised"``: train the next-item loss, too; ``"advantage"``: weight it by the
+            advantage of the chosen item; ``"none"``: no next-item loss, items are ranked by Q.
     """
 
     gamma: ShareBelowOne = 0.5

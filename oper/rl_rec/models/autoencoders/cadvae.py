@@ -99,10 +99,13 @@ class CaDVAEConfig(ModelConfig):
         dropout: probability that an item is dropped from the input.
         unit_mean: scale means to length 1. The KL term of eps then depends on its variance only,
             and `prior_std` is the noise of z relative to a signal of length 1.
-        prior_std, label_std: standard deviations of the two priors.
-        beta_eps, beta_z: weights of the KL terms after annealing.
+        prior_std: standard deviation of the prior of eps.
+        label_std: standard deviation of the prior of z, whose mean is given by the user's labels.
+        beta_eps, beta_z: weights of the KL terms of eps and z after annealing.
         anneal: share of the training steps over which these weights rise linearly from 0.
-        label_weight, mask_weight, l1: weights of terms of the loss.
+        label_weight: weight of the squared error of the labels predicted from their causes.
+        mask_weight: weight of the squared difference of the non-linear and linear structural layer.
+        l1: weight of the sum of absolute edge weights; free graphs only.
         sampled: number of sampled candidates per step; 0 = the full softmax.
     """
 
