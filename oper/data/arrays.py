@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def save(file: BinaryIO | Path, array: np.ndarray) -> None:
-    """Like `numpy.save`, but a failed write raises the OSError of the system call (disk full)."""
+    """Save an array like `numpy.save`; a failed write raises the system's OSError (disk full)."""
     if isinstance(file, Path):
         with file.open("wb") as opened:
             save(opened, array)

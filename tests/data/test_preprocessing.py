@@ -292,7 +292,7 @@ def test_logs_without_usable_rows(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("\t".join(["1"] * 39) + "\n")
     with pytest.raises(FileFormatError, match=r"tsv \(40 columns\)"):
         preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out")
-    with pytest.raises(InvalidInputError, match="training rows"):
+    with pytest.raises(InvalidInputError, match="well-formed rows"):
         preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out",
                    PreprocessOptions(max_bad=5, layout="tsv"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "test.txt"]

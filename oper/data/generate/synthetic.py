@@ -51,7 +51,7 @@ class SyntheticLog:
         cardinalities: number of possible values of each of C1..C26.
         click_rate: share of rows with label 1.
         effect: standard deviation of the log-odds over rows; larger = higher achievable AUC.
-        drift: probability that a hot rank passes to another value from one day to the next.
+        drift: probability that a hot rank moves to a random value from one day to the next.
     """
 
     num_rows: Positive = 200_000

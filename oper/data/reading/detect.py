@@ -101,7 +101,8 @@ def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
 
 
 def _fit(layout: Layout, line: str) -> int:
-    """Score how a first line fits a layout: 0 = not, 1 = number of columns, 2 = values too."""
+    """Score a first line: 0 = does not fit the layout, 1 = number of columns fits, 2 = values too.
+    """
     if not line:
         return 1
     wanted = [c.sources for c in layout.columns if c.kind != "skip"]
