@@ -151,7 +151,7 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert "the old weights go on: cannot read" in log
+        assert "the old weights remain in use: cannot read" in log
 
 
 @pytest.mark.parametrize("text, words", [

@@ -62,7 +62,7 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
         os.rename(tmp_path / STATE, run / STATE)
         wait_for(lambda: client.score_request(request)[1] == first + 1)
         assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
-        # The next checkpoint is damaged: it is refused, and the old weights go on.
+        # The next checkpoint is damaged: it is refused, and the old weights remain in use.
         data = next(p for p in (run / CHECKPOINT).iterdir() if p.suffix == ".distcp")
         data.write_bytes(data.read_bytes()[:-8])
         os.utime(run / CHECKPOINT / ".metadata")
@@ -109,7 +109,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
         os.rename(tmp_path / "delta", there / deltas[3].name)
         assert server.stderr is not None
         lines = iter(server.stderr.readline, "")
-        assert "the old weights go on until there is a whole checkpoint" in next(
+        assert "the old weights remain in use until the next full checkpoint" in next(
             line for line in lines if deltas[3].name in line)
         assert client.score_request(request)[1] == 8
         os.utime(tmp_path / STATE)
