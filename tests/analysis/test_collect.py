@@ -96,7 +96,7 @@ def test_a_table_without_lookups_is_an_error() -> None:
     (np.zeros(3), ["ndarray", "KeyedJaggedTensor"]),
     ({"a": (np.array([10]), np.array([1]))}, ["'t1'", "10", "num_rows=10"]),
     (FakeJagged(["a", "b"], [1, 2, 3], [1, 1]), ["sum(lengths)", "len(values)=3"]),
-    (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["each feature once"]),
+    (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["repeated features", "'a'"]),
     ({"a": np.array([0.5])}, ["'a'", "float64"]),
 ])
 def test_bad_batches(batch: Any, words: list[str]) -> None:
