@@ -270,7 +270,7 @@ class TableCounter:
         for name, array in (("ids", ids), ("lengths", lengths)):
             if array is not None and (array.ndim != 1 or array.dtype.kind not in "iu"):
                 raise InvalidInputError(what, name, (array.dtype.name, array.shape),
-                                        "a 1-d integer array", "convert it to one")
+                                        "a 1-d integer array", f"convert {name} to such an array")
         if part.num_samples != num_samples:
             raise InvalidInputError(what, "num_samples", (num_samples, part.num_samples),
                                     "equal for all features of a table",

@@ -42,7 +42,7 @@ class Tally:
         return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Count `ids` (int64 [N]): each once, or id k `counts[k]` times.
+        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [N].
 
         Returns the number of ids that were counted; the table has no space for the rest of `ids`.
         """

@@ -40,7 +40,7 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def lists(lengths: np.ndarray, values: np.ndarray | pa.Array) -> pa.ListArray:
-    """Make an Arrow list array of n lists whose int [n] `lengths` split `values` in order."""
+    """Split `values` in order into an Arrow array of n lists with the given `lengths`, int [n]."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(offsets, values)

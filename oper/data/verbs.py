@@ -225,7 +225,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 
 
 def _print_tables(manifest: dict[str, Any]) -> None:
-    """Print the tables' rows, and the values of each column that a finished vocabulary lacks."""
+    """Print the tables' total rows, and how many values of each column the vocabulary lacks."""
     tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:

@@ -45,7 +45,7 @@ _HUGE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class Report:
-    """Everything that the command prints.
+    """The contents of the report that ``oper doctor`` prints.
 
     Attributes:
         versions: by package; None = not installed.

@@ -23,7 +23,7 @@ _MAX_CURVES = 10
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A comparison of later statistics with those that a plan was made from.
+    """A comparison of later access statistics with earlier ones.
 
     Attributes:
         name: name of the later statistics.

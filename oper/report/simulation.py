@@ -215,8 +215,7 @@ def _bags(found: Lookups) -> Bags:
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
                   seed: int) -> Iterator[list[RankBatch]]:
-    """Yield batches of independent ids and bag lengths, with the frequencies in `stats`, forever.
-    """
+    """Yield endless batches of independent ids and bag lengths, with the frequencies of `stats`."""
     rng = np.random.default_rng(seed)
     models = {f: _model(t.name, stats.tables[t.name]) for t in tables for f in _features(t)}
     while True:

@@ -191,7 +191,7 @@ class Client:
                 "JSON of the protocol", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
-        """The server's metrics in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         return self._call("GET", "/metrics")[1].decode()
 
     def is_ready(self) -> bool:

@@ -317,7 +317,7 @@ class Server:
 
     def _cannot_listen(self, error: OSError) -> OperError:
         return OperError("cannot listen", "address", f"{self.options.host}:{self.options.port}",
-                         "a free one", f"choose another ({error.strerror})")
+                         f"a free one ({error.strerror})", "choose another host or port")
 
     def _listen(self) -> None:
         assert self._listener is not None

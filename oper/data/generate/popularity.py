@@ -31,7 +31,7 @@ class Popularity:
 
     @staticmethod
     def of(rows: np.ndarray, weight: np.ndarray) -> Popularity:
-        """Make levels from the number of rows [K] and the weight per row [K] of each, in any order.
+        """Make levels from numbers of rows [K] and weights per row [K], in any order and scale.
 
         Raises InvalidInputError unless weights are finite, >= 0 and some row has one above 0.
         """

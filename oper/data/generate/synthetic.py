@@ -174,7 +174,7 @@ class _Model:
         return np.where(ranks < hot, table[days, np.minimum(ranks, hot - 1)], ranks)
 
     def _log_odds(self, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
-        """Log-odds of a click without the intercept, float64 [n]."""
+        """Compute the log-odds of a click without the intercept, float64 [n]."""
         total = np.zeros(ids.shape[1])
         for c in range(26):
             key = np.uint64(self._keys[c])

@@ -102,7 +102,7 @@ class Job(JobSpec):
             raise occupied(str(target), is_ours)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the manifest if this object has begun the job and it is done; else empty."""
+        """Return the output's manifest if this object began the job and it is done; else empty."""
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
 

@@ -38,8 +38,8 @@ class PreprocessOptions:
         part_rows: rows after which a new Parquet file is begun.
         compression: compression of the Parquet files, ``"none"`` (fastest to read) or ``"zstd"``
             (about a third as large).
-        unit_bytes: approximate bytes of text per unit of work; larger files, plain or compressed
-            by gzip, are split.
+        unit_bytes: approximate bytes of text per unit of work; larger text files, plain or gzip,
+            are split unless fields are quoted.
         check_disk: raise if the disk is estimated to be too small.
         show_progress: show a progress bar on stderr.
     """

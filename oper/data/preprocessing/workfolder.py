@@ -39,7 +39,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
-        """Use the folder while the block runs; it is created, or contains earlier work of this job.
+        """Use the folder during the block; it is created, or contains earlier work of this job.
 
         If the block raises `OperError`, the last user removes the folder. After other exceptions or
         the death of the process, a later run of the same job resumes in it.

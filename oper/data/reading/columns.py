@@ -52,7 +52,7 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 
 class MalformedError(Exception):
-    """A column contains a malformed value; the text is the column's name."""
+    """A column contains a malformed value; the message is the column's name."""
 
 
 def arrow_type(column: Column) -> pa.DataType:

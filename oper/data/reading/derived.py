@@ -64,7 +64,7 @@ class _SideTable:
                 if rows.num_bad:
                     raise FileFormatError(
                         "cannot join a side table", "malformed rows", rows.num_bad, "none",
-                        f"correct the file; the first: {where(unit, recipe, rows.bad[0])}")
+                        f"correct the file, first {where(unit, recipe, rows.bad[0])}")
                 parts.append(rows)
         if not parts:
             raise FileFormatError("cannot join a side table", "rows", 0, "at least one",

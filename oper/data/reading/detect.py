@@ -26,7 +26,7 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
 
 def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int,
                num_threads: int = 1) -> list[Unit]:
-    """Divide files into units of work; equal files give equal units.
+    """Divide files into units of work, in the same way in every process.
 
     Args:
         recipe: the recipe.

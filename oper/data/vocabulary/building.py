@@ -46,7 +46,8 @@ class VocabularyFacts:
         num_once: values seen once in the training part. Divided by all accesses, this is the
             Good-Turing estimate of the probability that the next value is new; access counts of
             rows do not determine it.
-        num_rare_accesses: training accesses to row 0, that is, of values without their own id.
+        num_rare_accesses: training accesses to row 0, that is, of values without their own id; 0 in
+            a hashed column.
         missing_id: id of a missing field; 0 if it shares row 0.
         hashed: whether ids are hashes.
         num_collisions: number of distinct values of a hashed column minus the rows they occupy.
@@ -110,7 +111,7 @@ class Vocabulary:
         return self._find(values) > 0
 
     def _find(self, values: np.ndarray) -> np.ndarray:
-        """Ids int32 [K] of distinct ascending raw values [K]; 0 = not in the vocabulary."""
+        """Return the ids, int32 [K], of distinct ascending raw values [K]; 0 = no id."""
         known, ids = self._known()
         kind = common_kind(known, values)
         if kind.kind != "S":  # strings of different widths can be compared
@@ -136,7 +137,7 @@ class Vocabulary:
             yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and ids: cached if small, otherwise mapped anew each time.
+        """Return values and ids: cached if small, otherwise memory-mapped in each call.
 
         Pages of a permanent mapping would count as resident memory of the process.
         """

@@ -40,7 +40,7 @@ _BATCH_ROWS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class FinishedVocabulary:
-    """The vocabularies of all sparse columns in a preprocessed or an extended folder.
+    """The vocabularies of all sparse columns, as preprocessing or an extension wrote them.
 
     Attributes:
         path: the folder.
@@ -248,7 +248,7 @@ def numbering_of(folder: Path) -> str:
 
 def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: VocabularyFacts
                     ) -> VocabularyFacts:
-    """Renumber the rows of a column's extended file in `out` by count, and write the remap."""
+    """Renumber the rows of a column's extended vocabulary file by count, and write the re-map."""
     path = out / "vocabulary" / f"{name}.parquet"
     table = pq.read_table(path)  # by ascending value, a missing field first
     ids = table.column("id").to_numpy()
@@ -321,7 +321,7 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
 
 
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
-    """Write values that a vocabulary lacks in the form of `write_parquet`, with ids of 0.
+    """Write the values that a vocabulary lacks to Parquet, see `write_parquet`; all ids are 0.
 
     Returns:
         Number of distinct values (missing fields count as one) and of their occurrences.

@@ -37,7 +37,7 @@ class DataOptions:
             ``"leave_last_baskets"``: the same with a user's last two baskets that contain a
             positive item not in earlier baskets; all such items are targets. For logs in which
             several rows have one time, so that rows within a basket have no order.
-            ``"time"``: interactions after two points in time, which are the same for all users.
+            ``"time"``: positive interactions in two last periods, the same periods for all users.
             ``"held_out_users"``: users drawn for validation and test do not train. A random share
             `fold_in` of each one's interactions is its history, and the positive ones of the rest
             are its targets (strong generalisation, Liang et al. 2018). Items that no training user

@@ -262,7 +262,7 @@ def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed
     """
     if method not in METHODS:
         raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
-                                "choose one")
+                                "choose one of these")
     torch.manual_seed(seed)
     model = METHODS[method](log.steps)
     train_offline(model, model, log, options)
