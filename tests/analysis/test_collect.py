@@ -216,7 +216,7 @@ def test_analysis_imports_neither_torch_nor_other_packages() -> None:
 
 
 def test_a_live_collector_keeps_to_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated clock: counting a batch takes 3 ms, a step 20 ms; 5 % may go to counting."""
+    """Simulated clock: counting takes 3 ms per batch, a step 20 ms; the limit is 5 %."""
     from oper.analysis import Collector, CountOptions, collector
 
     clock = [0.0]

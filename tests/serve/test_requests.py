@@ -188,8 +188,7 @@ def test_sizes_are_compared_before_anything_of_that_size_is_made() -> None:
 ])
 def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: object, words: str
                                                              ) -> None:
-    """The number that is wrong and what it should be, nothing of NumPy or Python. Never is one cut,
-    wrapped or parsed: such an id would be another row."""
+    """Errors avoid NumPy's and Python's terms; no number is truncated, wrapped or parsed."""
     with pytest.raises(InvalidInputError, match=words) as caught:
         wire.decode_request(as_json(**{name: data}), None, SIGNATURE)
     assert not re.search(r"str\d|int64|float\d|Error|array|ndarray|truth", str(caught.value))
