@@ -122,7 +122,7 @@ def sketched_stats(
 ) -> TableStats:
     """Make statistics from sketches.
 
-    The head contains the ids whose count has an error of at most a tenth; half of the error is
+    The head contains the ids whose error is at most a tenth of their count; half of the error is
     added to each count. All other rows are in the tail's histogram: that of the sampled ids outside
     the head, each of which represents 2^level rows, scaled so that head and tail contain all
     accesses.
@@ -160,7 +160,7 @@ def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses
 
 
 def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids, ascending, whose count has an error of at most a tenth, and their counts."""
+    """Return ids, ascending, and counts of which the error is at most a tenth; int64 [H] each."""
     ids, counts = heavy.result()
     sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
     ids, counts = ids[sure], counts[sure] + heavy.error // 2

@@ -213,7 +213,7 @@ class Folder:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert pyarrow errors and OSError of reads in the block to FileFormatError."""
+    """Convert pyarrow errors and OSErrors that the block raises to FileFormatError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

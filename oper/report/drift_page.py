@@ -43,7 +43,7 @@ class Drift:
 
 def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
            planned: tuple[Plan, Topology] | None = None, copy_gbps: float = 1.0) -> list[Drift]:
-    """Compare statistics with later ones, and the plan in use with a new plan on each.
+    """Compare statistics with later ones and, on each of these, the plan in use with a new plan.
 
     Args:
         old: the statistics that the plan was made from.

@@ -143,8 +143,8 @@ def _arrow_columns(layout: Layout, table: pa.Table, path: str
         found = [name for name in column.sources if name in table.schema.names]
         if len(found) != 1:
             raise FileFormatError(f"cannot read {path!r}", "columns", table.schema.names[:20],
-                                  f"a column {' or '.join(column.sources)!r}",
-                                  "name the right columns")
+                                  f"exactly one column {' or '.join(column.sources)!r}",
+                                  "name a column of the file as its source")
         columns[column.name] = (column, table.column(found[0]).combine_chunks())
     return columns
 

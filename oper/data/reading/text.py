@@ -116,7 +116,8 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
         else:
             raise InvalidInputError(f"recipe layout {layout.name!r}", "columns of one source",
                                     [wanted[places[0]].name, column.name],
-                                    "the same type of number or text", "correct the recipe")
+                                    "the same type of number or text",
+                                    "give them the same parse in the recipe")
     if missing:
         raise FileFormatError(
             f"cannot read {path!r}", "header", ",".join(header),

@@ -55,7 +55,7 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 
 
 class SequenceBatches:
-    """Divides each user's training interactions into subsequences of `steps`, from the last one on.
+    """Divides each user's training interactions, backwards, into subsequences of `steps`.
 
     Subsequences do not overlap, and a user's first one may be shorter. Each comes with up to
     `window` preceding interactions as context. `gamma` is the discount of returns-to-go.

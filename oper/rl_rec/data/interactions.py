@@ -349,8 +349,8 @@ def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """By user, the rows at which training and the histories of validation and test end, int64 [U]
-    each; and masks of the target rows of both splits, bool [N] each."""
+    """Row indices at which each user's training data and validation and test histories end, int64
+    [U] each; and masks of the validation and test targets, bool [N] each."""
 
     train_stop: np.ndarray
     stops: tuple[np.ndarray, np.ndarray]
