@@ -58,7 +58,7 @@ class Codes {
 
     uint32_t size() const { return size_; }
 
-    // Makes room for `more` new values, until when results of `place` stay valid.
+    // Reserves slots for `more` values; results of `place` stay valid while these are inserted.
     void reserve(int64_t more) {
         while (2 * (size_ + static_cast<uint64_t>(more)) > slots_.size()) grow();
     }

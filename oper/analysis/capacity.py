@@ -27,7 +27,7 @@ class KeyForecast:
     """Expected behaviour of a dynamic table that is empty at the start of a log.
 
     Attributes:
-        rows: rows that keys can have, without the default row.
+        rows: rows available to keys, that is, without the default row.
         keys: distinct keys of the log.
         occupied: rows that keys have at the end of the log.
         default_share: share of the lookups that read the default row.
@@ -47,7 +47,7 @@ class KeyForecast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """Classes of keys of equal count, hottest first; float64 [K] each.
+    """Keys grouped by access count, hottest first; each array is float64 [K].
 
     Attributes:
         keys: number of distinct keys.
@@ -85,11 +85,11 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
 
 def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
                  ) -> TableStats:
-    """Return statistics of the rows of a dynamic table, from which a plan of it can be made.
+    """Predict the statistics of a dynamic table's rows, from which the table can be planned.
 
     The row that a key will get is unknown, so the head contains only the default row, and the tail
-    has the number of rows by access count. If several keys have a row one after the other, their
-    lookups add up. Arguments and errors are those of `forecast`.
+    has the number of rows by access count. The lookups of keys that successively have the same row
+    are summed. Arguments and errors are those of `forecast`.
     """
     of = _held(table, num_rows, admit_after, eviction)
     num_missed = round(float(of.misses.sum()))
@@ -136,8 +136,8 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
 
 
 def _rows_in_use(num_keys: float, num_rows: int) -> float:
-    """Expected number of rows in use if `num_keys` keys are hashed into the buckets of a table of
-    `num_rows` rows."""
+    """Return the expected number of rows in use after hashing `num_keys` keys into the buckets of a
+    table with `num_rows` rows."""
     num_buckets = -(-num_rows // KEY_BUCKET_ROWS)
     mean = num_keys / num_buckets
     if mean == 0:
@@ -151,8 +151,8 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
 
 
 def _seen_lately(share: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
-    """Probability that a key with a share of the lookups was seen within the last T lookups, for T
-    as in the module's docstring."""
+    """Return the probability [K] that a key with each `share` of the lookups was seen within the
+    last T lookups; the module's docstring defines T."""
     def seen(log_t: float) -> np.ndarray:
         found: np.ndarray = -np.expm1(-share * np.exp(log_t))
         return found

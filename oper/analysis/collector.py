@@ -77,7 +77,7 @@ class Collector:
         self.num_left_out = 0  # batches skipped because of `max_overhead`
 
     def add(self, batch: Any, bucket: str | None = None) -> None:
-        """Count one batch of a form that `collect` takes; raises InvalidInputError as it does.
+        """Count one batch, in a form that `collect` accepts; raises InvalidInputError.
 
         With `max_overhead`, a batch is skipped (and counted in `num_left_out`) if the time spent
         on counting plus that of the slowest batch so far would exceed this share of the time since
@@ -103,8 +103,8 @@ class Collector:
             found, samples = _read(source)
             num_samples = max(num_samples, samples)
             twice = sorted(features.keys() & found.keys())
-            require("cannot read a batch", "pass only one part that has these features",
-                    ("features", twice, not twice, "each feature once"))
+            require("cannot read a batch", "pass each feature in one part of the batch only",
+                    ("repeated features", twice, not twice, "none"))
             features.update(found)
         for table, counter in zip(self._tables, self._counters, strict=True):
             lookups = [features[f] for f in table.features or (table.name,) if f in features]
@@ -181,7 +181,7 @@ def _is_kjt(value: Any) -> bool:
 
 
 def _sources(batch: Any) -> list[Any]:
-    """The `KeyedJaggedTensor`s and mappings in a batch."""
+    """List the `KeyedJaggedTensor`s and mappings in a batch."""
     if isinstance(batch, Mapping) or _is_kjt(batch):
         return [batch]
     if hasattr(batch, "sparse_features"):
@@ -198,7 +198,7 @@ def _sources(batch: Any) -> list[Any]:
 
 
 def _read(source: Any) -> tuple[dict[str, Lookups], int]:
-    """Lookups by feature, and the number of samples."""
+    """Return the lookups by feature, and the number of samples."""
     if isinstance(source, Mapping):
         features = {str(name): _pair(str(name), value) for name, value in source.items()}
         return features, max((x.num_samples for x in features.values()), default=0)
@@ -241,7 +241,7 @@ def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
 
 
 def _array(value: Any) -> np.ndarray:
-    """A NumPy view (or a copy from a device) of a tensor, array or sequence."""
+    """Return a NumPy view (or a copy from a device) of a tensor, array or sequence."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     array = np.asarray(value)

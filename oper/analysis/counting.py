@@ -15,7 +15,7 @@ from oper.ranges import Count, rules_of
 from oper.stats import TableStats, TimeBucket
 from oper.support.native import merge_counts, sampled
 
-_BUCKET_ENTRIES = 1 << 16  # hottest ids that a time bucket keeps if its counts are not exact
+_BUCKET_ENTRIES = 1 << 16  # number of hottest ids retained per time bucket with inexact counts
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
 
@@ -48,7 +48,7 @@ class CountOptions:
              "a share above 0 and at most 1, or None"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
-        """Which tables get a dense counter: the smallest ones, as long as the budget lasts."""
+        """Return whether each table gets a dense counter: the smallest ones, within the budget."""
         result, left = [False] * len(num_rows), self.dense_budget_bytes
         for k in sorted(range(len(num_rows)), key=lambda k: num_rows[k]):
             left -= 4 * num_rows[k]
@@ -58,7 +58,7 @@ class CountOptions:
         return result
 
     def counters(self, names: Sequence[str], num_rows: Sequence[int]) -> list[TableCounter]:
-        """Create one counter per table, given the tables' names and numbers of rows."""
+        """Create one counter per table."""
         return [TableCounter(name, rows, dense, self.presence_samples, self.sparse_budget_bytes)
                 for name, rows, dense in zip(names, num_rows, self.dense_tables(num_rows),
                                              strict=True)]
@@ -112,7 +112,7 @@ class AdaptiveCounter:
         level = max(0, (self._tally.num_ids // max(1, self.sample.num_entries)).bit_length() - 1)
         self.sample.level = max(level, self.sample.level)
         self.sample.add(*self._tally.sample(self.sample.level))
-        # Whatever the budget, make room for the heavy hitters and as many other ids.
+        # Even if the budget is smaller, allow twice as many ids as there are heavy hitters.
         self._tally.max_bytes = max(self._tally.max_bytes, 64 * self.heavy.num_entries, 1 << 17)
 
     def _add_sampled(self, ids: np.ndarray, counts: np.ndarray | None) -> None:
@@ -140,8 +140,8 @@ class AdaptiveCounter:
         self._tally = Tally(tally.max_bytes)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids in ascending order and their counts, int64 [K] each: all ids and exact counts, or
-        heavy hitters and lower bounds of their counts."""
+        """Return ids in ascending order and their counts, int64 [K] each: all ids and exact counts,
+        or heavy hitters and lower bounds of their counts."""
         if self.is_exact:
             return self._tally.result()
         self._flush()
@@ -185,7 +185,7 @@ class _DenseCounter:
         return ids, counts
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Touched ids, ascending, and their counts; resets the counter."""
+        """Return the touched ids, ascending, and their counts; resets the counter."""
         return merge_counts([*self._spilled, self._take()])
 
 
@@ -196,7 +196,6 @@ class LengthCounter:
         self._counts = np.zeros(2, np.int64)
 
     def add(self, part: Lookups) -> None:
-        """Count the bags of a batch."""
         if part.lengths is None:
             self._counts[1] += part.ids.size
             return
@@ -206,7 +205,7 @@ class LengthCounter:
         self._counts += counts
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bag lengths in ascending order, and the number of bags of each; int64 [P] each."""
+        """Return the bag lengths, ascending, and the number of bags of each; int64 [P] each."""
         values = np.flatnonzero(self._counts)
         return values, self._counts[values]
 
@@ -271,15 +270,16 @@ class TableCounter:
         for name, array in (("ids", ids), ("lengths", lengths)):
             if array is not None and (array.ndim != 1 or array.dtype.kind not in "iu"):
                 raise InvalidInputError(what, name, (array.dtype.name, array.shape),
-                                        "a 1-d integer array", "convert it to one")
+                                        "a 1-d integer array", f"convert {name} to such an array")
         if part.num_samples != num_samples:
             raise InvalidInputError(what, "num_samples", (num_samples, part.num_samples),
                                     "equal for all features of a table",
                                     "pass the same samples for every feature")
         if lengths is not None and (
                 int(lengths.sum()) != size or (lengths.size and lengths.min() < 0)):
-            raise InvalidInputError(what, "sum(lengths)", int(lengths.sum()),
-                                    f"len(ids)={size}, none negative", "pass lengths, not offsets")
+            raise InvalidInputError(what, "sum(lengths), min(lengths)",
+                                    (int(lengths.sum()), int(lengths.min(initial=0))),
+                                    f"len(ids)={size} and >= 0", "pass lengths, not offsets")
         if size and (ids.min() < 0 or ids.max() >= self._num_rows):
             bad = ids[(ids < 0) | (ids >= self._num_rows)]
             raise InvalidInputError(
@@ -329,7 +329,7 @@ class TableCounter:
 
 
 def _hottest(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The `_BUCKET_ENTRIES` ids with the largest counts, ascending, and their counts."""
+    """Return the `_BUCKET_ENTRIES` ids with the largest counts, ascending, and their counts."""
     if ids.size <= _BUCKET_ENTRIES:
         return ids, counts
     keep = np.sort(np.argpartition(counts, ids.size - _BUCKET_ENTRIES)[-_BUCKET_ENTRIES:])

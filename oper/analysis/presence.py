@@ -121,7 +121,7 @@ class PresenceSampler:
             self._stride *= 2
 
     def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Window sizes int64 [Q], mean distinct rows float64 [Q], number of windows int64 [Q].
+        """Return window sizes int64 [Q], mean distinct rows float64 [Q], number of windows [Q].
 
         The last block of the log counts up to its last complete window. Window sizes without a
         complete window are left out.

@@ -40,7 +40,7 @@ class _Summary:
             self.result()
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and their counts; int64 [M] each, at most `num_entries`."""
+        """Return at most `num_entries` ids, ascending, and their counts; int64 [M] each."""
         if not self._parts:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._parts = [self._kept(*merge_counts(self._parts))]
@@ -58,7 +58,6 @@ class HeavyHitters(_Summary):
     """
 
     def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
-        """Keep `num_entries` ids."""
         super().__init__(num_entries)
         self.error = 0
 
@@ -79,7 +78,7 @@ class HeavyHitters(_Summary):
 
 
 def _smallest(counts: np.ndarray, place: int) -> int:
-    """The count at index `place` in ascending order."""
+    """Return the count at index `place` of the counts in ascending order."""
     few = np.bincount(np.minimum(counts, _FEW), minlength=_FEW + 1)
     level = int(np.searchsorted(np.cumsum(few), place, side="right"))
     return level if level < _FEW else int(np.partition(counts, place)[place])
@@ -89,7 +88,6 @@ class DistinctSample(_Summary):
     """Exact counts of the ids whose hash has `level` leading zeros, about 2^-level of all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
-        """Keep at most `num_entries` ids."""
         super().__init__(num_entries)
         self.level = 0
 
@@ -124,7 +122,7 @@ def sketched_stats(
 ) -> TableStats:
     """Make statistics from sketches.
 
-    The head contains the ids whose count has an error of at most a tenth; half of the error is
+    The head contains the ids whose error is at most a tenth of their count; half of the error is
     added to each count. All other rows are in the tail's histogram: that of the sampled ids outside
     the head, each of which represents 2^level rows, scaled so that head and tail contain all
     accesses.
@@ -148,9 +146,9 @@ def sketched_stats(
 
 def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses: int
                        ) -> tuple[np.ndarray, np.ndarray]:
-    """Access counts, ascending, and the number of ids with each; int64 [K] each.
+    """Return access counts, ascending, and the number of ids with each; int64 [K] each.
 
-    Estimated as by `sketched_stats`, for ids whose number is not limited by a table.
+    They are estimated as in `sketched_stats`, but no table limits the number of ids.
     """
     ids, counts = _head(heavy, num_accesses)
     num_sampled = sample.result()[0].size
@@ -162,7 +160,7 @@ def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses
 
 
 def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids whose count has an error of at most a tenth, ascending, and their counts; int64 [H]."""
+    """Return ids, ascending, and counts of which the error is at most a tenth; int64 [H] each."""
     ids, counts = heavy.result()
     sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
     ids, counts = ids[sure], counts[sure] + heavy.error // 2
@@ -174,8 +172,8 @@ def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarra
 
 def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows: int
           ) -> tuple[np.ndarray, np.ndarray]:
-    """Histogram of `num_rows` rows with `num_accesses` accesses, shaped like the sampled counts of
-    ids outside `head`; all rows are equally cold if the sample has no such ids."""
+    """Return a histogram of `num_rows` rows with `num_accesses` accesses, shaped like the sampled
+    counts of ids outside `head`; all rows are equally cold if the sample has no such ids."""
     ids, counts = sample.result()
     values, found = np.unique(counts[~np.isin(ids, head, assume_unique=True)], return_counts=True)
     rows: np.ndarray = found.astype(np.float64) * 2.0**sample.level
@@ -244,7 +242,7 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
         InvalidInputError: there are no parts, they are of different tables, or a table has no
             counts of single rows in its tail (for example from published counts).
     """
-    ready: list[tuple[int, AccessStats]] = []  # of decreasing size, so that few are held at a time
+    ready: list[tuple[int, AccessStats]] = []  # by decreasing size, so that few are in memory
     for part in parts:
         size, whole = 1, part
         while ready and ready[-1][0] == size:

@@ -63,7 +63,7 @@ def skew(table: TableStats) -> Skew:
 
 
 def drift(table: TableStats) -> float:
-    """Mean total variation distance between consecutive time buckets, 0 (equal) to 1 (disjoint).
+    """Return the mean total variation distance of consecutive time buckets, 0 (equal) to 1.
 
     The distance is half the sum over rows of the absolute difference of access shares. It includes
     sampling noise: a stationary log with many rare ids has a drift above 0. NaN with fewer than two
@@ -74,12 +74,12 @@ def drift(table: TableStats) -> float:
 
 
 def bucket_distances(table: TableStats) -> list[float]:
-    """Total variation distance of each time bucket from the previous one, 0 to 1."""
+    """Return the total variation distance, 0 to 1, of each time bucket from the previous one."""
     return [_distance(a, b) for a, b in zip(table.buckets, table.buckets[1:], strict=False)]
 
 
 def distance(old: TableStats, new: TableStats) -> float:
-    """Total variation distance between two statistics of a table, 0 (equal) to 1 (disjoint).
+    """Return the total variation distance of two statistics of a table, 0 (equal) to 1 (disjoint).
 
     Rows outside of a head count with the mean of their tail, so the distance is exact if both heads
     contain all touched rows (`TableStats.is_exact`). See `drift` for time buckets.

@@ -28,7 +28,6 @@ class Tally:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Create an empty table."""
         self.max_bytes = max_bytes
         self.error = 0
         self._num_accesses = 0
@@ -43,7 +42,7 @@ class Tally:
         return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Count `ids` (int64 [N]), each once or `counts` (int64 [N]) times.
+        """Add 1, or `counts[k]`, to the count of every `ids[k]`; both arguments int64 [N].
 
         Returns the number of ids that were counted; the table has no space for the rest of `ids`.
         """
@@ -75,7 +74,7 @@ class Tally:
             (bits + 2, bits + 1) if bits else (_FIRST_BITS,)))
 
     def _widen(self) -> bool:
-        """Switch to slots of 16 bytes if the ids fit within the memory limit then."""
+        """Switch to 16-byte slots if the ids then still fit the memory limit; returns success."""
         bits = self._bits
         while bits and 16 << bits > self.max_bytes:
             bits -= 1
@@ -94,7 +93,7 @@ class Tally:
         return True
 
     def _level(self, num_ids: int) -> int:
-        """The smallest count that is exceeded by at most `num_ids` ids, but below `_FEW` - 1."""
+        """Return the smallest count that at most `num_ids` ids exceed, but at most `_FEW` - 2."""
         few = np.zeros(_FEW, np.int64)
         if self._bits:
             library().oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
@@ -115,8 +114,8 @@ class Tally:
             self.error += level
 
     def sample(self, level: int) -> Counts:
-        """Ids whose hash has `level` leading zeros (see `native.sampled`), and their counts as in
-        `result`."""
+        """Return the ids whose hash has `level` leading zeros (see `native.sampled`), and their
+        counts, as `result` does."""
         room = self.num_ids if not level else 0
         while True:
             ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)
@@ -130,5 +129,5 @@ class Tally:
             room = found
 
     def result(self) -> Counts:
-        """Ids, ascending, and their counts, int64 [K] each; true - error <= count <= true."""
+        """Return ids, ascending, and counts, int64 [K] each; true - error <= count <= true."""
         return self.sample(0)

@@ -21,7 +21,7 @@ _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
           "count": ("count", "total", "frequency")}
 _MAX_COUNT = 1 << 50
 _MAX_FIT_COUNT = 1 << 20
-_FIT_ROWS = 200  # least number of the coldest known values to which the tail is fitted
+_FIT_ROWS = 200  # minimum number of coldest known values to which the tail is fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _table(counts: np.ndarray, tail: tuple[np.ndarray, np.ndarray], total: int) 
 
 def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
           ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts 1..least-1 and the number of rows with each, with `missing` accesses in total."""
+    """Return counts below `least` and the number of rows with each; `missing` accesses in all."""
     empty = np.zeros(0, np.int64)
     if missing == 0 or least <= 1:
         if missing:
@@ -99,7 +99,7 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
     values = np.arange(1, min(least, missing + 1), dtype=np.int64)
 
     def rows_at(slope: float) -> np.ndarray:
-        """Rows by count for n(c) ~ c^-slope, scaled to the missing accesses."""
+        """Return the rows by count for n(c) ~ c^-slope, scaled to the missing accesses."""
         weight = values.astype(np.float64) ** -slope
         return weight * (missing / float(values @ weight))
 
@@ -112,7 +112,7 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
 
 
 def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray:
-    """Rows of each count that contain the missing accesses, largest counts first."""
+    """Take rows, those with the largest counts first, until they have the missing accesses."""
     mass = values * rows
     if mass.sum() <= missing:
         return rows * (missing / mass.sum())
@@ -122,7 +122,7 @@ def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray
 
 
 def _fitted(counts: np.ndarray, least: int) -> tuple[float, float]:
-    """Slope and density of n(c) = density c^-slope, fitted to the coldest known values.
+    """Fit slope and density of n(c) = density c^-slope to the coldest known values.
 
     The slope is the maximum-likelihood estimate (Hill 1975) for a power law truncated on both
     sides."""

@@ -25,7 +25,7 @@ def analyze_folder(
     """Count the ids of a preprocessed folder's training part, in total and per time bucket.
 
     Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids. For
-    raw ids (see `KeyCounter`) the statistics hold a histogram of counts without the hot ids.
+    raw ids, the statistics have a histogram of counts but no list of hot ids (see `KeyCounter`).
 
     Args:
         path: a folder that ``oper preprocess`` wrote.

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def save(file: BinaryIO | Path, array: np.ndarray) -> None:
-    """Like `numpy.save`, but a failed write raises the OSError of the system call (disk full)."""
+    """Save an array like `numpy.save`; a failed write raises the system's OSError (disk full)."""
     if isinstance(file, Path):
         with file.open("wb") as opened:
             save(opened, array)
@@ -40,7 +40,7 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def lists(lengths: np.ndarray, values: np.ndarray | pa.Array) -> pa.ListArray:
-    """Make an Arrow list array of n lists whose int [n] `lengths` split `values` in order."""
+    """Split `values` in order into an Arrow array of n lists with the given `lengths`, int [n]."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(offsets, values)

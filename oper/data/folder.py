@@ -29,7 +29,7 @@ def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{value!r} is not a list of names")
     if len(set(value)) < len(value):
-        raise ValueError(f"{value!r} holds a name twice")
+        raise ValueError(f"{value!r} repeats a name")
     return tuple(value)
 
 
@@ -160,7 +160,7 @@ class Folder:
 
     @property
     def bucket_labels(self) -> list[str]:
-        """Label of each time bucket, indexed by the bucket's number."""
+        """Label of each time bucket, by bucket index."""
         return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]
 
     def tables(self, dim: int, num_rows: Sequence[int] = (), **fields: Any
@@ -169,8 +169,8 @@ class Folder:
 
         Args:
             dim: embedding dimension of every table.
-            num_rows: rows of each table; used only if ids are raw, when the folder does not
-                determine them.
+            num_rows: rows of each table, in the order of `sparse`; required if ids are raw, since
+                the folder then does not determine them, and otherwise ignored.
             fields: other fields of `TableSpec`, the same for every table.
         """
         return tuple(TableSpec(name, rows, dim, (name,), **fields) for name, rows in zip(
@@ -213,7 +213,7 @@ class Folder:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert pyarrow errors and OSError of reads in the block to FileFormatError."""
+    """Convert pyarrow errors and OSErrors that the block raises to FileFormatError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -17,7 +17,7 @@ GENERIC = ("csv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The columns that the user has chosen, and how to read them.
+    """The columns to read from CSV or Parquet files, and how to parse them.
 
     Attributes:
         sparse: names of the id columns; ``NAME:c`` for fields of several ids separated by the
@@ -62,7 +62,7 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
         raise InvalidInputError(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
                                 "at least one", "name the id columns with --sparse a,b,c")
     what = f"cannot read {kind} files"
-    require(what, "give the missing options, or leave out these",
+    require(what, "pass the missing options, or leave all of these out",
             ("threshold, among", (choice.threshold, list(choice.among)),
              (choice.threshold is None) + (not choice.among) + (choice.label is not None) > 1,
              "at most one of them, and only with a label"),
@@ -99,7 +99,7 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
 
 
 def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
-    """Fields of the `Layout` of files of `kind`, without name and columns."""
+    """Return the fields of a `Layout` for files of `kind`, except name and columns."""
     return {"format": "parquet"} if kind == "parquet" else {
         "separator": separator, "header": True, "quote": '"', "encoding": encoding}
 

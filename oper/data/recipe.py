@@ -42,10 +42,11 @@ class Column:
         transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
         source: alternative names of the column in the header or schema of files; empty = `name`.
         missing: strings that denote a missing field, in addition to the empty string.
-        threshold: least number of the label 1, with ``parse="threshold"``.
-        positive: strings of the label 1, with ``parse="among"``.
+        threshold: smallest number that gives label 1, with ``parse="threshold"``.
+        positive: strings that give label 1, with ``parse="among"``.
         multi: character between the ids of one field; empty = one id per field.
-        bins: ascending lower bounds; the id of x is the number of bounds <= x.
+        bins: ascending lower bounds, with ``parse="bins"``; the id of x is the number of bounds
+            <= x.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Join:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Columns of the joined file that are added to the log's rows."""
+        """Columns of the side table that are added to the log's rows."""
         return tuple(c for c in self.layout.columns if c.kind != "skip" and c.name != self.key)
 
 
@@ -155,10 +156,10 @@ class Recipe:
         test: share of the rows for the test part, at the end.
         buckets: number of time buckets, of equal numbers of rows (by rows) or equal length (by
             time).
-        bucket_seconds: by time: length of a time bucket, the first one from midnight UTC; 0 = as
-            `buckets` defines.
+        bucket_seconds: with ``by="time"``, length of a time bucket in seconds; the first bucket
+            begins at midnight UTC. 0 = `buckets` defines the buckets.
         bucket_column: name of the column of time buckets in the output.
-        min_count: values seen less often in the training part share row 0.
+        min_count: values seen fewer than `min_count` times in the training part share row 0.
         joins: side tables whose columns are added.
         crosses: feature crosses of the log's and joined columns.
     """
@@ -182,7 +183,7 @@ class Recipe:
         return self.layouts[0].columns
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Return the names of the log's columns of one kind, in order, without derived ones."""
+        """Return the names of the log's columns of one kind, without joins and crosses."""
         return tuple(c.name for c in self.columns if c.kind == kind)
 
     def _joined(self, kind: str) -> tuple[str, ...]:
@@ -493,14 +494,14 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
             and (layout.header or layout.format == "parquet" or {
                 n for n, _, _ in conditions(layout)} <= {
                 s for c in layout.columns if c.kind != "skip" for s in (c.name, *c.sources)})),
-         "conditions COLUMN OP VALUE on columns of Parquet or text files"),
+         "COLUMN OP VALUE, for Parquet or text files; without a header, COLUMN is in the recipe"),
         ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
     ]
 
 
 def _check_keys(what: str, value: Any, needed: set[str], optional: set[str]) -> None:
     keys = set(value) if isinstance(value, dict) else set()
-    require(what, "correct the recipe",
-            ("keys", sorted(keys) or value, isinstance(value, dict) and needed <= keys
-             and keys <= needed | optional,
-             f"{sorted(needed)} required, {sorted(optional)} optional"))
+    require(what, "correct the recipe", ("entry", value, isinstance(value, dict), "a table"),
+            ("missing keys", sorted(needed - keys), needed <= keys, "none"),
+            ("unknown keys", sorted(keys - needed - optional), keys <= needed | optional,
+             f"only {sorted(needed | optional)}"))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def configure_preprocess(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper preprocess``."""
     parser.add_argument("recipe", help="a public data set, a recipe file (.toml), or csv or "
                                        "parquet for your own files")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
@@ -108,7 +107,6 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
-    """Run ``oper preprocess``; raises OperError."""
     from oper.data import PreprocessOptions, preprocess
 
     if args.dry_run == (args.output is not None):
@@ -227,7 +225,7 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
 
 
 def _print_tables(manifest: dict[str, Any]) -> None:
-    """Print the tables' rows, and the values of each column that a finished vocabulary lacks."""
+    """Print the tables' total rows, and how many values of each column the vocabulary lacks."""
     tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:
@@ -244,7 +242,6 @@ def _print_tables(manifest: dict[str, Any]) -> None:
 
 
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper vocabulary``."""
     parser.add_argument("action", choices=("extend",),
                         help="extend: append rows for new values of further days; old values "
                              "keep their row numbers")
@@ -265,7 +262,6 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
 
 
 def run_vocabulary(args: argparse.Namespace) -> int:
-    """Run ``oper vocabulary``; raises OperError."""
     from oper.data.vocabulary.finished import extend
 
     manifest = extend(args.vocabulary, args.folders, args.output, args.min_count, args.max_rows,
@@ -282,7 +278,6 @@ def run_vocabulary(args: argparse.Namespace) -> int:
 
 
 def configure_sequences(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper sequences``."""
     parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
     parser.add_argument("--by", required=True, metavar="NAME",
                         help="column of users or sessions: each gets one row in every part "
@@ -302,7 +297,6 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sequences(args: argparse.Namespace) -> int:
-    """Run ``oper sequences``; raises OperError."""
     from oper.data.preprocessing.sequences import write_sequences
 
     manifest = write_sequences(
@@ -322,7 +316,6 @@ def run_sequences(args: argparse.Namespace) -> int:
 
 
 def configure_analyze(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper analyze``."""
     parser.add_argument("folder", metavar="DIR",
                         help="folder that 'oper preprocess' wrote; with --counts a CSV file (plain "
                              "or gzip) with columns field, value, count; with --merge statistics "
@@ -341,7 +334,7 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                              "-o DIR' did; implies --grown")
     parser.add_argument("--samples", type=whole(1), metavar="N",
                         help="with --counts: number of rows of the counted log (default: the "
-                             "largest sum over a field)")
+                             "largest total count of a field)")
     parser.add_argument("--cut", type=whole(1), metavar="N",
                         help="with --counts: the file lacks values seen fewer than N times, "
                              "whose rows are modelled (default: its smallest count)")
@@ -365,13 +358,11 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def run_analyze(args: argparse.Namespace) -> int:
-    """Run ``oper analyze``; raises OperError."""
     check_target(args.output)
     return _save(_stats(args), args, args.capacity)
 
 
 def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = None) -> int:
-    """Save statistics and print a summary."""
     from oper.analysis import describe, forecast
 
     stats.save(args.output)
@@ -463,7 +454,6 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper generate``."""
     parser.add_argument("workload", help="criteo-1tb, mlperf-dlrm-v2, meta-2021, deeprecsys-rm1, "
                                          "-rm2 or -rm3, a specification (.toml) or a statistics "
                                          "file")
@@ -480,7 +470,6 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Run ``oper generate``; raises OperError."""
     from oper.data.generate.generator import load_workload
     from oper.data.generate.lookups import count_workload
 

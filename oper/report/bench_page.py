@@ -29,7 +29,9 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(what, "content", str(error), "a record with benchmark and cases",
                               "pass a record written by oper bench --json") from None
-    raise FileFormatError(what, "cases", value.get("cases"), "cases with names",
+    raise FileFormatError(what, "benchmark, machine, versions, cases",
+                          [value.get(k) for k in ("benchmark", "machine", "versions", "cases")],
+                          "a name, two objects, and cases with names",
                           "pass a record written by oper bench --json")
 
 
@@ -69,7 +71,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    """Plots of every contender's median milliseconds, with 10th and 90th percentiles."""
+    """Plot every contender's median milliseconds with 10th and 90th percentiles."""
     found = []
     for what in ("step", "forward"):
         bars: list[tuple[str, list[tuple[str, Mapping[str, Any]]]]] = []
@@ -126,7 +128,7 @@ def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 
 def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Executed and predicted steps of the contenders of a cluster benchmark."""
+    """Tabulate executed and predicted step times of the contenders of a cluster benchmark."""
     rows = [[c["name"], name, x["runtime"],
              *(f"{x[k]:,.4g}" if _is_number(x.get(k)) else "-"
                for k in ("executed_ms", "predicted_ms")),
@@ -140,7 +142,7 @@ def _predictions(cases: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    """Bytes sent by the hosts' network interfaces."""
+    """Plot the bytes sent by the hosts' network interfaces."""
     bars = [(c["name"], {f"host {h}": x / 1e6 for h, x in enumerate(c["sent_bytes_by_host"])})
             for c in cases if isinstance(c.get("sent_bytes_by_host"), list)]
     if not bars:
@@ -150,7 +152,7 @@ def _hosts(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 
 def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
-    """Bytes read under OPER's plan, by class of link."""
+    """Plot and tabulate the bytes read under OPER's plan, by class of link."""
     bars, rows = [], []
     for c in cases:
         if not isinstance(c.get("bytes_read"), dict):

@@ -45,7 +45,7 @@ _HUGE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class Report:
-    """Everything that the command prints.
+    """The contents of the report that ``oper doctor`` prints.
 
     Attributes:
         versions: by package; None = not installed.
@@ -68,7 +68,6 @@ class Report:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -101,7 +100,6 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
-    """Format the report as text."""
     def block(title: str, rows: dict[str, Any]) -> list[str]:
         width = max((len(k) for k in rows), default=0)
         return [title, *(f"  {k:<{width}}  {v}" for k, v in rows.items())]
@@ -120,7 +118,7 @@ def to_text(report: Report) -> str:
 
 
 def _failure(module: str) -> str | None:
-    """The reason why `module` cannot be imported; None if it can."""
+    """Return the reason why `module` cannot be imported; None if it can."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module(module)
@@ -212,9 +210,9 @@ def _machine() -> dict[str, Any]:
 
 
 def page_kind() -> str:
-    """The kind of memory pages that a shared arena gets on this machine, tested with 8 MiB.
+    """Return the kind of memory pages that a shared arena gets here, tested with 8 MiB.
 
-    Requires that the host library is loaded.
+    The host library must be loaded.
     """
     import torch
 
@@ -257,7 +255,7 @@ def _nvcc() -> str | None:
 
 
 def _lines(command: list[str]) -> list[str]:
-    """Lines that a command prints; none if it is missing or fails."""
+    """Return the lines that a command prints; none if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return []
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -267,7 +265,7 @@ def _lines(command: list[str]) -> list[str]:
 
 
 def _limit() -> str:
-    """Memory limit of the control group, which may be below the machine's memory."""
+    """Return the memory limit of the control group, which may be below the machine's memory."""
     text = (kernel.read("/sys/fs/cgroup/memory.max")
             or kernel.read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     return format_bytes(int(text)) if text.isdigit() and int(text) < 1 << 60 else "none"

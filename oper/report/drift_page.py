@@ -23,7 +23,7 @@ _MAX_CURVES = 10
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A comparison of later statistics with the old ones.
+    """A comparison of later access statistics with earlier ones.
 
     Attributes:
         name: name of the later statistics.
@@ -43,7 +43,7 @@ class Drift:
 
 def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
            planned: tuple[Plan, Topology] | None = None, copy_gbps: float = 1.0) -> list[Drift]:
-    """Compare statistics with later ones, and the plan in use with a new plan on each.
+    """Compare statistics with later ones and, on each of these, the plan in use with a new plan.
 
     Args:
         old: the statistics that the plan was made from.
@@ -69,7 +69,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """One line on a drift: its mean distance and, with a plan, whether a new plan pays."""
+    """Summarize a drift in one line: mean distance and, with a plan, whether a new plan pays."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:
@@ -108,7 +108,7 @@ def drift_page(old: AccessStats, found: Sequence[Drift],
 
 
 def _saved(change: Replanning) -> float:
-    """Per cent of a step that another plan saves; 0 if it rounds to 0.0 or -0.0."""
+    """Return the percentage of a step that a new plan saves; 0 if it rounds to 0.0 or -0.0."""
     found = 100 * (1 - change.new_step_us / change.old_step_us)
     return found if abs(found) >= 0.05 else 0.0
 

@@ -164,17 +164,17 @@ def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[floa
 
 
 def colours_of(names: Sequence[str]) -> Legend:
-    """A legend in which the k-th name has the k-th colour."""
+    """Make a legend in which the k-th name has the k-th colour."""
     return [(short(n), colour(k), "-") for k, n in enumerate(names)]
 
 
 def colour(k: int) -> str:
-    """The colour of the k-th part or curve."""
+    """Return the colour of the k-th part or curve."""
     return _TERM_COLOURS[k % len(_TERM_COLOURS)]
 
 
 def line(k: int, marked: bool = True) -> dict[str, Any]:
-    """Style of the k-th curve: 21 combinations of colour and dashes."""
+    """Return the style of the k-th curve, one of 21 combinations of colour and dashes."""
     look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
                             "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
     return {**look, "marker": "o", "markersize": 3.5} if marked else look
@@ -199,7 +199,7 @@ def with_legend(figure: Any, axis: Any, name: str) -> str:
 
 
 def placement_kind(tier: Tier, world_size: int) -> str:
-    """The kind of a tier's placement, a key of `PLACEMENT_COLOURS`."""
+    """Return the kind of a tier's placement, a key of `PLACEMENT_COLOURS`."""
     if tier.memory == "host":
         return "host memory"
     if tier.placement == "replicated" and len(tier.ranks) < world_size:

@@ -98,7 +98,7 @@ class Table:
     after: str = ""
 
     def numbers(self) -> list[bool]:
-        """Which columns contain only numbers and are therefore right-aligned."""
+        """Return whether each column contains only numbers and is therefore right-aligned."""
         return [all(_NUMBER.fullmatch(str(row[k])) for row in self.rows)
                 for k in range(len(self.head))]
 

@@ -59,7 +59,7 @@ def _bottlenecks(plan: Plan, problem: Problem, found: Evaluation) -> Table:
 
 
 def _bytes(found: Evaluation) -> Table:
-    """Modelled bytes by phase and link, of all ranks and of the busiest rank."""
+    """Tabulate modelled bytes by phase and link, of all ranks and of the busiest rank."""
     rows = []
     for phase in found.phases:
         for k, term in enumerate(TERMS):
@@ -80,7 +80,7 @@ def _binding(found: Evaluation) -> str:
 
 
 def _whole_tables(problem: Problem) -> Evaluation | None:
-    """Evaluation of a plan with uncut tables, assigned to ranks in descending order of lookups."""
+    """Evaluate a plan with undivided tables, assigned to ranks in descending order of lookups."""
     plan = peers()[_COMPARED](problem, 0)
     return None if plan is None else evaluate(plan, problem)
 

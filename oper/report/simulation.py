@@ -34,7 +34,6 @@ from oper.tables import TableSpec, format_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper simulate``."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--trace", metavar="DIR", help="preprocessed folder to take batches from")
     parser.add_argument("--split", default="train", help="split of that folder (default train)")
@@ -95,10 +94,10 @@ class Simulation:
     """The result of a replay.
 
     Attributes:
-        num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.rows.traffic.KINDS`), reader
-            and peer.
-        sent_bytes: int64 [12, W, W], bytes of all steps that ranks of different memory domains send
-            each other, by kind (`oper.rows.traffic.SENT`), sender and receiver.
+        num_bytes: int64 [13, W, W], bytes read in all steps by kind (`oper.rows.traffic.KINDS`),
+            reader and peer.
+        sent_bytes: int64 [12, W, W], bytes sent in all steps between ranks of different memory
+            domains, by kind (`oper.rows.traffic.SENT`), sender and receiver.
         loads: the modelled loads, one per step.
         has_push: whether any tier is pushed.
     """
@@ -118,8 +117,8 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         problem: machine, costs and statistics.
         batches: yields for each step the batches of all ranks.
         steps: maximum number of steps.
-        wire: counts bytes between memory domains; also gives the tables whose gradients are
-            clipped. None = no clipping.
+        wire: counts bytes between memory domains, and defines the tables whose gradients are
+            clipped. None = count without clipping.
 
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
@@ -147,7 +146,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
-    """Names of the clipped tables; raises InvalidInputError if a table is unknown."""
+    """Return the names of the clipped tables; raises InvalidInputError if a table is unknown."""
     known = [t.table.name for t in plan.tables]
     unknown = [n for n in names if n not in known and n != "*"]
     if unknown:
@@ -216,8 +215,7 @@ def _bags(found: Lookups) -> Bags:
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
                   seed: int) -> Iterator[list[RankBatch]]:
-    """Yield without end batches of independent ids and bag lengths, with the frequencies of
-    `stats`."""
+    """Yield endless batches of independent ids and bag lengths, with the frequencies of `stats`."""
     rng = np.random.default_rng(seed)
     models = {f: _model(t.name, stats.tables[t.name]) for t in tables for f in _features(t)}
     while True:
@@ -230,7 +228,7 @@ def _features(table: TableSpec) -> tuple[str, ...]:
 
 
 def _model(name: str, stats: TableStats) -> TableModel:
-    """A generator of lookups with the counted frequencies; uncounted rows are never drawn."""
+    """Model lookups with the counted frequencies; uncounted rows are never drawn."""
     counts, rows = stats.count_histogram()
     weights = counts.astype(np.float64) if counts.any() else np.ones(counts.size)
     return TableModel(name, Popularity.of(rows, weights), bag_lengths(stats), 0.0, stats.head_ids)
@@ -279,7 +277,6 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
 
 
 def as_text(value: dict[str, Any]) -> str:
-    """Format the result of `as_json` as text."""
     constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
     lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "

@@ -13,7 +13,6 @@ from oper.support.flags import number
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper explain``, including those of its HTML page."""
     verbs.configure_explain(parser)
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page (one file) with "
                                                        "plots")
@@ -31,7 +30,6 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper report``."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)")):
         page = f"a page about {about}"

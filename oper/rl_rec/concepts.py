@@ -128,7 +128,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
 
 
 def _similarity(points: torch.Tensor, centres: torch.Tensor, axes: bool) -> torch.Tensor:
-    """Cosines of unit points [n, F] and centres [k, F], [n, k]; absolute values if `axes`."""
+    """Compute cosines [n, k] of unit points [n, F], centres [k, F]; absolute values if `axes`."""
     cosine = points @ centres.T
     return cosine.abs() if axes else cosine
 

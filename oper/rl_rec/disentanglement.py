@@ -71,7 +71,7 @@ def scores_of(importance: np.ndarray) -> tuple[float, float]:
 
 
 def _certainty(importance: np.ndarray) -> np.ndarray:
-    """1 minus the entropy of each normalised row (log base = row length); 0 for rows of zeros."""
+    """Return 1 - entropy of each normalised row (log base = row length); 0 for rows of zeros."""
     shares = importance / np.maximum(importance.sum(axis=1, keepdims=True), 1e-300)
     logs = np.log(np.where(shares > 0, shares, 1.0))
     found = 1 + (shares * logs).sum(axis=1) / np.log(importance.shape[1])
@@ -85,13 +85,13 @@ def _standardised(x: np.ndarray, learn: np.ndarray) -> np.ndarray:
 
 
 def _explained(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """R^2 of predictions [N, K] by column, clipped at 0; [K]."""
+    """Compute the R^2 of predictions [N, K] by column, clipped at 0; [K]."""
     return np.maximum(1 - ((found - wanted) ** 2).mean(axis=0) / wanted.var(axis=0), 0.0)
 
 
 def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Ridge regression of centred y [n, K] on x [n, p], weights [p, K]; each column's penalty
-    minimises generalised cross-validation error (Golub, Heath and Wahba 1979)."""
+    """Regress centred y [n, K] on x [n, p] with a ridge penalty per column that minimises the
+    generalised cross-validation error (Golub, Heath and Wahba 1979); returns weights [p, K]."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     seen = u.T @ y
     errors, weights = [], []

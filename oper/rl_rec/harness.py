@@ -96,10 +96,10 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     """
     if name not in RECOMMENDERS:
         raise InvalidInputError("no such recommender", "name", name,
-                                f"one of {sorted(RECOMMENDERS)}", "choose one")
+                                f"one of {sorted(RECOMMENDERS)}", "choose one of these")
     for split in ("valid", "test"):
         if not data.held_out(split).users.size:
-            raise InvalidInputError("cannot compare models", f"{split} users", 0,
+            raise InvalidInputError("cannot test a model", f"{split} users", 0,
                                     "at least one", "lower k_core, or use a longer log")
     begin = time.perf_counter()
     workload = RECOMMENDERS[name]
@@ -175,11 +175,11 @@ class Runs:
     fitted: tuple[dict[str, Any], ...]
 
     def intervals(self) -> dict[str, Interval]:
-        """Mean of each metric, with a bootstrap interval over users and seeds."""
+        """Return the mean of each metric, with a bootstrap interval over users and seeds."""
         return {name: bootstrap(values) for name, values in self.per_user.items()}
 
     def against(self, other: Runs) -> dict[str, Interval]:
-        """Mean paired difference of each metric, this model minus the other, with intervals."""
+        """Return the mean paired difference of each metric, this model minus `other`."""
         return {name: difference(values, other.per_user[name])
                 for name, values in self.per_user.items()}
 

@@ -69,7 +69,7 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES
     pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
     _check(pairs, samples)
     if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
-        raise InvalidInputError("cannot give a ratio", "sum and minimum of the denominators",
+        raise InvalidInputError("cannot compute a ratio", "sum and minimum of the denominators",
                                 (float(pairs[1].sum()), float(pairs[1].min())),
                                 "a sum > 0, and none negative", "pass counts as denominators")
     sums = resampled_sums(pairs, samples, seed)
@@ -78,7 +78,8 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES
 
 
 def resampled_sums(table: np.ndarray, samples: int = SAMPLES, seed: int = 0) -> np.ndarray:
-    """Sum N columns drawn with replacement of a table [M, N], `samples` times: [samples, M]."""
+    """Sum N columns, drawn with replacement, of a table [M, N]; [samples, M] for `samples` draws.
+    """
     rng = np.random.default_rng(seed)
     num = table.shape[1]
     sums = np.empty((samples, table.shape[0]))
@@ -98,9 +99,9 @@ def interval(mean: float, samples: np.ndarray) -> Interval:
 
 def _check(table: np.ndarray, samples: int) -> None:
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
-        raise InvalidInputError("cannot give an interval", "shape, non-finite values",
+        raise InvalidInputError("cannot compute an interval", "shape, non-finite values",
                                 (table.shape, int((~np.isfinite(table)).sum())),
                                 "at least one value, all finite", "pass measured values")
     if samples < 1:
-        raise InvalidInputError("cannot give an interval", "samples", samples, ">= 1",
+        raise InvalidInputError("cannot compute an interval", "samples", samples, ">= 1",
                                 "draw at least one bootstrap sample")

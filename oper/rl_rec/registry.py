@@ -83,7 +83,7 @@ def _steps(config: Any, data: Interactions) -> SequenceBatches:
 
 def _of_training(model: Callable[[Any, Histories, int], Recommender]
                  ) -> Callable[[Any, Interactions, str], Recommender]:
-    """Return a `Workload.build` for a model that is fitted to all training interactions at once."""
+    """Make a `Workload.build` for a model that is fitted to all training interactions at once."""
     return lambda c, d, device: model(
         c, training_histories(d, np.arange(1, d.num_users)), d.num_items)
 

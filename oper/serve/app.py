@@ -193,7 +193,7 @@ def _check_method(exchange: Exchange, allowed: str) -> None:
     if method not in allowed.split(", "):
         raise _Refused(405, "invalid", fail(
             f"cannot answer at {exchange.path}", "method", method, allowed,
-            "send the request by one of these"), allowed)
+            "use an allowed method"), allowed)
 
 
 def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
@@ -206,7 +206,7 @@ def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
         value = float("nan")
     if not 0 <= value < 1e12:
         raise InvalidInputError("cannot score the request", name.decode(), text.decode("latin-1"),
-                                "a number in [0, 1e12)", "send one, or leave it out")
+                                "a number in [0, 1e12)", "correct or omit this header")
     return value
 
 

@@ -123,7 +123,7 @@ class Batcher:
             if is_late:
                 pending.error = ExpiredError(
                     "the request was not scored", "waited (s)", round(now - pending.arrived, 3),
-                    "less than its deadline", "allow more time, or send less")
+                    "less than its deadline", "allow more time, or send fewer samples")
                 pending.done(pending)
                 continue
             batch.append(pending)
@@ -138,8 +138,8 @@ class Batcher:
         try:
             scores, epoch = self._predictor.predict(joined)
             if len(scores) != joined.num_samples:
-                raise OperError("the model is broken", "scores", len(scores),
-                                f"{joined.num_samples}, one per sample", "correct predict()")
+                raise OperError("predict() is incorrect", "number of scores", len(scores),
+                                f"{joined.num_samples}, one per sample", "correct the predictor")
             if not np.isfinite(scores).all():
                 raise InvalidInputError("cannot score the request", f"scores of epoch {epoch}",
                                         "inf or nan", "finite numbers",

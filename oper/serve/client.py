@@ -44,7 +44,7 @@ class _Connection(http.client.HTTPConnection):
         _socket(self).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
 
     def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send a request."""
+        """Send a request, head and body in one call of `socket.send`."""
         self._held = []
         try:
             self.request(method, path, body, headers)
@@ -103,7 +103,7 @@ class Client:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdigit():
             raise InvalidInputError("cannot connect", "address", address, "host:port",
-                                    "give the address that 'oper serve' prints")
+                                    "pass the address that 'oper serve' prints")
         self._place = host.strip("[]"), int(port)
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
@@ -119,7 +119,7 @@ class Client:
         Args:
             dense: float [B, num_dense], converted to float32.
             features: maps feature names to one id per sample (int [B]), or to a pair of ids
-                (int [L]) and lengths (int [B]). Bags of other features are empty.
+                (int [L]) and lengths (int [B]). Features without an entry get empty bags.
             user: features that all samples share, in the form of `features` for a single sample.
                 They are sent, checked and looked up once.
 
@@ -156,7 +156,7 @@ class Client:
         return self.infer(*wire.encode_request(request))
 
     def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """Like `score_request`, for the result of `oper.serve.wire.encode_request`."""
+        """Send a request that `oper.serve.wire.encode_request` encoded; see `score_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
@@ -191,7 +191,7 @@ class Client:
                 "JSON of the protocol", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
-        """The server's metrics in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         return self._call("GET", "/metrics")[1].decode()
 
     def is_ready(self) -> bool:
@@ -243,9 +243,9 @@ class Client:
         if lost > _MAX_LOST:
             raise ServerError(0, fail(
                 f"no scores from {self._place[0]}:{self._place[1]}", "connections lost", lost,
-                f"<= {_MAX_LOST} for one request", f"look at the server's log ({problem})"))
+                f"<= {_MAX_LOST} for one request ({problem})", "check the server's log"))
         raise DeadlineError(f"no scores from {self._place[0]}:{self._place[1]}", "timeout_s",
-                            self.timeout_s, "an answer in time", f"look at the server ({problem})")
+                            self.timeout_s, f"an answer in time ({problem})", "check the server")
 
     def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
               left: float) -> tuple[http.client.HTTPResponse, bytes]:

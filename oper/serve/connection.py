@@ -151,13 +151,11 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's callbacks ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio when the connection is made."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(0)  # call pause_writing if any bytes are unsent
         self._owner.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio when the connection is closed."""
         self._owner.connections.discard(self)
         self._pending.clear()
         if self._in_body and not self._ends:
@@ -205,9 +203,9 @@ class Connection(asyncio.Protocol):
         elif self._in_body and size > _PATIENCE * most:
             self._whole.append(self._exchange(size))  # the owner refuses it by its size
             self._take_in()
-        elif self._unread > _MAX_HEAD + (_FRAMING * most if self._in_body else 0):
-            self._refuse(400, fail("cannot read the request", "unread bytes", self._unread,
-                                   "fewer for headers or chunk sizes", "send shorter ones"))
+        elif self._unread > (limit := _MAX_HEAD + (_FRAMING * most if self._in_body else 0)):
+            self._refuse(400, fail("cannot read the request", "bytes", self._unread,
+                                   f"<= {limit}", "send shorter headers or larger chunks"))
         if len(self._pending) > _MAX_PIPELINED:
             self._transport.pause_reading()
 
@@ -268,7 +266,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """Whether the connection is already closing."""
         return self._transport.is_closing()
 
     def close(self) -> None:
@@ -296,5 +293,5 @@ class Connection(asyncio.Protocol):
                 self.close()
         elif now - self.since > options.read_s:
             self._refuse(408 if self._in_body else 400, fail(
-                "the request did not arrive", "waited (s)", options.read_s, "all of it by then",
-                "send it again"))
+                "the request did not arrive", "waited (s)", options.read_s,
+                "the complete request by then", "send it again"))

@@ -74,9 +74,9 @@ class Metric:
 
 
 _REQUEST = Metric("oper_requests", "counter", "Requests by outcome.", "outcome", _OUTCOMES)
-_LATENCY = Metric("oper_request_seconds", "histogram", "From the whole request read to its scores "
-                  "ready.", buckets=_LATENCY_S)
-_STAGE = Metric("oper_stage_seconds", "histogram", "Parts of a request's time, one after another.",
+_LATENCY = Metric("oper_request_seconds", "histogram", "Time from a complete request to its "
+                  "scores.", buckets=_LATENCY_S)
+_STAGE = Metric("oper_stage_seconds", "histogram", "Time of each consecutive stage of a request.",
                 "stage", STAGES, _LATENCY_S)
 _BATCH_SAMPLES = Metric("oper_batch_samples", "histogram", "Samples scored together.",
                         buckets=_SAMPLES)
@@ -84,26 +84,26 @@ _BATCH_REQUESTS = Metric("oper_batch_requests", "histogram", "Requests scored to
                          buckets=_REQUESTS)
 _BATCH_SECONDS = Metric("oper_batch_seconds", "histogram", "Time of the model on a batch.",
                         buckets=_LATENCY_S)
-_QUEUED = Metric("oper_queued_samples", "gauge", "Samples that wait for a batch.")
-_IN_FLIGHT = Metric("oper_requests_in_flight", "gauge", "Requests without an answer yet.")
+_QUEUED = Metric("oper_queued_samples", "gauge", "Samples waiting to be scored.")
+_IN_FLIGHT = Metric("oper_requests_in_flight", "gauge", "Unanswered scoring requests.")
 _ROWS = Metric("oper_embedding_rows_read", "counter", "Embedding rows read, by the memory domain "
                "that holds them.", "domain", _DOMAINS)
-_EPOCH = Metric("oper_weights_epoch", "gauge", "Publication that batches are scored with; the "
-                "oldest of all workers.")
+_EPOCH = Metric("oper_weights_epoch", "gauge", "Epoch of the weights in use; the lowest of all "
+                "workers.")
 WORKERS = (_REQUEST, _LATENCY, _STAGE, _BATCH_SAMPLES, _BATCH_REQUESTS, _BATCH_SECONDS, _QUEUED,
            _IN_FLIGHT, _ROWS, _EPOCH)
 # Metrics of the supervisor: (metric, field of `oper.serve.server.Counts`, factor to the metric's
 # unit).
 SUPERVISOR = (
     (Metric("oper_workers", "gauge", "Workers that take requests."), "workers", 1.0),
-    (Metric("oper_worker_restarts", "counter", "Workers replaced because they had ended."),
+    (Metric("oper_worker_restarts", "counter", "Workers that exited and were replaced."),
      "worker_restarts", 1.0),
     (Metric("oper_publications", "counter", "New weights published since the start."),
      "publications", 1.0),
     (Metric("oper_failed_publications", "counter", "Weights that could not be published."),
      "failed_publications", 1.0),
-    (Metric("oper_weights_lag_seconds", "gauge", "From the training step of the last change to its "
-            "weights in service."), "weights_lag_us", 1e-6))
+    (Metric("oper_weights_lag_seconds", "gauge", "Time from the training step of the last "
+            "published delta to its use."), "weights_lag_us", 1e-6))
 
 
 def _places() -> tuple[dict[tuple[str, str], int], int]:
@@ -155,7 +155,6 @@ class WorkerMetrics:
         self._numbers[at + len(metric.buckets) + 1] += amount
 
     def count(self, outcome: str) -> None:
-        """Count a finished request by its outcome."""
         self._add(_REQUEST, outcome, 1)
 
     def observe_request(self, begin: float, ends: Sequence[float]) -> None:
@@ -171,7 +170,6 @@ class WorkerMetrics:
             begin = end
 
     def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
-        """Record a batch."""
         self._observe(_BATCH_REQUESTS, requests)
         self._observe(_BATCH_SAMPLES, samples)
         self._observe(_BATCH_SECONDS, seconds)

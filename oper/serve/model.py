@@ -332,7 +332,7 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
         layers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
                   for k, v in config["config"]["model"].items()}
         if layers.pop("name") != "dlrm":
-            raise ValueError("only a DLRM can be served")
+            raise ValueError("not a DLRM")
         dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
@@ -342,8 +342,8 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
         raise
     except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
         raise FileFormatError(what, CONFIG, f"{type(error).__name__}: {error}",
-                              "the configuration of a training run with its tables",
-                              "train again with this release") from None
+                              "the configuration of a DLRM and its tables",
+                              "name the folder of a DLRM trained with this release") from None
 
 
 def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -353,4 +353,4 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
     except RuntimeError as error:
         raise InvalidInputError(
             "the weights do not fit the model", "state", str(error).splitlines()[-1].strip(),
-            "names and shapes of the model", "serve the folder of one run") from None
+            "the model's names and shapes", "use weights and configuration of one run") from None

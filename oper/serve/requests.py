@@ -22,8 +22,8 @@ def check_name(name: str) -> None:
     """Raise InvalidInputError unless `name` is a valid model name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise InvalidInputError("invalid signature", "name", name,
-                                "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
-                                "choose another")
+                                "1 to 64 characters of A-Z a-z 0-9 . _ -, for use in URLs",
+                                "choose another name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Signature:
         if len(self.features) != len(self.num_rows) or len(set(self.features)) != len(
                 self.features):
             raise InvalidInputError("invalid signature", "features", self.features,
-                                    f"different names, {len(self.num_rows)} of them",
+                                    f"{len(self.num_rows)} different names, as in num_rows",
                                     "name every feature once")
         check_name(self.name)
 
@@ -77,7 +77,6 @@ class Request:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples B."""
         return int(self.dense.shape[0])
 
     def firsts(self) -> np.ndarray:
@@ -116,7 +115,8 @@ class Request:
             raise _bad("number of ids", self.ids.size, f"{int(totals.sum())}, the sum of lengths")
         users = list(self.shared)
         if users and self.num_samples and (totals[users] != self.lengths[users, 0]).any():
-            raise _bad("lengths of user_features", "more than one bag", "that of the first sample")
+            raise _bad("lengths of user_features", "more than one bag",
+                       "one, that of the first sample")
         self._check_ids(signature, totals)
 
     def _check_ids(self, signature: Signature, totals: np.ndarray) -> None:
@@ -162,8 +162,9 @@ def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signa
     if lengths.shape[0] != len(features):
         raise _bad("rows of lengths", lengths.shape[0], f"{len(features)}, one per feature")
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-    if (lengths < 0).any() or (int(ends[-1]) if ends.size else 0) != ids.size:
-        raise _bad("lengths", f"of {ids.size} ids", "counts >= 0 that add up to the ids")
+    low, total = int(lengths.min(initial=0)), int(ends[-1]) if ends.size else 0
+    if low < 0 or total != ids.size:
+        raise _bad("minimum, sum of lengths", (low, total), f">= 0, and {ids.size}, number of ids")
     out = np.zeros((len(signature.features), lengths.shape[1]), np.int32)
     out[to] = lengths
     # Slicing takes a tenth of the time of `np.split`.
@@ -213,7 +214,7 @@ class Predictor(Protocol):
         ...
 
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
-        """Return scores, float32 [B], and the version of the weights that all scores are from."""
+        """Return scores, float32 [B], and the version of the weights used for all of them."""
         ...
 
     def rows_read(self) -> dict[str, int]:
@@ -245,4 +246,4 @@ def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
     return InvalidInputError(WHAT, name, value, expected,
-                             "see GET /v2/models/NAME for what the model takes")
+                             "see the model's inputs at GET /v2/models/NAME")

@@ -272,7 +272,7 @@ class Server:
         try:
             log.info("published epoch %d", self.publish())
         except (OperError, OSError) as error:
-            log.error("the old weights go on: %s", error)
+            log.error("the old weights remain in use: %s", error)
             return False
         return True
 
@@ -281,7 +281,7 @@ class Server:
         errors of invalid ones, after which the current weights remain in use."""
         if run.has_whole():
             if not self.try_publish():
-                run.refuse("the weights that its changes continue are not in service")
+                run.refuse("the checkpoint that its deltas extend is not in service")
             return
         failed, refused = self._counts.failed_publications, ""
         try:
@@ -299,8 +299,8 @@ class Server:
         except (OperError, OSError) as error:
             run.refuse(str(error))
             self._counts.failed_publications = failed + 1  # counts an unreadable delta, too
-            log.error("the old weights go on until there is a whole checkpoint: %s%s", refused,
-                      error)
+            log.error("the old weights remain in use until the next full checkpoint: %s%s",
+                      refused, error)
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Server:
 
     def _cannot_listen(self, error: OSError) -> OperError:
         return OperError("cannot listen", "address", f"{self.options.host}:{self.options.port}",
-                         "a free one", f"choose another ({error.strerror})")
+                         f"a free one ({error.strerror})", "choose another host or port")
 
     def _listen(self) -> None:
         assert self._listener is not None
@@ -398,7 +398,7 @@ class Server:
     def _replace(self, worker: _Worker) -> None:
         """Replace a worker that has exited, after a pause if it exited before it was ready."""
         if worker.ready:
-            log.warning("worker %d ended (exit code %s); starting another one",
+            log.warning("worker %d exited (exit code %s); starting another one",
                         worker.process.pid, worker.process.exitcode)
             self._forget(worker)
             self._counts.worker_restarts += 1
@@ -480,7 +480,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opener of a predictor that is pickled itself."""
+    """An opener for a picklable predictor, which returns it."""
 
     predictor: Any
 

@@ -19,7 +19,6 @@ _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper serve``."""
     parser.add_argument("model", metavar="MODEL", help="output folder of 'oper train', or "
                         "MODULE:FUNCTION that returns a predictor (see docs/how-to/serve.md)")
     parser.add_argument("--name", type=text_for(check_name),
@@ -162,8 +161,8 @@ def _model(args: argparse.Namespace) -> Any:
             raise TypeError(f"{function} is of type {type(make).__name__}, not a function")
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InvalidInputError("cannot serve", "model", args.model,
-                                "a folder, or MODULE:FUNCTION that can be imported",
-                                str(error)) from error
+                                f"a folder, or MODULE:FUNCTION that can be imported ({error})",
+                                "correct the name, or install the module") from error
     model = make()
     check_model(model, f"cannot serve what {args.model} returns")
     return model

@@ -100,14 +100,14 @@ def decode(body: bytes, header_length: int | None, direction: str
     at = size
     for name, datatype, shape, entry in listed:
         if name in tensors:
-            raise _bad("tensor", name, "every name once")
+            raise _bad("repeated tensor", name, "unique names")
         if datatype not in DTYPES:
             raise _bad(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
         if any(x < 0 for x in shape) or len(shape) > _MAX_DIMS:
             raise _bad(f"shape of {name!r}", shape, f"at most {_MAX_DIMS} numbers >= 0")
         tensors[name], at = _tensor(name, datatype, shape, entry, (body, at))
     if at != len(body):
-        raise _bad("size of the message", len(body), f"{at} bytes as its header says")
+        raise _bad("size of the message", len(body), f"{at} bytes, as its header specifies")
     return {**header, "parameters": parameters}, tensors
 
 
@@ -115,7 +115,7 @@ def _header(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except RecursionError:
-        raise _bad("header", "JSON of many levels", "few levels") from None
+        raise _bad("header", "deeply nested JSON", "fewer levels") from None
     except ValueError as error:
         raise _bad("header", str(error), "JSON") from None
     if not isinstance(header, dict):
@@ -136,7 +136,8 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
         raise _bad(f"binary_data_size of {name!r}", size,
                    f"{count * dtype.itemsize} bytes for {datatype} {shape}")
     if at + size > len(body):
-        raise _bad("size of the message", len(body), f">= {at + size} bytes as its header says")
+        raise _bad("size of the message", len(body),
+                   f">= {at + size} bytes, as its header specifies")
     try:
         # A copy, since PyTorch requires aligned and writable memory.
         return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
@@ -155,7 +156,7 @@ def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray
         kind = type(value)  # not isinstance, since bool is a subclass of int
         if (kind is int and least <= value <= most) or (kind is float and not is_whole):
             continue
-        raise _bad(what, value, f"{'whole ' if is_whole else ''}numbers that {datatype} holds")
+        raise _bad(what, value, f"{'integers' if is_whole else 'numbers'} in {datatype}'s range")
     try:
         with np.errstate(over="ignore"):  # Request.check refuses infinity
             return np.array(data, dtype).reshape(shape)
@@ -231,10 +232,10 @@ def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, i
     scores, epoch = tensors.get("scores"), header["parameters"].get("epoch")
     if scores is None or not isinstance(epoch, int):
         raise OperError("cannot read the answer", "outputs", sorted(tensors), "scores and an epoch",
-                        "ask an oper server")
+                        "connect to a server started by oper serve")
     return scores, epoch
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
     return InvalidInputError(WHAT, name, value, expected,
-                             "see GET /v2/models/NAME for what the model takes")
+                             "see the model's inputs at GET /v2/models/NAME")

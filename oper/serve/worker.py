@@ -100,7 +100,7 @@ class _Worker:
         self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
                         lambda: metrics.page(job.numbers, job.counts))
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
-        self._taken = 0  # connections so far
+        self._taken = 0  # connections received so far
         self._leaving = 0  # connections that close after the answer being written
         self._arriving: set[asyncio.Task[None]] = set()
         self._drains = False

@@ -284,7 +284,6 @@ class TrainConfig:
         return int(first), int(last)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the configuration as JSON-serializable values."""
         values = dataclasses.asdict(self)
         values["model"]["name"] = values.pop("model_name")
         return values
@@ -417,8 +416,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
-    """Raise InvalidInputError for the first invalid field of `of`. A field is invalid if it breaks
-    the rule of its type, or if a check (field, is right, expected) is not right."""
+    """Raise InvalidInputError for the first field of `of` that breaks the rule of its type or one
+    of `checks`, each (field, whether it is valid, expected)."""
     for name, is_right, expected in (*rules_of(of), *checks):
         if not is_right:
             raise _bad(section + name, getattr(of, name), expected)

@@ -148,7 +148,6 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
 
 
 def table_optimizer(config: OptimizerConfig) -> Optimizer:
-    """Return the optimizer of tables sharded by OPER."""
     name, options = TABLE_OPTIMIZERS[config.tables]
     make: Callable[..., Optimizer] = getattr(optimizers, name)
     return make(lr=config.tables_lr, **{n: getattr(config, f"tables_{n}") for n in options})

@@ -112,7 +112,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
     """
     done, total, checkpoints = begin.done, begin.total, begin.checkpoints
     engine.num_steps = done
-    if done and _validates(config, done, total):  # the run may have ended before it
+    if done and _validates(config, done, total):  # the earlier run may have ended before this
         log.write("valid", step=done, **task.evaluate(engine, show_progress))
     meter = _Meter(engine)
     # The first line of a resumed run may cover fewer steps than the others.
@@ -198,8 +198,8 @@ class _Start:
 
 
 class _Meter:
-    """Measures loss, speed and phase times over all ranks since the last `read`, without those of
-    checkpoints and validations."""
+    """Measures loss, speed and phase times over all ranks since the last `read`, excluding the time
+    for checkpoints and validations."""
 
     def __init__(self, engine: Engine) -> None:
         self._tables = [t for t in tables_of(engine.bare)
@@ -288,7 +288,6 @@ class _MetricsFile:
                 self._file.close()
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one line."""
         if self._file is not None:
             # JSON has neither NaN nor infinity, so undefined metrics become null.
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v
@@ -300,7 +299,7 @@ class _MetricsFile:
 
 @contextlib.contextmanager
 def _peer_errors(engine: Engine) -> Iterator[None]:
-    """Turn gloo's various errors about a lost peer into PeerLostError."""
+    """Convert gloo's errors about a lost peer to PeerLostError."""
     try:
         yield
     except OperError:

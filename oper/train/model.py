@@ -141,5 +141,5 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     state = load_archive(path, what)
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise FileFormatError(what, "content", type(state).__name__, "tensors by name",
-                              "regenerate it")
+                              "pass a state.pt that oper train wrote")
     return state

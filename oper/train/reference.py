@@ -42,7 +42,6 @@ class SparseTableOptimizer:
         self.sums = [w.new_zeros(w.shape[0]) for w in self.weights] if adagrad else None
 
     def zero_grad(self) -> None:
-        """Drop the tables' gradients."""
         for weight in self.weights:
             weight.grad = None
 

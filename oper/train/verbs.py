@@ -29,7 +29,6 @@ _FLAGS = {  # flag: (value, help); each flag overrides the key of the same name
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``oper train``."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML file; flags override it")
     for key, (value, about) in _FLAGS.items():
         parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar=value, help=about)
@@ -69,11 +68,12 @@ def run_train(args: argparse.Namespace) -> int:
 def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
     """Lock the folder `out` inside the block, so that no other run writes to it.
 
-    Only rank 0 locks it and looks for a run, since it may write one before other ranks get here.
+    Only rank 0 locks it and checks for an earlier run, since it may write files before other ranks
+    check.
 
     Raises:
-        InvalidInputError: it is no folder, another run uses it, or it has a run that is neither
-            to be overwritten (`force`) nor can be continued (`resume`).
+        InvalidInputError: `out` is not a folder, another run uses it, or it has an earlier run and
+            neither `force` (overwrite it) nor `resume` (continue it) applies.
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked

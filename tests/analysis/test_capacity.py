@@ -30,7 +30,7 @@ LOOKUPS, BATCH = 60_000, 40
 
 
 def log_of(num_keys: int, exponent: float = 0.9, seed: int = 0, size: int = LOOKUPS) -> np.ndarray:
-    """Independent draws of a power law over scattered keys."""
+    """Draw independent keys from a power law over scattered 64-bit values."""
     rng = np.random.default_rng(seed)
     p = np.arange(1, num_keys + 1) ** -exponent
     ranks = np.minimum(np.searchsorted(np.cumsum(p / p.sum()), rng.random(size)), num_keys - 1)
@@ -45,7 +45,7 @@ def counted(keys: np.ndarray, **fields: int) -> TableStats:
 
 
 def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCounts:
-    """Counts of a dynamic table after it has processed the log."""
+    """Process the log with a dynamic table and return the table's counts."""
     bag = module_support.shard(nn.EmbeddingBag(num_rows, 1, mode="sum"), dynamic=rule,
                                optimizer=oper.SGD(lr=0.0))
     for at in range(0, keys.size, BATCH):
@@ -103,7 +103,7 @@ def test_refused_arguments(fields: dict[str, object], name: str) -> None:
 
 
 def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the budget, accesses are exact, and hot keys and numbers of keys nearly so."""
+    """With sketches, total accesses are exact; hot keys and the number of keys nearly so."""
     for kind in (HeavyHitters, DistinctSample):
         monkeypatch.setattr(counting, kind.__name__, functools.partial(kind, 4096))
     keys = log_of(40_000, size=400_000)
@@ -117,7 +117,7 @@ def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_takes_statistics_of_its_keys() -> None:
-    """If each key occurs once, all lookups read row 0; with few hot keys, hardly any does."""
+    """If each key occurs once, all lookups read row 0; with a few hot keys, hardly any."""
     shares = {}
     for name, keys in (("new", np.arange(LOOKUPS) * 7), ("hot", log_of(50))):
         table = rows_of_keys(counted(keys), 4_097)
@@ -131,7 +131,7 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
 
 
 def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:
-    """Whether two days have the same keys is unknown."""
+    """Statistics of raw keys do not show whether two days have the same keys."""
     table = counted(log_of(500))
     with pytest.raises(InvalidInputError, match="ids='raw keys'"):
         distance(table, table)

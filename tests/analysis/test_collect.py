@@ -96,7 +96,7 @@ def test_a_table_without_lookups_is_an_error() -> None:
     (np.zeros(3), ["ndarray", "KeyedJaggedTensor"]),
     ({"a": (np.array([10]), np.array([1]))}, ["'t1'", "10", "num_rows=10"]),
     (FakeJagged(["a", "b"], [1, 2, 3], [1, 1]), ["sum(lengths)", "len(values)=3"]),
-    (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["each feature once"]),
+    (({"a": BATCH["a"]}, {"a": BATCH["a"]}), ["repeated features", "'a'"]),
     ({"a": np.array([0.5])}, ["'a'", "float64"]),
 ])
 def test_bad_batches(batch: Any, words: list[str]) -> None:
@@ -216,7 +216,7 @@ def test_analysis_imports_neither_torch_nor_other_packages() -> None:
 
 
 def test_a_live_collector_keeps_to_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated clock: counting a batch takes 3 ms, a step 20 ms; 5 % may go to counting."""
+    """Simulated clock: counting takes 3 ms per batch, a step 20 ms; the limit is 5 %."""
     from oper.analysis import Collector, CountOptions, collector
 
     clock = [0.0]

@@ -12,7 +12,8 @@ from tests.support import counts_by
 
 
 def brute_force(bags: list[list[int]], block: int, sizes: tuple[int, ...]) -> dict[int, float]:
-    """Mean distinct rows per window, over the complete windows of every second block."""
+    """Compute the mean distinct rows per window, over the complete windows of every second block.
+    """
     means = {}
     for n in sizes:
         found = []

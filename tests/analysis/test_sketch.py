@@ -28,7 +28,7 @@ from tests.support import counts_by
 
 
 def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray:
-    """Ids of a bounded power law, hot rows scattered."""
+    """Draw ids from a bounded power law and scatter the hot rows."""
     rng = np.random.default_rng(seed)
     p = np.arange(1, num_rows + 1) ** -exponent
     ranks = np.searchsorted(np.cumsum(p / p.sum()), rng.random(size))
@@ -56,7 +56,8 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
 
 
 def test_heavy_hitters_beside_apache_datasketches() -> None:
-    """With equal numbers of entries, the error bound and the errors are no larger than Apache's."""
+    """With as many entries, the error bound and the errors are at most those of Apache
+    DataSketches."""
     datasketches = pytest.importorskip("datasketches")
     ids = zipf(200_000, 600_000, 1.05)
     true = Counter(ids.tolist())

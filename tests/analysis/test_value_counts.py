@@ -31,7 +31,7 @@ def test_complete_counts_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exponent", [1.0, 1.3])
 def test_cut_tails_are_continued(tmp_path: Path, exponent: float) -> None:
-    """Counts of a power law, cut at 50: rows and coverage of the model are near the uncut ones."""
+    """For power-law counts cut at 50, the model's rows and coverage are close to the uncut ones."""
     ranks = np.arange(1, 200_001)
     counts = np.maximum(0, np.round(4e6 * (ranks + 3.0) ** -exponent)).astype(int)
     counts = counts[counts > 0]

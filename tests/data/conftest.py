@@ -28,13 +28,13 @@ def _invent(num_rows: int, seed: int = 0, vocabulary: int = 40) -> Fields:
 
 @pytest.fixture
 def invent() -> Callable[..., Fields]:
-    """Function that makes random rows of 40 text fields, many of them empty."""
+    """Return a function that makes random rows of 40 text fields, many of them empty."""
     return _invent
 
 
 @pytest.fixture
 def write() -> Callable[[Path, Fields], Path]:
-    """Function that writes rows as TAB-separated lines."""
+    """Return a function that writes rows as TAB-separated lines."""
 
     def write_rows(path: Path, rows: Fields) -> Path:
         path.write_text("".join("\t".join(row) + "\n" for row in rows))
@@ -45,7 +45,7 @@ def write() -> Callable[[Path, Fields], Path]:
 
 @pytest.fixture
 def real_log() -> Path:
-    """The first 10,000 rows of the real log, if available."""
+    """Return the first 10,000 rows of the real log, or skip the test if it is not available."""
     return real_data("criteo_kaggle_10k/train.txt")
 
 

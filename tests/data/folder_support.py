@@ -17,7 +17,7 @@ def parquet_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def digest(folder: Path) -> str:
-    """Digest of all files of a folder, except for the manifest's job id."""
+    """Return a digest of all files of a folder, except for the manifest's job id."""
     state = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -31,20 +31,20 @@ def digest(folder: Path) -> str:
 
 
 def ids_of(folder: Path, column: str) -> dict[Any, int]:
-    """Map the raw values of a column to ids."""
+    """Return the mapping from a column's raw values to ids."""
     table = pq.read_table(folder / "vocabulary" / f"{column}.parquet").to_pydict()
     return dict(zip(table["value"], table["id"], strict=True))
 
 
 def encoded(folder: Path, column: str) -> list[Any]:
-    """Ids, or bags of ids, in the training and validation parts."""
+    """Return the ids, or bags of ids, in the training and validation parts."""
     opened = Folder.open(folder, allow_raw=True)
     return [v for split in ("train", "valid") for part in opened.parts(split)
             for v in opened.read_part(part, (column,)).column(column).to_pylist()]
 
 
 def decoded(folder: Path, split: str = "train") -> dict[str, list[Any]]:
-    """Columns of a part with ids replaced by raw values; None for missing values and id 0."""
+    """Return a part's columns with ids replaced by raw values; None for missing values and id 0."""
     found = pq.read_table(folder / split).to_pydict()
     for name in Folder.open(folder).sparse:
         value = {i: v for v, i in ids_of(folder, name).items()}

@@ -47,7 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "metadata": self.metadata.get(name, {})}
 
     def _request(self) -> tuple[str, dict[str, str]]:
-        """Name of the requested object ("" = list the bucket) and query parameters."""
+        """Return the name of the requested object ("" = list the bucket) and the query parameters.
+        """
         url = urlsplit(self.path)
         name = url.path.partition(f"/b/{BUCKET}/o/")[2]
         return unquote(name), {k: v[0] for k, v in parse_qs(url.query).items()}
@@ -92,10 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def gcs_server() -> Iterator[str]:
-    """The URL of the bucket, with ``{}`` for the path, while the server runs.
-
-    It is a separate process: pyarrow's reads keep Python's lock while they wait for an answer.
-    """
+    """Run the server; yields the bucket's URL, with ``{}`` for the path."""
     with subprocess.Popen([sys.executable, __file__], text=True, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None

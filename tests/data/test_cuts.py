@@ -34,7 +34,7 @@ LINES = Layout("lines", ())
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: Any) -> tuple[Path, bytes]:
-    """A gzip file with several cut points, and its text."""
+    """A gzip file with several seek points, and its decompressed text."""
     rng = np.random.default_rng(0)
     text = b"".join(b"%d\t%x\n" % (k, x) for k, x in enumerate(rng.integers(0, 2**60, 1_000_000)))
     path = tmp_path_factory.mktemp("cuts") / "log.gz"

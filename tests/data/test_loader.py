@@ -44,7 +44,7 @@ def table(folder: Path) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the indices of row groups as they are read."""
+    """Record the indices of the row groups that are read."""
     found: list[int] = []
     genuine = GroupReader.read
     monkeypatch.setattr(GroupReader, "read",
@@ -126,7 +126,7 @@ def test_every_row_once_over_ranks_and_workers(
 
 
 def test_a_rank_without_rows_gives_an_empty_batch(folder: Path) -> None:
-    """500 rows on 499 ranks with batches of one row: the last rank has two rows, others one."""
+    """With 500 rows on 499 ranks and batches of one row, only the last rank has two rows."""
     first, last = (list(Loader(folder, "train", LoaderOptions(1, rank=rank, world_size=499)))
                    for rank in (0, 498))
     assert [b.labels.numel() for b in first] == [1, 0]
@@ -151,7 +151,7 @@ def test_ranks_read_their_own_row_groups(folder: Path, groups_read: list[int]) -
 def test_threads_read_every_group_once(
     folder: Path, share: str, interleave: int, groups_read: list[int]
 ) -> None:
-    """For any number of threads, with the batches of a loader without threads."""
+    """For any number of threads, and with the same batches as without threads."""
     options = {"window": 64, "rank": 1, "world_size": 2, "share": share, "interleave": interleave}
     whole = [everything(b) for b in Loader(folder, "train", LoaderOptions(
         16, prefetch=0, **options))]
@@ -163,7 +163,7 @@ def test_threads_read_every_group_once(
 
 
 def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> None:
-    """Windows have the same rows as without interleaving; surplus windows are not interleaved."""
+    """Interleaved windows have the same rows as others; surplus windows are not interleaved."""
     plain, turns = (list(Loader(folder, "train", LoaderOptions(16, 80, seed=1, interleave=n)))
                     for n in (1, 2))
     orders = [[rows_of(b) for b in batches] for batches in (plain, turns)]
@@ -178,7 +178,7 @@ def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> N
 def test_a_folder_opens_without_opening_its_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first file is opened, and files of which the manifest does not know the size."""
+    """Only the first file and files with a size that differs from the manifest's are opened."""
     from oper.data import Folder
 
     opened: list[Path] = []
@@ -292,7 +292,7 @@ def test_int64_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [1 << 63 | 1]])
 def test_ids_outside_their_table(tmp_path: Path, ids: list[int]) -> None:
-    """Includes ids that would wrap to valid ones in a narrower type."""
+    """Includes ids that would wrap around to valid ids in a narrower type."""
     kind = pa.uint64() if ids[0] >= 1 << 63 else pa.int64()
     folder = changed(write_folder(tmp_path), lambda t: replaced(
         t, "item", pa.array(ids * t.num_rows, kind)))
@@ -408,7 +408,7 @@ def test_batches_without_equal_bags_say_so(folder: Path) -> None:
 
 @pytest.mark.parametrize("guard", ["off", "stop"])
 def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None:
-    """In a sharded collection with a variable batch size per feature, and in a published one."""
+    """Checked in a sharded collection (variable batch size per feature) and in a published one."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
@@ -441,7 +441,7 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None
 
 
 def test_samples_take_the_rows_of_their_bags() -> None:
-    """In the order of features, also if the KJT's keys are in another order."""
+    """In the order of features, also if the keys of the KJT are in another order."""
     library.load()
 
     def found(*samples: list[int], num_distinct: int = 3, shares: bool = True) -> Any:

@@ -36,7 +36,7 @@ def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: 
 
 
 def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If `interleave` is a multiple of the number of workers."""
+    """Each worker reads only its windows if `interleave` is a multiple of the number of workers."""
     read: list[int] = []
     genuine = WindowReader.read
     monkeypatch.setattr(WindowReader, "read",

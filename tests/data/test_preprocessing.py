@@ -27,7 +27,7 @@ KAGGLE = load_recipe("criteo-kaggle")
 
 def expected_ids(rows: list[list[str]], num_train: int, column: int,
                  min_count: int) -> tuple[list[int], list[str]]:
-    """Ids of all rows, and the values of ids 1, 2, ..."""
+    """Return the ids of all rows, and the values with ids 1, 2, ..."""
     counts = Counter(r[column] for r in rows[:num_train])
     kept = sorted((v for v in counts if counts[v] >= min_count),
                   key=lambda v: (-counts[v], v != "", int(v or "0", 16)))
@@ -214,7 +214,7 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
 def test_outputs_that_cannot_or_must_not_be_written_are_refused(
     tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is raised before work begins, since the output folder is replaced at the end."""
+    """The error must be raised before work begins, since the output folder is replaced last."""
     path = str(write(tmp_path / "train.txt", invent(60)))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -292,7 +292,7 @@ def test_logs_without_usable_rows(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("\t".join(["1"] * 39) + "\n")
     with pytest.raises(FileFormatError, match=r"tsv \(40 columns\)"):
         preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out")
-    with pytest.raises(InvalidInputError, match="training rows"):
+    with pytest.raises(InvalidInputError, match="well-formed rows"):
         preprocess(KAGGLE, [str(tmp_path / "test.txt")], tmp_path / "out",
                    PreprocessOptions(max_bad=5, layout="tsv"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "test.txt"]

@@ -140,7 +140,7 @@ def test_batches_hold_the_keys(tmp_path: Path) -> None:
 
 
 def test_statistics_of_keys(tmp_path: Path) -> None:
-    """Histogram, bag lengths and new keys by time bucket against direct counts."""
+    """Compare the histogram, bag lengths and new keys by time bucket with direct counts."""
     rows, manifest = make(tmp_path, "out")
     train = [keys_of(row) for row in rows[:manifest["rows"]["train"]]]
     stats = analyze_folder(tmp_path / "out", options=CountOptions(presence_samples=(50,)))

@@ -273,8 +273,7 @@ _KIND_OF = {**dict.fromkeys(("threshold", "among", "binary"), "label"), "float":
 def test_no_text_crashes_or_is_taken_for_what_it_is_not(
     data: Any, parse: str, quoted: bool
 ) -> None:
-    """Fuzz: genuine and mutilated fields; whatever is not reported is one that the column may hold,
-    and whatever the column may hold is not reported."""
+    """Fuzz test: a field is reported as malformed if and only if it is not valid in its column."""
     kind = _KIND_OF.get(parse, "sparse")
     columns = [{"name": "x", "kind": kind, "parse": parse, "missing": ["NA"] if kind == "sparse"
                 else [], **({"positive": ["buy"]} if parse == "among" else {})}]

@@ -26,7 +26,7 @@ ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)
 
 def read(tmp_path: Path, recipe: str | Recipe, files: dict[str, bytes],
          options: PreprocessOptions = ONE_ID_EACH) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Manifest and columns of the training part, with ids replaced by raw values."""
+    """Return the manifest and the columns of the training part, with ids replaced by raw values."""
     paths = []
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -116,7 +116,7 @@ def test_genuine_rows(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
-    """Byte order mark, CRLF, two gzip members, lone carriage return, no final line feed."""
+    """Files with a byte order mark, CRLF, two gzip members, carriage returns, no last line feed."""
     file, data, _ = CASES[name]
     text = gzip.decompress(data) if file.endswith(".gz") else data
     (tmp_path / "plain").mkdir()
@@ -227,7 +227,7 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
 
 
 def test_malformed_rows_of_arrays_are_named(tmp_path: Path) -> None:
-    """The error names column, value found and value expected."""
+    """The error states the column, the value found and the value expected."""
     dense, labels = np.ones((9, 13), np.float32), np.zeros((9, 1), np.float32)
     dense[2, 4], dense[5, 12], dense[7, 0] = np.nan, -np.inf, np.nan
     labels[3], labels[7] = 2, np.nan
@@ -314,7 +314,7 @@ def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
-    """In such a file, the column has Arrow's null type."""
+    """In a file without a value, the column has Arrow's null type."""
     columns = {"0": ([None] * 4, [[], None] * 2), "1": ([5, 6, 5, None], [[1], [2]] * 2)}
     for name, (ids, tags) in columns.items():
         pq.write_table(pa.table({"y": [0, 1] * 2, "id": ids, "tags": tags}),
@@ -338,7 +338,7 @@ def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
     ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
 def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
                                           raw: bool) -> None:
-    """Equal values would get different ids, or only some rows would be lists."""
+    """Otherwise equal values would get different ids, or only some rows would be lists."""
     for name, column in (("a", ids), ("b", more)):
         pq.write_table(pa.table({"y": [0, 1], "id": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(InvalidInputError, match=f"types of column 'id'={{{types}"):
@@ -396,7 +396,7 @@ def test_reviews_of_2023_as_json(tmp_path: Path) -> None:
 
 
 def test_integers_of_64_bits_in_json(tmp_path: Path) -> None:
-    """They are not rounded to float64, and several ids in one field are read."""
+    """Integers are not rounded to float64, and several ids in one field are read."""
     recipe = recipe_from_dict({"name": "own", "format": "jsonl", "column": [
         {"name": "id", "kind": "sparse", "parse": "int"},
         {"name": "site", "kind": "sparse", "parse": "uint64"},

@@ -333,7 +333,7 @@ def test_disk_estimate_counts_every_id_of_a_bag(
 
 
 def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
-    """With a limited file size in each phase; without it the same command resumes."""
+    """The file size is limited in each phase; without the limit, the same command resumes."""
     program = ("import resource, signal, sys; from oper.data import *; "
                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); n = int(sys.argv[3]); "
                "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "

@@ -143,8 +143,7 @@ def test_what_is_in_a_store_is_known_before_work(
 def test_runs_to_one_place_leave_each_others_files_alone(
     local: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a second run, of the same job or of another, comes while the first one's files are on
-    their way into the store."""
+    """A second run, of the same or another job, starts while the first one uploads its files."""
     log, out = str(local / "train.txt"), f"file://{local}/stored"
     upload, told = store.upload, []
 

@@ -49,7 +49,7 @@ def test_power_law_arguments_are_checked() -> None:
 
 
 def naive_bayes(folder: Path, num_rows: dict[str, int]) -> float:
-    """Validation AUC of the sum over columns of log-odds per id, a lower bound for models."""
+    """Compute the validation AUC of the sum of log-odds per id, a lower bound for models."""
     train, valid = (pq.read_table(folder / s) for s in ("train", "valid"))
     labels = train["label"].to_numpy()
     base = labels.mean()

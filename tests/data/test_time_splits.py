@@ -31,7 +31,7 @@ def write(path: Path, times: np.ndarray) -> str:
 def test_a_split_sees_every_minute_of_the_log(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of minutes, also from runs spilled to disk, give the same parts."""
+    """Slices of minutes, including those of runs spilled to disk, give the same parts."""
     rng = np.random.default_rng(1)
     times = START + 60 * rng.permutation(3000) + rng.integers(0, 60, 3000)
     log = write(tmp_path / "ratings.dat", times)
@@ -66,7 +66,7 @@ CASES = {  # seconds of 3,000 rows in the order of the log
 def test_rows_are_in_order_of_time_throughout_each_part(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any chunks, spans and units; equal times keep the order of the log."""
+    """For any chunks, spans and units; rows with equal times keep the order of the log."""
     recipe, times = recipe_from_dict(COLUMNS), CASES[case]
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(
@@ -122,7 +122,7 @@ def test_a_log_split_by_time_does_not_depend_on_workers_or_interruptions(
 def test_a_column_whose_bags_are_empty_throughout_the_training_part(
     tmp_path: Path, by: str, options: dict[str, Any]
 ) -> None:
-    """Also with a finished vocabulary, of which the training part then uses nothing."""
+    """Also with a finished vocabulary, of which the training part then uses no value."""
     recipe = recipe_from_dict(COLUMNS | {"split": {"by": by}})
     log = tmp_path / "log.csv"
     log.write_text("y,t,x,row,few,bag\n" + "".join(

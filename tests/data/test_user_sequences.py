@@ -24,7 +24,8 @@ ROWS = 900
 
 @pytest.fixture(scope="module", params=[True, False], ids=["times", "rows"])
 def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Events of 30 users, and of missing users and users seen once; `n` numbers the events."""
+    """Events of 30 users, of missing users and of users seen once; column `n` numbers the events.
+    """
     draw = random.Random(1)
     folder = tmp_path_factory.mktemp("events")
     lines = ["y,n,user,item,kind,tags,t"]
@@ -42,7 +43,7 @@ def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def expected(folder: Path, split: str) -> dict[int, list[dict[str, Any]]]:
-    """The events of each user, computed row by row from the files."""
+    """Return the events of each user, computed row by row from the files."""
     found: dict[int, list[dict[str, Any]]] = {}
     unknown = {0, Folder.open(folder).missing_ids["user"]}
     assert len(unknown) == 2
@@ -110,7 +111,7 @@ def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> Non
 def test_events_of_rare_users_are_not_held_together(
     events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share an id, so all of their events would be in one file."""
+    """Rare users share an id, so all their events would be in one temporary file."""
     monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", 100)
     made = sequences._Sequences(Folder.open(events), "user", ("item",), None, 1)
     tables = list(sequences._by_user(made, "train", tmp_path))
@@ -119,7 +120,7 @@ def test_events_of_rare_users_are_not_held_together(
 
 
 def test_users_that_share_hashed_rows_are_refused(tmp_path: Path) -> None:
-    """Their events would form one sequence; without collisions hashed users are accepted."""
+    """Their events would form one sequence; hashed users without collisions are accepted."""
     log = tmp_path / "log.csv"
     log.write_text("user,item\n" + "".join(f"u{k % 30},i{k % 7}\n" for k in range(300)))
     recipe = generic_recipe("csv", Choice(["user", "item"]))
@@ -136,7 +137,7 @@ def test_users_that_share_hashed_rows_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(events: Path, tmp_path: Path) -> None:
-    """With a limited file size; no files are left."""
+    """The file size is limited; no files are left behind."""
     program = ("import resource, signal, sys; from oper.data import write_sequences; "
                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
                "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "

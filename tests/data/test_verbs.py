@@ -124,7 +124,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_counting(
 def test_capacity_of_row_numbers_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rare values share row 0, which is not one key; without rare values there is no warning."""
+    """Rare values share row 0, which is not a single key; without them there is no warning."""
     log = tmp_path / "log.csv"
     log.write_text("user,item\n" + "".join(f"u{k},i{k % 3}\n" for k in range(30)))
     words = ["csv", str(log), "--sparse", "user,item", "--valid", "0", "-o", str(tmp_path / "out")]

@@ -29,7 +29,7 @@ Days = dict[str, list[tuple[str, str, str]]]
 
 
 def write_day(path: Path, day: int, num_rows: int = 900) -> list[tuple[str, str, str]]:
-    """Write users, items (some missing) and tags of one day; later days have new values too."""
+    """Write users, items (some missing) and tags of one day; later days also have new values."""
     rng = np.random.default_rng(day)
     rows = []
     for _ in range(num_rows):
@@ -57,7 +57,7 @@ def make(tmp_path: Path, day: str, out: str, **options: Any) -> dict[str, Any]:
 
 
 def values_of(rows: list[tuple[str, str, str]]) -> dict[str, list[str | None]]:
-    """Values of the rows by column."""
+    """Return the values of the rows by column."""
     return {"user": [r[0] for r in rows], "item": [r[1] or None for r in rows],
             "tags": [t for r in rows for t in r[2].split("|") if t]}
 

@@ -119,7 +119,7 @@ def test_records_show_steps_phases_and_links() -> None:
 
 @pytest.fixture(scope="module")
 def drifting() -> list[AccessStats]:
-    """Three days; from day to day, a fifth of the hot rows is replaced by other rows."""
+    """Statistics of three days; each day, a fifth of the hot rows is replaced by other rows."""
     rng = np.random.default_rng(0)
     found = []
     rows = np.arange(4000)
@@ -169,7 +169,7 @@ def test_drift_says_when_another_plan_pays(
 
 
 def ink(path: Path, width: int) -> tuple[float, float]:
-    """Mean brightness of a screenshot, and share of pixels that differ from the background."""
+    """Return a screenshot's mean brightness, and the share of pixels unlike the background."""
     from matplotlib import image
 
     pixels = image.imread(path)[..., :3]

@@ -53,7 +53,7 @@ def test_a_trace_of_real_batches(made: Path, capsys) -> None:
 
 
 def test_a_trace_of_bags(tmp_path: Path, capsys) -> None:
-    """Every rank gets the bags of its samples, of columns with one id and with several."""
+    """Every rank gets the bags of its samples, for columns with one id and with several ids."""
     lines = [f"{k % 2},{k % 7},{'|'.join(str(x) for x in range(k % 4))}" for k in range(400)]
     (tmp_path / "log.csv").write_text("\n".join(["label,one,many", *lines]) + "\n")
     log, data, stats, plan = (str(tmp_path / n) for n in ("log.csv", "data", "s.npz", "p.json"))

@@ -17,7 +17,8 @@ SMALL: dict[str, Any] = {"dim": 16, "user_dim": 4, "layers": 2, "heads": 2, "ste
 
 def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int = 14
              ) -> Interactions:
-    """Histories of 3 to about 2 * mean distinct items with skewed popularity, rewards 0 or 1."""
+    """Draw histories of 3 to about 2 * mean distinct items with skewed popularity, rewards 0 or 1.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for user in range(1, num_users + 1):
@@ -31,8 +32,8 @@ def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int 
 
 
 def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
-    """150 users of as many tastes, one item of ten of another one; item n is of taste n modulo
-    `num_kinds`. `disliked`: the share of rows without a reward."""
+    """Interactions of 150 users; user u prefers the items n with n modulo `num_kinds` = u's kind,
+    and one item in ten is of another kind. `disliked`: share of rows with reward 0."""
     rng = np.random.default_rng(0)
     rows = [(u + 1, 1 + num_kinds * int(i) + (
         u % num_kinds if rng.random() < 0.9 else rng.integers(num_kinds)),
@@ -43,7 +44,7 @@ def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
 
 
 def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any) -> CDT4Rec:
-    """A small model whose item rows are large enough to affect outputs."""
+    """Make a small model whose item rows are large enough to affect outputs."""
     torch.manual_seed(seed)
     model = CDT4Rec(CDT4RecConfig(**SMALL | changes), num_users, num_items, (4.0, 3.0))
     with torch.no_grad():
@@ -55,7 +56,7 @@ def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any)
 
 def sequences(lengths: list[int], skip: list[int], seed: int = 0, num_items: int = 41
               ) -> Sequences:
-    """Random subsequences of the given lengths."""
+    """Draw random subsequences of the given lengths."""
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     rewards = (torch.rand(total, generator=g) < 0.5).float()

@@ -104,7 +104,8 @@ def test_a_linear_intervention_has_the_effect_that_algebra_gives() -> None:
 
 
 def test_an_intervention_moves_the_ranking_towards_its_concept() -> None:
-    """With a leaf's z set to an item's direction, the item gains on the concept's other items."""
+    """If a leaf's z is set to the direction of an item, the item gains on the concept's other
+    items."""
     shares = torch.nn.functional.one_hot(torch.arange(NUM_ITEMS) % K, K).float()
     torch.manual_seed(2)
     model = CaDVAE(NUM_ITEMS, CaDVAEConfig(num_concepts=K, hidden=20, dim=6),
@@ -266,7 +267,7 @@ MODELS = {
 @pytest.mark.parametrize("sampled", [0, 25])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_learn_whom_a_user_resembles(name: str, sampled: int) -> None:
-    """With two kinds of users and items, a new user gets items of the user's kind."""
+    """With two kinds of users and items, a new user gets items of the same kind."""
     torch.manual_seed(0)
     model: Recommender = MODELS[name]()
     model.config = replace(model.config, sampled=sampled)

@@ -85,7 +85,7 @@ def test_independent_labels_have_no_edges() -> None:
 
 
 def test_labels_that_sum_to_one_still_give_an_acyclic_graph() -> None:
-    """Collinear labels, which models do not use, give a finite acyclic graph."""
+    """Collinear labels, which models do not produce, give a finite acyclic graph."""
     shares = torch.rand(500, 4, generator=torch.Generator().manual_seed(3))
     assert is_acyclic(fit_graph(shares / shares.sum(1, keepdim=True)) != 0)
 

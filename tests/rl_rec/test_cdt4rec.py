@@ -35,7 +35,7 @@ def steps_of(model: CDT4Rec, batch: Sequences) -> Steps:
 
 
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """phi and q, float32 [B, T, D], and the mask of valid steps, bool [B, T]."""
+    """Return phi and q, float32 [B, T, D], and the mask of valid steps, bool [B, T]."""
     steps = steps_of(model, batch)
     returns = model._shown(batch.returns[steps.at] / model.scale)
     phi = model.backbone(steps.states, steps.actions, steps.rewards, returns)
@@ -54,7 +54,7 @@ def with_change(batch: Sequences, name: str, at: int, value: float) -> Sequences
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 @pytest.mark.parametrize("name, value", [("items", 3), ("rewards", 7.0), ("returns", 9.0)])
 def test_the_future_changes_nothing_before_it(backbone: str, name: str, value: float) -> None:
-    """Bitwise, at every step of every trajectory."""
+    """Outputs are bitwise equal at every step of every trajectory."""
     model = cdt(backbone=backbone).eval()
     batch = sequences([9, 6], [2, 0])  # steps 2..8 of the first trajectory are rows 2..8
     before = inside(model, batch)[:2]
@@ -88,7 +88,7 @@ def test_phi_knows_neither_the_action_nor_any_return() -> None:
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
 def test_padding_changes_nothing(backbone: str) -> None:
-    """A trajectory alone and in a batch with longer ones."""
+    """Compare a trajectory alone with the same one in a batch of longer ones."""
     model = cdt(backbone=backbone).eval()
     batch = sequences([9, 2, 6, 1], [2, 0, 1, 0])
     phi, queries, valid = inside(model, batch)
@@ -109,7 +109,7 @@ def test_padding_changes_nothing(backbone: str) -> None:
 
 
 def test_states_are_of_the_items_before_a_step() -> None:
-    """Against the definition, and independent of later items."""
+    """States equal their definition and do not depend on later items."""
     torch.manual_seed(0)
     rows, place = torch.randn(2, 6, 8), torch.tensor([[0, 1, 4], [2, 3, 6]])
     for kind in STATES:
@@ -199,7 +199,7 @@ def test_the_loss_is_the_exact_cross_entropy_and_squared_error() -> None:
 
 
 def test_drawn_candidates_estimate_the_normaliser() -> None:
-    """The normaliser is unbiased, and the loss converges to the exact one."""
+    """The estimated normaliser is unbiased, and the loss converges to the exact one."""
     torch.manual_seed(3)
     num_items, queries = 60, torch.randn(5, 8)
     rows, targets = torch.randn(num_items, 8) * 0.7, torch.tensor([1, 2, 9, 30, 59])
@@ -241,7 +241,8 @@ def test_the_reward_loss_reaches_its_layers_and_the_backbone() -> None:
 
 
 def test_estimated_returns_replace_the_logged_rewards() -> None:
-    """g^_t from its definition: estimated rewards in the subsequence, logged ones after it."""
+    """Compare g^_t with its definition: estimated rewards in the subsequence, logged ones after it.
+    """
     model = cdt(returns="estimated", gamma=0.8).eval()
     model.schedule(1, 10)
     assert not model.estimate_returns
@@ -267,8 +268,7 @@ def test_estimated_returns_replace_the_logged_rewards() -> None:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("returns", ["logged", "none"])
 def test_recommending_is_the_step_after_the_last(backbone: str, state: str, returns: str) -> None:
-    """`encode` of a history gives the query that training has at the step after it, when that
-    step's return-to-go is the target."""
+    """`encode` gives the query that training has for the next step at the target return-to-go."""
     model = cdt(backbone=backbone, state=state, returns=returns, gamma=1.0).eval()
     batch = sequences([6], [0])
     batch.returns[5] = model.target
@@ -311,7 +311,7 @@ def test_histories_of_every_length(make: Any) -> None:
 
 
 def made_for(kind: str, data: Interactions) -> CDT4Rec | SASRec:
-    """A small sequence model of 7 steps and a window of 5."""
+    """Make a small sequence model with 7 steps and a window of 5."""
     torch.manual_seed(0)
     if kind == "sasrec":
         return SASRec(SASRecConfig(dim=16, steps=7, window=5, dropout=0.0), data.num_items)
@@ -321,8 +321,8 @@ def made_for(kind: str, data: Interactions) -> CDT4Rec | SASRec:
 
 @pytest.mark.parametrize("kind", ["causal", "interleaved", "sasrec"])
 def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
-    """Whatever the length of the history: no row of positions is without a gradient in an epoch of
-    training, and a history that is longer than the context is read at one of them."""
+    """Training gives every position a gradient; histories of any length are encoded at one of them.
+    """
     data = invented(num_users=20, num_items=60, mean=25)
     model = made_for(kind, data)
     positions = model.position if isinstance(model, SASRec) else model.backbone.time

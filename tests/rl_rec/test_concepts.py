@@ -20,9 +20,9 @@ Edges = Mapping[tuple[int, int], float]
 
 
 def expected_counts(edges: Edges, k: int, activity: float, seed: int) -> np.ndarray:
-    """float64 [USERS, k]: of each user's items by concept. Log tastes follow the structural
-    equations of `edges`; a user's activity, of that standard deviation on the log scale,
-    multiplies all of them."""
+    """Compute each user's expected count of items by concept, float64 [USERS, k]. Log tastes follow
+    `edges`; `activity` is the standard deviation of a user's log activity, a factor of all counts.
+    """
     rng = np.random.default_rng(seed)
     a = np.zeros((k, k))
     for (cause, effect), weight in edges.items():
@@ -50,7 +50,7 @@ def known_clusters(k: int, data: Interactions) -> torch.Tensor:
 
 
 def graph_of(data: Interactions, k: int, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """The fitted graph, given the true concepts of items."""
+    """Fit the graph, given the true concepts of items."""
     monkeypatch.setattr(concepts, "item_clusters", lambda *a, **b: known_clusters(k, data))
     graph = concepts_from(data, CaDVAEConfig(num_concepts=k)).graph
     assert graph is not None
@@ -61,7 +61,7 @@ def graph_of(data: Interactions, k: int, monkeypatch: pytest.MonkeyPatch) -> np.
 @pytest.mark.parametrize("k, activity", [(4, 0.0), (6, 0.0), (2, 0.8), (4, 0.8)])
 def test_independent_counts_have_no_edges(k: int, activity: float, seed: int,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if users differ in activity."""
+    """Even if users differ in activity."""
     data = drawn(expected_counts({}, k, activity, seed), seed)
     assert not graph_of(data, k, monkeypatch).any()
 
@@ -94,8 +94,8 @@ def test_real_edges_are_found(edges: Edges, activity: float, monkeypatch: pytest
 
 
 def test_axes_are_tastes_with_both_of_their_ends() -> None:
-    """Users take six items from one end of each of two taste dimensions, and none from the other.
-    Clusters of items that the same users like are then not tastes."""
+    """Each user takes six items from one end of each of two taste dimensions, none from the other
+    end; clusters of items that the same users like do not find these dimensions."""
     rng = np.random.default_rng(3)
     ends = rng.integers(0, 2, (USERS, 2))
     items = 1 + np.stack([15 * (2 * taste + ends[user, taste]) + rng.permutation(15)[:6]
@@ -114,8 +114,8 @@ def test_axes_are_tastes_with_both_of_their_ends() -> None:
 
 
 def test_ratios_of_independent_counts_would_have_edges() -> None:
-    """Why labels are no ratios: against one concept or against the mean, the denominator that
-    they have in common correlates them."""
+    """Shows why labels are not ratios: a shared denominator (one concept's count, or the mean)
+    correlates the labels."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(np.log(rng.poisson(5.0, (USERS, 4)) + 0.5))
     for labels in (x - x[:, -1:], x - x.mean(1, keepdim=True)):
@@ -125,7 +125,7 @@ def test_ratios_of_independent_counts_would_have_edges() -> None:
 
 
 def test_activity_leaves_the_labels() -> None:
-    """Weights sum to less than 1, and labels without activity are uncorrelated."""
+    """Weights sum to less than 1, and labels are uncorrelated once activity is removed."""
     g = torch.Generator().manual_seed(0)
     own = torch.randn(20_000, 4, generator=g) * torch.tensor([0.5, 1.0, 1.5, 2.0])
     common = torch.randn(20_000, 1, generator=g)

@@ -25,7 +25,7 @@ def test_scores_of_importances_by_hand() -> None:
 
 
 def test_a_code_for_each_factor() -> None:
-    """For any order, scale and rotation of codes, with additional noise columns."""
+    """For any order, scale and rotation of codes, and with additional noise columns."""
     codes = np.concatenate([FACTORS[:, [2, 0, 3, 1], None] * 7, NOISE, NOISE[::-1]], 2)
     rotation = np.linalg.qr(RNG.normal(size=(3, 3)))[0]
     found = disentanglement(codes, FACTORS)

@@ -24,7 +24,7 @@ DIM, CONTEXT = SIZES["dim"], SIZES["steps"] + SIZES["window"] - 1
 
 
 def make(kind: str = "hstu", **changes: Any) -> Any:
-    """A small next-item model whose biases and rows are large enough to affect outputs."""
+    """Make a small next-item model whose biases and rows are large enough to affect outputs."""
     torch.manual_seed(0)
     config = WORKLOADS[kind].config
     sizes = {key: value for key, value in (SIZES | changes).items() if hasattr(config(), key)}
@@ -37,7 +37,7 @@ def make(kind: str = "hstu", **changes: Any) -> Any:
 
 
 def timed(lengths: list[int], skip: list[int] | None = None) -> Sequences:
-    """Random subsequences with gaps from seconds to weeks."""
+    """Draw random subsequences with gaps from seconds to weeks."""
     batch = sequences(lengths, skip or [0] * len(lengths))
     g = torch.Generator().manual_seed(1)
     gaps = torch.exp(14 * torch.rand(batch.items.numel(), generator=g)).long()
@@ -45,21 +45,21 @@ def timed(lengths: list[int], skip: list[int] | None = None) -> Sequences:
 
 
 def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Item rows float64 [B, P, D] and times int64 [B, P]."""
+    """Return item rows, float64 [B, P, D], and times, int64 [B, P]."""
     g = torch.Generator().manual_seed(2)
     gaps = torch.exp(14 * torch.rand(*shape, generator=g)).long()
     return torch.randn(*shape, DIM, generator=g, dtype=torch.float64), gaps.cumsum(1)
 
 
 def part(batch: Histories, first: int, stop: int) -> Histories:
-    """Interactions ``first:stop`` of a batch, all of one user."""
+    """Return the interactions ``first:stop`` of a batch of one user."""
     assert batch.times is not None
     return Histories(torch.tensor([1]), batch.items[first:stop], batch.rewards[first:stop],
                      torch.tensor([stop - first]), times=batch.times[first:stop])
 
 
 def by_loops(model: HSTU, items: torch.Tensor, times: list[int]) -> torch.Tensor:
-    """Reference output of the layers for a sequence [P, D], by loops over tokens and heads."""
+    """Compute the layers' output for a sequence [P, D] by loops over tokens and heads."""
     size, heads = DIM, model.config.heads
 
     def norm(v: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_padding_reaches_no_query() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gru4rec", "sasrec", "hstu"])
 def test_losses_of_histories_equal_those_of_single_steps(kind: str) -> None:
-    """Losses equal those of single steps, for histories up to the context."""
+    """A batch's losses are the means over its steps, each evaluated alone."""
     ranks = kind == "hstu"
     model = make(kind, rank_weight=0.5) if ranks else make(kind)
     lengths, skip = [9, CONTEXT + 1, 1], [2, 5, 0]
@@ -171,7 +171,7 @@ def test_only_the_recent_history_counts() -> None:
 
 @torch.no_grad()
 def test_candidates_score_as_in_passes_of_their_own() -> None:
-    """Against one pass per candidate, appended to its user's history."""
+    """Compare with one pass per candidate, which is appended to the user's history."""
     model = make(rank_weight=1.0)
     lengths = [0, 3, CONTEXT, 20]
     batch = timed(lengths)

@@ -38,7 +38,7 @@ def logs(draw: st.DrawFn) -> list[Row]:
 
 
 def retold(rows: list[Row], options: DataOptions) -> dict[int, list[Row]]:
-    """Remaining rows of each user, in order of time."""
+    """Return the remaining rows of each user, in order of time."""
     rows = sorted((r for r in rows if r[0] and r[1]), key=lambda r: (r[0], r[3]))
     if options.repeats == "first":
         seen: set[tuple[int, int]] = set()
@@ -58,7 +58,7 @@ def arrays(rows: list[Row]) -> Log:
 
 
 def held(data: Interactions, asked: HeldOut) -> dict[int, tuple[int, list[int]]]:
-    """Length of the history, and targets, by user."""
+    """Return the length of the history and the targets of each user."""
     ends = np.cumsum(asked.target_lengths)
     return {int(u): (int(s - data.offsets[u]), asked.targets[e - n:e].tolist())
             for u, s, e, n in zip(asked.users, asked.stop, ends, asked.target_lengths, strict=True)}
@@ -137,7 +137,7 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
        st.integers(0, 3))
 def test_held_out_users(rows: list[Row], k_core: int, item_core: int, only: str, seed: int
                         ) -> None:
-    """Held-out users do not train, and targets are not in histories."""
+    """Held-out users are not in the training data, and their targets are not in their histories."""
     options = DataOptions(k_core=k_core, item_core=item_core, only=only, seed=seed, valid=0.25,
                           test=0.25, protocol="held_out_users", fold_in=0.6)
     try:
@@ -188,7 +188,7 @@ Bought = tuple[int, int, float, int, int]  # user, item, reward, time, basket
 
 @st.composite
 def purchases(draw: st.DrawFn) -> list[Bought]:
-    """Few users, with baskets that last, begin at the same time or overlap."""
+    """Draw rows of a few users, with baskets that last, begin at the same time or overlap."""
     row = st.tuples(st.integers(0, 4), st.integers(0, 8), st.sampled_from([0.0, 1.0, 1.0]),
                     st.integers(0, 12), st.integers(0, 6))
     return draw(st.lists(row, min_size=1, max_size=70))
@@ -201,8 +201,8 @@ def with_baskets(rows: list[Bought]) -> Log:
 @settings(max_examples=200, deadline=None)
 @given(purchases(), st.sampled_from(["first", "keep"]), st.integers(1, 3))
 def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None:
-    """A basket is one event at its first moment: its new and positive items are the targets, and
-    no row of it is history or trains."""
+    """A basket is one event at the time of its first row; its new positive items are targets, and
+    none of its rows is history."""
     options = DataOptions(k_core=k_core, protocol="leave_last_baskets", basket="b",
                           repeats=repeats)
     whole = [r for r in rows if r[0] and r[1] and r[4]]
@@ -236,7 +236,7 @@ def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None
 
 
 def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:
-    """From a shop's log with five products per invoice."""
+    """With a shop's log of five products per invoice."""
     lines = ["InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country"]
     lines += [f"{100 * c + v},{10 * v + k},x,1,2011-0{v}-01 08:2{k // 3}:00,2.5,{c}.0,UK"
               for c in range(1, 7) for v in range(1, 5) for k in range(5)]
@@ -315,7 +315,7 @@ def test_options_are_checked() -> None:
 def test_missing_users_and_items_are_nobody(
     tmp_path: Path, min_count: int, hashed: int | None
 ) -> None:
-    """Otherwise all rows without a user would form one user."""
+    """Otherwise all rows without a user would belong to one user."""
     rows = [(f"u{k % 3}", f"i{k % 5}", 1, 100 + k) for k in range(30)]
     rows += [("", f"i{k % 5}", 1, 200 + k) for k in range(40)]
     rows += [(f"u{k % 3}", "", 1, 300 + k) for k in range(50)]

@@ -28,7 +28,8 @@ from oper.rl_rec.registry import RECOMMENDERS, WORKLOADS
 
 
 def training(seed: int = 0) -> tuple[Histories, int, np.ndarray]:
-    """Histories, rows of the item table, and the dense binary matrix float64 [users, items]."""
+    """Return histories, rows of the item table, and the dense binary matrix float64 [users, items].
+    """
     data = invented(num_users=60, num_items=25, seed=seed)
     histories = training_histories(data, np.arange(1, data.num_users))
     dense = np.zeros((data.num_users - 1, data.num_items))
@@ -71,7 +72,7 @@ def test_neighbours_are_the_nearest_by_the_shrunk_cosine() -> None:
 
 @pytest.mark.parametrize("nu", [0.0, 1.0])
 def test_ials_solves_for_users_and_items_in_turns(nu: float) -> None:
-    """Against sums over all pairs of users and items, without the Gram matrix."""
+    """Compare with sums over all pairs of users and items, without the Gram matrix."""
     histories, num_items, x = training(1)
     config = IALSConfig(dim=6, alpha=0.2, l2=0.05, nu=nu, sweeps=1)
     dense = torch.from_numpy(x)[:, 1:]
@@ -135,7 +136,7 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
 @pytest.mark.parametrize("name", ["gru4rec", "sasrec", "hstu"])
 @pytest.mark.parametrize(("loss", "negatives"), [("softmax", 0), ("softmax", 20), ("gbce", 20)])
 def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negatives: int) -> None:
-    """Item n is followed by item n + 1."""
+    """In the log, item n is always followed by item n + 1."""
     torch.manual_seed(1)
     batch = sequences([9] * 8, [2] * 8, num_items=30)
     items = (torch.arange(1, 9)[:, None] * 3 + torch.arange(9)) % 29 + 1
@@ -157,7 +158,7 @@ def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negati
 
 
 def test_the_prior_of_recvae_is_a_density() -> None:
-    """It integrates to 1 per column; far from the old posterior the wide component remains."""
+    """Each column integrates to 1; far from the old posterior, the wide component dominates."""
     z = torch.linspace(-1500, 1500, 300_001, dtype=torch.float64)[:, None]
     found = log_prior(z, torch.full_like(z, 2.0), torch.full_like(z, -1.0))
     assert float(found.exp().sum() * 3000 / 300_000) == pytest.approx(1.0, abs=1e-6)
@@ -190,7 +191,7 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
 
 @pytest.mark.parametrize("name", [n for n in RECOMMENDERS if n not in WORKLOADS])
 def test_baselines_beat_popularity(name: str) -> None:
-    """On users of three tastes; equal seeds give equal results."""
+    """With users of three tastes; equal seeds give equal results."""
     data = tastes(3)
     config = RecVAEConfig(hidden=32, dim=8, rounds=10) if name == "recvae" else None
     options = FitOptions(epochs=30, batch_size=32, lr=0.01)

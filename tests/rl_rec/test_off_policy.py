@@ -69,8 +69,8 @@ def test_both_click_through_rates() -> None:
 
 
 def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
-    """Intervals at 95 % cover the truth of 300 logs as often as chance allows: those of the
-    estimators that are right in the mean, or nearly. DM's hold the chance in its model."""
+    """95 % intervals cover the true value as often as expected over 300 simulated logs; DM's
+    nearly."""
     num_logs = 300
     covered: Counter[str] = Counter()
     errors, narrower = [], 0
@@ -120,7 +120,7 @@ def test_doubly_robust_needs_one_of_the_two() -> None:
 
 
 def test_every_estimate_is_that_of_its_formula() -> None:
-    """Row by row, with a large weight that Switch-DR and DRos reduce."""
+    """Compare with the formulas row by row, with a large weight that Switch-DR and DRos reduce."""
     s = simulate_log(400, 5)
     propensities = s.log.propensities.copy()
     propensities[3] = 1e-4
@@ -240,7 +240,7 @@ def test_a_log_as_feedback_and_back() -> None:
 
 
 def test_open_bandit_pipeline_comes_to_the_same_estimates() -> None:
-    """Against obp's estimators, if installed."""
+    """Compare with obp's estimators, if obp is installed."""
     ope = pytest.importorskip("obp.ope")
     s = simulate_log(500, 4)
     feedback, ours = to_feedback(s.log), estimate(s.log, s.target, model=s.rewards, samples=1)

@@ -76,7 +76,7 @@ def test_satisfaction_is_a_moving_average() -> None:
 
 
 def test_the_law_of_return() -> None:
-    """Return rates and mean days against the formulas, for visits of one page."""
+    """Compare return rates and mean days with the formulas, for visits of one page."""
     count = 20_000
     visits = Visits(shop_of(9), count, seed=3)
     visits._patience[:] = 1
@@ -107,7 +107,7 @@ def test_shown_pages_decide_how_often_customers_return() -> None:
 
 
 def test_short_sight_costs_visits() -> None:
-    """With the same customers, maximal clicks per page give fewer clicks in total."""
+    """For the same customers, maximising each page's clicks gives fewer clicks in total."""
     torch.manual_seed(0)
     greedy, patient = (collect_visits(SHOP, Oracle(SHOP, 1, 20, weights=(w,)), 60, 5)
                        for w in (0.0, 1.5))
@@ -134,7 +134,7 @@ def test_the_gymnasium_face_goes_on_after_a_visit() -> None:
 
 
 def log_of(rewards: torch.Tensor, actions: torch.Tensor, states: torch.Tensor) -> Episodes:
-    """Visits of one page each, and a second one for every other customer."""
+    """Make a log with visits of one page, and a second visit of every other customer."""
     count = rewards.shape[0]
     valid = torch.ones(count, 2, dtype=torch.bool)
     valid[::2, 1] = False
@@ -210,7 +210,7 @@ def test_learned_policies_do_better_than_the_log(method: str) -> None:
 
 
 def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
-    """Against loops over choices; the policy takes the best one."""
+    """Compare with loops over choices; the policy takes the best choice."""
     log = random_steps(60)
     model = DQN(log)
     logged = {tuple(x) for x in log.actions[log.valid].tolist()}
@@ -233,8 +233,8 @@ def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
 
 
 def test_dqn_learns_what_is_worth_more_later() -> None:
-    """An action above 0 brings 1 and ends the visit, one below 0 nothing now and 3 on the next
-    page, whose state is 1: the first page's best action brings less at once."""
+    """A positive action earns 1 and ends the visit; a negative one earns 0 now and 3 on the next
+    page."""
     torch.manual_seed(1)
     states, actions = torch.zeros(400, 2, OBSERVATION_DIM), torch.rand(400, 2, ACTION_DIM) * 2 - 1
     states[:, 1] = 1.0
@@ -248,7 +248,7 @@ def test_dqn_learns_what_is_worth_more_later() -> None:
 
 
 def test_subsequences_of_long_visits() -> None:
-    """All positions of a long visit are drawn, and none beyond its end."""
+    """All positions of a long visit are drawn, and none past its end."""
     torch.manual_seed(0)
     log = graded_visits(SHOP, "random", 40, seed=1)
     seen = torch.zeros_like(log.steps.valid)

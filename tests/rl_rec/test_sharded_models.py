@@ -57,7 +57,7 @@ def build(kind: str) -> Recommender:
 
 
 def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
-    """Batches with skewed items, of different sizes by rank, and users without items."""
+    """Make batches with skewed items, of different sizes by rank, with users without items."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     size = 12 - rank
     skip = torch.randint(0, 5, (size,), generator=g)
@@ -74,7 +74,7 @@ def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
 
 
 def unsharded_losses(kind: str, world_size: int, scale: float = 1.0) -> list[float]:
-    """Mean losses over ranks' batches in one process, with scaled learning rates."""
+    """Compute the mean losses over ranks' batches in one process, with scaled learning rates."""
     engine = unsharded(build(kind).train(), rule_of(kind, scale))
     losses = []
     for step in range(STEPS):

@@ -28,7 +28,7 @@ def model_of(name: str, num_items: int, seed: int = 0, **changes: Any) -> SQN:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_their_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against loops over steps and heads, without the model's helpers."""
+    """Compare with loops over steps and heads that do not use the model's helpers."""
     lengths, skip, gamma = [4, 1, 6], [1, 0, 2], 0.6
     batch = sequences(lengths, skip, num_items=13)
     model = model_of(name, 13, gamma=gamma, q_weight=0.7, negatives=0)
@@ -99,11 +99,7 @@ BAIT, PATIENT, NOTHING = 1, 2, 3
 
 
 def world(count: int, steps: int, gamma: float) -> Sequences:
-    """Items at random: the bait brings 1 and then a step without any reward, the patient item 0.85.
-
-    With gamma = 1/2 rewards are worth 1.7 in all if the patient item is always chosen, and at most
-    1 + 1.7 / 4 = 1.425 if the bait is chosen now.
-    """
+    """Random items: the bait gives 1, then a step without reward; the patient item gives 0.85."""
     items = torch.randint(1, 4, (count, steps))
     rewards, spoilt = torch.zeros(count, steps), torch.zeros(count, dtype=torch.bool)
     for t in range(steps):
@@ -119,7 +115,7 @@ def world(count: int, steps: int, gamma: float) -> Sequences:
 
 
 def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[int, float]:
-    """How often each item is ranked first after histories without the bait."""
+    """Return how often each item is ranked first after histories without the bait."""
     model = model_of(name, 4, seed, dim=16, gamma=gamma, steps=6, window=0, targets="all",
                      **changes)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -137,8 +133,8 @@ def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[i
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_rewards_to_come_count(seed: int) -> None:
-    """The log is uniform: only values tell the items apart, and only those of later steps the
-    patient one from the bait."""
+    """The log is uniform, so only values distinguish the items, and only future rewards distinguish
+    the patient item from the bait."""
     assert shares_of_best("dqn", 0.5, seed, q_negatives=0)[PATIENT] == 1
     assert shares_of_best("dqn", 0.0, seed, q_negatives=0)[BAIT] == 1
     assert shares_of_best("sa2c", 0.5, seed, q_negatives=1)[PATIENT] == 1

@@ -105,7 +105,7 @@ def test_expired_requests_are_not_scored(parts: tuple[Noting, Batcher]) -> None:
 
 
 def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
-    """The time per sample is measured; a batch of both requests would miss the first deadline."""
+    """At the measured time per sample, a batch of both requests would miss the first deadline."""
     model = Noting(0.05)
     batcher = Batcher(model, BatchOptions(max_samples=64))
     submit(batcher, many(1))

@@ -64,7 +64,7 @@ def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
 
 
 def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -> None:
-    """Endless heads, endless trailers and slow bytes are all cut off."""
+    """The server closes connections with endless heads, endless trailers or slow bytes."""
     start = b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
 
     def is_cut(connection: socket.socket, first: bytes, again: bytes, times: int) -> bool:
@@ -119,7 +119,7 @@ def message(sample: int, more: str = "") -> bytes:
 
 
 def test_requests_that_do_not_wait_are_answered_in_their_order(server: Server) -> None:
-    """Even if a request that is answered immediately follows requests that are scored."""
+    """Answers keep the order of requests even if the second request could be answered first."""
     live = b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
     whole = b"".join(message(k) + live for k in range(40))
     found = talk(server, whole + b"HEAD /nowhere?x=1 HTTP/1.1\r\nconnection: close\r\n\r\n")
@@ -160,7 +160,8 @@ def test_the_connection_ends_with_the_answer(server: Server, data: bytes, begins
 
 
 def test_a_client_that_reads_no_answers_is_disconnected(server: Server, client: Client) -> None:
-    """Its answers are not buffered forever, and its further requests are not read."""
+    """The server neither buffers answers without limit nor reads further requests of this client.
+    """
     host, port = server.address.split(":")
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -185,8 +186,8 @@ def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
 
 
 def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) -> None:
-    """Whole requests, headers and all, with some bytes changed, cut out or doubled: an answer or a
-    closed connection, and good requests as ever."""
+    """Requests with bytes changed, removed or doubled get an answer or a closed connection, and do
+    not affect later requests."""
     good = random_request(np.random.default_rng(3), 2)
     whole, length = message(3, "oper-timeout-ms: 500\r\n"), wire.encode_request(good)[1]
     chunked = (b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"

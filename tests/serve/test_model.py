@@ -30,7 +30,7 @@ CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}
 
 
 def write_run(folder: Path, seed: int) -> torch.nn.Module:
-    """A folder like one of ``oper train``, and its model."""
+    """Write a folder like one of ``oper train``; returns its model."""
     torch.manual_seed(seed)
     model: Any = build_trained(TABLES, 3, CONFIGURATION, "cpu")
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_candidates_score_as_full_rows_and_what_is_their_users_is_computed_once(
 
 
 def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
-    """One server for all checks, since a start takes seconds."""
+    """One server runs for all checks, since a start takes seconds."""
     folder = tmp_path / "run"
     models, request = {1: write_run(folder, 1)}, request_of(0, 20)
     stop, wrong = threading.Event(), []
@@ -151,7 +151,7 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert "the old weights go on: cannot read" in log
+        assert "the old weights remain in use: cannot read" in log
 
 
 @pytest.mark.parametrize("text, words", [
@@ -186,7 +186,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_weights_are_refused_and_the_old_ones_stay_in_service(tmp_path: Path) -> None:
-    """Flipped bits inside a table, which torch.load does not detect."""
+    """Bits are flipped inside a table, which torch.load does not detect."""
     write_run(tmp_path, 1)
     published = load_model(tmp_path)
     predictor: Any = published.opener()()

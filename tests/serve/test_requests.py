@@ -167,29 +167,28 @@ def test_sizes_are_compared_before_anything_of_that_size_is_made() -> None:
 
 
 @pytest.mark.parametrize(("name", "data", "words"), [
-    ("ids", ["x"], r"data of 'ids'='x', expected whole numbers that INT64 holds"),
-    ("ids", [True, 0, 6], r"data of 'ids'=True, expected whole numbers that INT64 holds"),
-    ("ids", [1.5, 0, 6], r"data of 'ids'=1\.5, expected whole numbers that INT64 holds"),
-    ("ids", [1 << 70, 0, 6], r"data of 'ids'=1180591620717411303424, expected whole numbers"),
-    ("lengths", [1 << 40, 0, 2], r"data of 'lengths'=1099511627776, expected whole numbers that "),
+    ("ids", ["x"], r"data of 'ids'='x', expected integers in INT64's range"),
+    ("ids", [True, 0, 6], r"data of 'ids'=True, expected integers in INT64's range"),
+    ("ids", [1.5, 0, 6], r"data of 'ids'=1\.5, expected integers in INT64's range"),
+    ("ids", [1 << 70, 0, 6], r"data of 'ids'=1180591620717411303424, expected integers in"),
+    ("lengths", [1 << 40, 0, 2], r"data of 'lengths'=1099511627776, expected integers in "),
     ("ids", [1, 2], r"data of 'ids'='2 numbers', expected 3, as INT64 \[3\]"),
     ("ids", [[1], [2, 3]], r"data of 'ids'='3 numbers', expected 3, .*lists of equal length"),
-    ("ids", None, r"data of 'ids'=None, expected whole numbers"),
-    ("dense", [[0.5, 10 ** 400]], r"data of 'dense'=1000.*numbers that FP32 holds"),
-    ("dense", [[0.5, "1"]], r"data of 'dense'='1', expected numbers that FP32 holds"),
+    ("ids", None, r"data of 'ids'=None, expected integers in"),
+    ("dense", [[0.5, 10 ** 400]], r"data of 'dense'=1000.*numbers in FP32's range"),
+    ("dense", [[0.5, "1"]], r"data of 'dense'='1', expected numbers in FP32's range"),
     ("dense", [[[[[[[[[[0.5]]]]]]]]]], r"lists in lists', expected at most 8 deep"),
-    ("ids", [99, 1.0, 6], r"data of 'ids'=1\.0, expected whole numbers"),
-    ("ids", [99, None, 6], r"data of 'ids'=None, expected whole numbers"),
-    ("ids", {"0": 1}, r"data of 'ids'=\{'0': 1\}, expected whole numbers"),
-    ("lengths", [1, 1, 0.0], r"data of 'lengths'=0\.0, expected whole numbers"),
-    ("dense", [[True, False]], r"data of 'dense'=True, expected numbers that FP32 holds"),
+    ("ids", [99, 1.0, 6], r"data of 'ids'=1\.0, expected integers in"),
+    ("ids", [99, None, 6], r"data of 'ids'=None, expected integers in"),
+    ("ids", {"0": 1}, r"data of 'ids'=\{'0': 1\}, expected integers in"),
+    ("lengths", [1, 1, 0.0], r"data of 'lengths'=0\.0, expected integers in"),
+    ("dense", [[True, False]], r"data of 'dense'=True, expected numbers in FP32's range"),
     ("dense", [[1, 1e300]], r"dense='inf or nan', expected finite numbers"),
     ("dense", [[1, float("nan")]], r"dense='inf or nan', expected finite numbers"),
 ])
 def test_wrong_numbers_are_reported_in_terms_of_the_protocol(name: str, data: object, words: str
                                                              ) -> None:
-    """The number that is wrong and what it should be, nothing of NumPy or Python. Never is one cut,
-    wrapped or parsed: such an id would be another row."""
+    """Errors avoid NumPy's and Python's terms; no number is truncated, wrapped or parsed."""
     with pytest.raises(InvalidInputError, match=words) as caught:
         wire.decode_request(as_json(**{name: data}), None, SIGNATURE)
     assert not re.search(r"str\d|int64|float\d|Error|array|ndarray|truth", str(caught.value))

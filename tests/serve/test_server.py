@@ -50,7 +50,8 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def test_metrics_count_every_worker(server: Server) -> None:
-    """Runs first: rows are counted twice a second, so rows of an earlier test might be included."""
+    """Must run first: rows are counted twice a second, so rows of an earlier test might be
+    included."""
     with Client(server.address) as client:
         before = client.metrics()
         for _ in range(6):  # one connection per request: both workers have their share
@@ -140,7 +141,7 @@ def test_a_client_without_binary_tensors_gets_json(server: Server) -> None:
 
 
 def test_bad_requests_harm_nobody(server: Server, client: Client) -> None:
-    """Valid requests are sent all the time and could be in the same batches as invalid ones."""
+    """Valid requests are sent throughout and could be in the same batches as invalid ones."""
     stop, wrong = threading.Event(), []
 
     def good(seed: int) -> None:
@@ -370,7 +371,7 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
-    """As from a terminal or a service manager: starting workers receive the signal, too."""
+    """As from a terminal or a service manager, which also signal the starting workers."""
     with serving("tests.serve_support:Sums", folder=tmp_path, env={"TMPDIR": str(tmp_path)},
                  start_new_session=True) as process:
         threads = Path(f"/proc/{process.pid}/task")
@@ -400,7 +401,7 @@ def test_sigterm_while_modules_are_imported_ends_a_start() -> None:
 
 
 def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
-    """An exception from the handler could leave the supervisor's thread running."""
+    """An exception in the signal handler could leave the supervisor's thread running."""
     signals, server = Signals(), Server(Sums(), ServeOptions(port=0, workers=1))
     signals.stop, before = True, threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -434,7 +435,7 @@ def test_ctrl_c_as_the_supervising_thread_starts_ends_it(monkeypatch: pytest.Mon
 def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """One error instead of a traceback of every worker, and no worker is started."""
+    """There is one error instead of a traceback per worker, and no worker is started."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["serve", model, "--port", "0", "--workers", "1"]) == 1
     out, err = capsys.readouterr()
@@ -453,7 +454,7 @@ def test_options_of_folders_are_refused_for_functions(
 
 
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
-    """If its address cannot be printed, the server stops instead of running unnoticed."""
+    """If the address cannot be printed, the server stops instead of running unnoticed."""
     with serving("tests.serve_support:Sums", "--workers", "1", folder=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -514,7 +515,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 def test_of_two_servers_that_start_at_once_one_says_why_not() -> None:
-    """Both bind the port while their workers start; only one can listen on it."""
+    """Both servers bind the port while their workers start, but only one can listen on it."""
     port = free_port()
 
     def start(_: int) -> Server | OperError:

@@ -74,7 +74,7 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
 
 def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tmp_path: Path
                                                                ) -> None:
-    """From its state or only its checkpoint, over HTTP and in the same process."""
+    """From the run's state or only its checkpoint, over HTTP and in the same process."""
     run = tmp_path / "run"
     flags = {"dynamic.admit_after": 2, "dynamic.time_to_live": 9, "max_steps": 12}
     trained = config(raw, run, checkpoint_every=12, **flags)
@@ -194,7 +194,7 @@ def test_refused_data(raw: Prepared, tmp_path: Path) -> None:
 
 
 def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
-    """As if a column has strings on one day and numbers on the other."""
+    """For example, a column has strings on one day and numbers on another."""
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
     shutil.copytree(raw.folder, tmp_path / "data")

@@ -57,7 +57,7 @@ def assert_same_state(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on two ranks; its last checkpoint is of step 28."""
+    """An uninterrupted run on two ranks, whose last checkpoint is that of step 28."""
     out: Path = tmp_path_factory.mktemp("runs") / "calm"
     run_ranks(words(prepared, out, stats=prepared.stats, **FLAGS))
     return out
@@ -73,7 +73,8 @@ def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
 def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout, candidates, schedules and multipliers after a crash equal those without a crash."""
+    """After a crash, dropout, candidates, schedules and multipliers equal those of a run without
+    one."""
     flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
     runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
             for name in ("calm", "crashed")}
@@ -105,7 +106,7 @@ def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:
 
 def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm: Path,
                                                         tmp_path: Path) -> None:
-    """One of two ranks is killed; the restarted run ends with an uninterrupted run's weights."""
+    """One of two ranks is killed; the final weights equal those of an uninterrupted run."""
     out, program = tmp_path / "killed", tmp_path / "program.py"
     program.write_text(KILLED)
     run = subprocess.run(
@@ -121,7 +122,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm
 
 
 def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_path: Path) -> None:
-    """One rank resumes two ranks' run: same samples per step, results equal up to rounding."""
+    """One rank resumes a run of two: same samples per step, results equal up to rounding."""
     out = tmp_path / "one"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats}
@@ -137,7 +138,8 @@ def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_pat
 
 def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, calm: Path,
                                                          tmp_path: Path) -> None:
-    """Otherwise, after a crash before its first checkpoint, a run would resume from another run."""
+    """Otherwise a run that crashes before its first checkpoint would resume from the earlier run.
+    """
     out = tmp_path / "new"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats, "max_steps": 2}
@@ -148,7 +150,7 @@ def test_a_new_run_forgets_the_checkpoint_of_the_old_one(prepared: Prepared, cal
 def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(
     prepared: Prepared, tmp_path: Path
 ) -> None:
-    """Of the tables and of the dense layers; with rates of 0, all weights stay as they are."""
+    """For tables and dense layers; with learning rates of 0, no weight changes."""
     flags: dict[str, Any] = {"checkpoint_every": 2, "batch_size": 64}
     for name in ("before", "after"):
         train(config(prepared, tmp_path / name, max_steps=2, **flags), show_progress=False)
@@ -166,8 +168,7 @@ def test_a_resumed_run_has_the_learning_rates_of_its_own_configuration(
 def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server would otherwise take them for the new run's, which may number its rows differently.
-    """
+    """Otherwise a server would publish the old weights, whose rows may have another numbering."""
     out = tmp_path / "run"
     train(config(prepared, out, sharding="none", max_steps=1), show_progress=False)
     assert find_weights(out).name == "state.pt"
@@ -180,7 +181,7 @@ def test_a_new_run_that_fails_leaves_no_weights_of_the_old_one(
 
 def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp_path: Path
                                                          ) -> None:
-    """A second run is refused while the first is running, even with --force or --resume."""
+    """A second run is refused while the first one is running, even with --force or --resume."""
     out = tmp_path / "run"
     again = words(prepared, out, stats=prepared.stats, **FLAGS | {"max_steps": 2})
     first, = start_ranks(words(prepared, out, stats=prepared.stats, epochs=10_000), 1)
@@ -210,7 +211,7 @@ def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp
 
 def test_a_resumed_run_shows_the_speed_of_its_own_steps(
         prepared: Prepared, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar starts at the steps before the crash, which do not count in the speed."""
+    """The bar starts at the steps before the crash, which do not count towards the speed."""
     out = tmp_path / "again"
     shutil.copytree(calm, out)
     flags = {**FLAGS, "stats": prepared.stats, "batch_size": 128}

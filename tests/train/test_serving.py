@@ -28,7 +28,7 @@ SERVER = ("--json", "--workers", "1")
 
 
 def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray]:
-    """Return a validation batch and the trained model's scores of it."""
+    """Return a validation batch and the trained model's scores for it."""
     trained = config(prepared, run)
     folder = Folder.open(trained.data)
     model = build_dlrm(folder.tables(trained.model.dim), len(folder.dense), trained.model, seed=9)
@@ -45,8 +45,7 @@ def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray
 
 
 def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_path: Path) -> None:
-    """First from the run's checkpoint alone, as while the training still runs, then from its
-    state, which the server notices."""
+    """The server first uses a checkpoint, as during training, then detects the final state."""
     run = tmp_path / "run"
     run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=20,
                     checkpoint_every=20))
@@ -62,7 +61,7 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
         os.rename(tmp_path / STATE, run / STATE)
         wait_for(lambda: client.score_request(request)[1] == first + 1)
         assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
-        # The next checkpoint is damaged: it is refused, and the old weights go on.
+        # The next checkpoint is damaged: it is refused, and the old weights remain in use.
         data = next(p for p in (run / CHECKPOINT).iterdir() if p.suffix == ".distcp")
         data.write_bytes(data.read_bytes()[:-8])
         os.utime(run / CHECKPOINT / ".metadata")
@@ -76,8 +75,7 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
 
 
 def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path) -> None:
-    """Deltas come one by one into another folder; each is served, with its lag; one that is
-    damaged is refused by name, and the next whole weights heal it."""
+    """Every delta copied to another folder is served, with its lag; a damaged one is refused."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=9,
                     checkpoint_every=5, delta_every=1))
@@ -109,7 +107,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
         os.rename(tmp_path / "delta", there / deltas[3].name)
         assert server.stderr is not None
         lines = iter(server.stderr.readline, "")
-        assert "the old weights go on until there is a whole checkpoint" in next(
+        assert "the old weights remain in use until the next full checkpoint" in next(
             line for line in lines if deltas[3].name in line)
         assert client.score_request(request)[1] == 8
         os.utime(tmp_path / STATE)

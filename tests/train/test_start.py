@@ -31,8 +31,8 @@ FLAGS = {"max_steps": 6, "batch_size": 64, "checkpoint_every": 6, "log_every": 1
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`day0` with a vocabulary of its own, `new`, the same rows in another order, and day 1 by
-    either of them (`old1`, `new1`); every folder with statistics."""
+    """Folders with statistics: `day0`, `new` with its rows in another order, and day 1 with the
+    vocabulary of each (`old1`, `new1`)."""
     root: Path = tmp_path_factory.mktemp("days")
     cardinalities = tuple(9 + 23 * k for k in range(26))
     log = write_synthetic_log(root / "log.txt", SyntheticLog(6000, 5, cardinalities)).read_text()
@@ -56,7 +56,7 @@ def on(days: Path, name: str) -> Prepared:
 
 @pytest.fixture(scope="module")
 def first(days: Path) -> Path:
-    """Return a run on day 0."""
+    """Train on day 0; returns the run's folder."""
     train(config(on(days, "day0"), days / "first", **FLAGS), show_progress=False)
     return days / "first"
 

@@ -44,7 +44,7 @@ def test_two_processes_in_one_file(prepared: Prepared, tmp_path: Path) -> None:
 
 
 def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
-    """Also after resuming; steps made before are not traced."""
+    """Also after resuming; steps before the resumption are not traced."""
     run = {"max_steps": 4, "checkpoint_every": 2}
     train(config(prepared, tmp_path / "run", **run), show_progress=False)
     path = tmp_path / "trace.json"
@@ -59,7 +59,8 @@ def test_steps_are_those_of_the_run(prepared: Prepared, tmp_path: Path) -> None:
 
 
 def test_steps_that_the_run_will_not_reach(prepared: Prepared, tmp_path: Path) -> None:
-    """Refused before training begins; a run that ends within the steps writes a partial trace."""
+    """They are refused before training begins; a run that ends within them writes a partial trace.
+    """
     out, path = tmp_path / "run", tmp_path / "trace.json"
     with pytest.raises(InvalidInputError, match="'11-20', expected steps of the run, 1-5"):
         train(config(prepared, out, max_steps=5, trace=str(path)), show_progress=False)

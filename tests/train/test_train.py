@@ -44,7 +44,7 @@ def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:
 
 
 def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[str]]:
-    """One process per rank, as torchrun would start them."""
+    """Start one process per rank, as torchrun would."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return [Forked(
@@ -62,7 +62,7 @@ def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[t
 
 
 def run_ranks(arguments: list[str], world_size: int = 2) -> list[tuple[str, str]]:
-    """Return the outputs by rank of a run that must succeed."""
+    """Run all ranks, which must succeed, and return their outputs."""
     ranks = start_ranks(arguments, world_size)
     texts = finish(ranks)
     assert [p.returncode for p in ranks] == [0] * world_size, texts
@@ -109,8 +109,7 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
 def test_metrics_lines_cover_all_steps_and_no_other_work(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses and phases of the steps before a validation or checkpoint count, their time does not.
-    """
+    """Losses and phases include the steps before a validation or checkpoint; time excludes both."""
     flags: dict[str, Any] = {"max_steps": 6, "batch_size": 64}
     train(config(prepared, tmp_path / "all", **flags, log_every=1), show_progress=False)
     pause, save, evaluate = 0.4, Checkpoints.after, ClickTask.evaluate

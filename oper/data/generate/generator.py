@@ -27,7 +27,7 @@ from oper.support.files import read_toml
 
 
 def _always(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bag lengths int64 [1] and weights float64 [1] of bags that all have `length` ids."""
+    """Return `TableModel.lengths` for bags that all have `length` ids."""
     return np.array([length]), np.array([1.0])
 
 
@@ -39,7 +39,7 @@ class TableModel:
         name: name of the table and its feature.
         popularity: popularity of the rows by frequency rank.
         lengths: possible bag lengths int64 [P] and their weights float64 [P], in any scale.
-        drift: probability that a hot rank passes to another row from one day to the next.
+        drift: probability that a hot rank moves to a random row from one day to the next.
         head: rows of the H hottest ranks, int64 [H]; the remaining ranks are assigned to the
             remaining rows in order. None = ranks are scattered by a fixed permutation.
         fixed_bags: whether the first id of a bag determines the other ids (uniform over the rows),
@@ -151,7 +151,7 @@ def workload_from_stats(stats: AccessStats, seed: int = 1) -> Workload:
 
 
 def bag_lengths(table: TableStats) -> tuple[np.ndarray, np.ndarray]:
-    """Measured bag lengths and weights as in `TableModel.lengths`; length 1 if none was counted."""
+    """Return measured bag lengths as in `TableModel.lengths`; length 1 if none was counted."""
     if not table.num_bags:
         return _always(1)
     return table.length_values, table.length_counts.astype(np.float64)
@@ -222,7 +222,8 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
         popularity = power_law(int(entry["rows"]), float(entry.get("exponent", 1.05)),
                                float(entry.get("shift", 0.0)), tuple(entry.get("heavy", ())))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(what, "table", entry["name"], "numbers", str(error)) from None
+        raise InvalidInputError(what, "table", entry["name"], f"numbers in range ({error})",
+                                "correct the file") from None
     require(what, "correct the file",
             ("lengths, weights", (values.tolist(), weights.tolist()),
              values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0

@@ -27,8 +27,8 @@ _HOT_RANKS = 10_000  # number of the hottest ranks that drift
 def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
     """Return the row at each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
 
-    Every night a hot rank passes to a random row with probability `drift`. `key` seeds the draws
-    and must differ between tables.
+    From one day to the next, each hot rank moves to a random row with probability `drift`. `key`
+    seeds the draws and must differ between tables.
     """
     hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
     holder = hot.astype(np.int64)
@@ -81,7 +81,7 @@ def power_law_ids(
     rng: np.random.Generator,
     scatter: bool = True,
 ) -> np.ndarray:
-    """Draw ids whose probability falls with their rank k as k^-exponent, for k = 1..num_rows.
+    """Draw ids with probabilities about proportional to k^-exponent at rank k = 1..num_rows.
 
     Ranks are drawn by inverting the continuous power law on [1, num_rows + 1) and rounding down.
 

@@ -13,7 +13,7 @@ from oper.support.numeric import falling_root
 
 _EXPLICIT = 512      # the hottest ranks of a power law, each of which is its own level
 _RATIO = 1.01        # ratio of the first ranks of consecutive levels after these
-_RARE_RATE, _HEAD_EXPONENT = 0.5, 1.05  # accesses per rare row, law of the rest (_with_rare_rows)
+_RARE_RATE, _HEAD_EXPONENT = 0.5, 1.05  # in _with_rare_rows: accesses per rare row, power law
 _EDGES = (0, *(1 << k for k in range(16)))  # bin edges of the published locality histogram
 
 
@@ -59,7 +59,7 @@ class Popularity:
         return starts[level] + (rng.random(size) * self.rows[level]).astype(np.int64)
 
     def expected(self, num_accesses: int, at_least: int = 1) -> float:
-        """Expected number of rows with >= `at_least` of `num_accesses` accesses (Poisson)."""
+        """Return the expected number of rows with at least `at_least` accesses (Poisson)."""
         return float(self.rows @ _reached(at_least, num_accesses * self.mass / self.rows))
 
 
@@ -215,7 +215,8 @@ def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Probability that a Poisson count n lies in each bin, and E[n; n in bin]; float64 [17, K]."""
+    """Return P(n in bin) and E[n; n in bin] for Poisson counts n of mean `rates`; float64 [17, K].
+    """
     edges = np.array(_EDGES, np.float64)[:, None]
     # E[n; n > a] = rate * P(n >= a) for a Poisson number n.
     above, from_edge = _reached(edges + 1, rates), rates * _reached(edges, rates)

@@ -51,7 +51,7 @@ class SyntheticLog:
         cardinalities: number of possible values of each of C1..C26.
         click_rate: share of rows with label 1.
         effect: standard deviation of the log-odds over rows; larger = higher achievable AUC.
-        drift: probability that a hot rank passes to another value from one day to the next.
+        drift: probability that a hot rank moves to a random value from one day to the next.
     """
 
     num_rows: Positive = 200_000
@@ -174,7 +174,7 @@ class _Model:
         return np.where(ranks < hot, table[days, np.minimum(ranks, hot - 1)], ranks)
 
     def _log_odds(self, ids: np.ndarray, dense: np.ndarray) -> np.ndarray:
-        """Log-odds of a click without the intercept, float64 [n]."""
+        """Compute the log-odds of a click without the intercept, float64 [n]."""
         total = np.zeros(ids.shape[1])
         for c in range(26):
             key = np.uint64(self._keys[c])

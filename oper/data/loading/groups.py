@@ -66,7 +66,7 @@ class RowGroups:
         folder: the folder.
         split: name of the split.
         columns: names of the columns that readers return.
-        bags: names of the columns that hold lists; other columns hold one number per row.
+        bags: names of the list columns; other columns have one number per row.
         rows: rows of each group, int64 [G].
         digest: digest of the manifest, the split, the names and sizes of its files, and `rows`;
             changes if the folder is written again with other contents.
@@ -110,7 +110,7 @@ class RowGroups:
 
 
 def _told(folder: Folder, name: str, size: int) -> list[int] | None:
-    """Derive the rows of each row group from the manifest; None if the file's size differs."""
+    """Derive the rows of each row group from the manifest; None if it contradicts the file size."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
     full, rest = divmod(rows, folder.row_group_rows)
     if known != size or full > size:  # a group takes at least a byte: the manifest is damaged

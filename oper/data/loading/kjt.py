@@ -56,8 +56,8 @@ class Assembly:
         what = "cannot make a loader"
         unknown = [n for n in [*weights, *deduplicate] if n not in folder.sparse]
         require(what, "name sparse columns of the folder",
-                ("columns of weights, deduplicate", unknown, not unknown,
-                 f"sparse columns, of {list(folder.sparse)}"))
+                ("unknown columns in weights, deduplicate", unknown, not unknown,
+                 f"only sparse columns, which are {list(folder.sparse)}"))
         require(what, "leave one of them out: equal bags may differ in their weights",
                 ("weights, deduplicate", (dict(weights), tuple(deduplicate)),
                  not weights or not deduplicate, "one of them"))
@@ -71,12 +71,12 @@ class Assembly:
                                                     if n in folder.multi_hot)])
 
     def batches(self, window: Window, size: int, wanted: Sequence[int], pin: bool) -> list[Any]:
-        """Make the batches of a window with the numbers `wanted`, see `torchrec_batch`.
+        """Make the batches `wanted` of a window, see `torchrec_batch`.
 
         Args:
             window: the rows; batch k has the rows `window.order[k * size:(k + 1) * size]`.
             size: samples of a full batch.
-            wanted: numbers of batches, ascending. Batches beyond the last row are empty.
+            wanted: indices of batches in the window, ascending. A batch past the last row is empty.
             pin: whether to use page-locked memory.
         """
         order, folder = window.order, self.folder

@@ -36,8 +36,8 @@ class LoaderOptions:
         share: how data is divided among ranks. ``"rows"``: each rank reads different row groups.
             ``"batches"``: every rank reads all rows and takes its part of each global batch, so
             global batches do not depend on the number of ranks.
-        rank, world_size: the share to read; None = those of `torch.distributed` if it is
-            initialized when the loader is created, else rank 0 of 1.
+        rank, world_size: this rank and the number of ranks; None = those of `torch.distributed` if
+            it is initialized when the loader is created, else rank 0 of 1.
         prefetch: number of groups of `interleave` windows to read ahead, each on its own thread;
             0 = none.
         pin_memory: make batches in page-locked memory; None = if a CUDA device is available.
@@ -80,7 +80,7 @@ class LoaderOptions:
                 ("interleave", self.interleave, 1, 1024)):
             require(what, "choose an integer in this range",
                     (name, value, type(value) is int and least <= value <= most,
-                     f"an integer in {least}..{most}"))
+                     f"{least}..{most}"))
         require_fields(self, what, "change this field of LoaderOptions",
                        ("share", self.share in ("rows", "batches"), "rows or batches"),
                        ("group_by", not self.group_by or bool(self.window),
@@ -145,7 +145,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._resume: tuple[int, int, list[int] | None] = (0, 0, None)  # epoch, batch, worker
         self._next = 0  # number of the batch after the last one returned
-        self._turn = 0  # number of the current iterator; earlier ones no longer change `_next`
+        self._turn = 0  # index of the current iterator; earlier iterators do not change `_next`
 
     def _check_group(self) -> None:
         name = self.options.group_by
@@ -208,7 +208,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         return self._batches(range(first, len(self), workers), self.epoch, self._turn)
 
     def _batches(self, wanted: range, epoch: int, turn: int) -> Iterator[Any]:
-        """Yield the batches with the numbers `wanted` of an epoch."""
+        """Yield the batches of an epoch with the indices `wanted`."""
         options = self.options
         by_rows = options.share == "rows"
         order = EpochOrder(
@@ -264,7 +264,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                 "worker": [info.id, info.num_workers] if info else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration start after the last batch that the state counts.
+        """Make the next iteration start at the position that `state_dict` recorded.
 
         Raises:
             InvalidInputError: `state` is not a loader's state, or its loader had another folder,
@@ -291,7 +291,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                    f"an integer in 0..{most}") for name, value, most in (
                        ("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self)))),
                 ("worker", worker, worker is None or [type(x) for x in pair] == [int, int],
-                 "None, or a worker's number and the number of workers"))
+                 "None, or a worker's index and the number of workers"))
         self._turn += 1
         self._epoch.fill_(epoch)
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)

@@ -43,7 +43,7 @@ class EpochOrder:
         self._together, self._in_turns = together, full // together * together
 
     def place(self, batch: int) -> tuple[int, int]:
-        """Return the window of a batch of the epoch, and the batch's number in that window.
+        """Return the window that contains a batch of the epoch, and the batch's index in it.
 
         The batches of each group of `together` windows are taken round-robin from its windows;
         windows that do not fill a group come one after the other at the end.
@@ -78,7 +78,7 @@ class EpochOrder:
         return rng.permutation(num_rows).astype(np.int32)
 
     def grouped(self, window: int, keys: np.ndarray) -> np.ndarray:
-        """Order rows by key (`keys` int [n]), with the keys in random order; indices int32 [n]."""
+        """Return row indices int32 [n] that make equal `keys` (int [n]) adjacent, keys shuffled."""
         distinct, inverse = np.unique(keys, return_inverse=True)
         order = self.shuffled(window, distinct.size)
         turn = np.empty(distinct.size, np.int32)
@@ -118,7 +118,7 @@ class WindowReader:
 
     def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str, num_near: int
                  ) -> None:
-        """Prepare to read; windows read concurrently should be at most `num_near` apart."""
+        """Prepare to read, with a cache for up to `num_near` windows in progress at a time."""
         self._groups, self._order, self._group_by = groups, order, group_by
         self._own, self._lock = threading.local(), threading.Lock()
         self._kept: dict[int, Future[dict[str, Column]]] = {}
@@ -133,7 +133,7 @@ class WindowReader:
                            for n in self._groups.columns}, none)
         found = {group: self._group(group, stop - start < self._groups.rows[group])
                  for group, start, stop in pieces}
-        # In the folder's order, which is by time for logs with times.
+        # Sorted by group, that is in the folder's order, which is by time for logs with times.
         columns = {n: [found[group][n].part(start, stop) for group, start, stop in sorted(pieces)]
                    for n in self._groups.columns}
         if self._group_by:

@@ -102,19 +102,19 @@ class Job(JobSpec):
             raise occupied(str(target), is_ours)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the manifest if this object has begun the job and it is done; else empty."""
+        """Return the output's manifest if this object began the job and it is done; else empty."""
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Lock the work folder, a new one or an interrupted run's, while the block runs."""
+        """Create the work folder, or reuse an interrupted run's, and lock it during the block."""
         with self.folder.opened(self.options.force, self._begin):
             self._began, self._is_large = True, is_large(self.paths)
             yield
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
-        """Lock the work folder, which another process has opened, while the block runs."""
+        """Lock the work folder that another process has opened, during the block."""
         return self.folder.joined()
 
     def _begin(self, work: Path) -> None:
@@ -180,7 +180,7 @@ class Job(JobSpec):
             share(tasks, self.work / "tasks", tell)
 
     def _bytes(self) -> list[int]:
-        """Approximate number of bytes of the input that each unit reads."""
+        """Return the approximate number of input bytes of each unit."""
         sizes = {p: store.size(p) for p in self.paths}
         return [max(1, (u.stop or sizes[u.path]) - u.start)
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
@@ -195,13 +195,12 @@ class Job(JobSpec):
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        require("cannot preprocess", "the files are empty, pass others",
+        require("cannot preprocess", "the files are empty, or the filter excludes all rows",
                 ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
                  "at least one row"))
         if not sum(r["rows"] for r in records):
-            raise InvalidInputError("cannot preprocess", "training rows", 0,
-                                    "at least one well-formed row",
-                                    "lower the other shares or pass a longer log")
+            raise InvalidInputError("cannot preprocess", "well-formed rows", 0, "at least one",
+                                    "correct the log or the recipe: all rows are malformed")
         kinds = kinds_of(records, [u.path for u in self.units], self.recipe.sparse)
         if self.options.raw_ids:
             self.stage.note(_RAW_TABLES, {
@@ -298,7 +297,7 @@ class Job(JobSpec):
         os.rename(self.work / "out", self.target)
 
     def _tables(self) -> dict[str, dict[str, Any]]:
-        """The manifest's ``tables``: facts about the values of each sparse column."""
+        """Return the manifest's ``tables``: facts about the values of each sparse column."""
         if self.options.raw_ids:
             return self.stage.noted(_RAW_TABLES)
         found = {name: self.vocabulary(name) for name in self.recipe.sparse}

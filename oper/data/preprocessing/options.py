@@ -17,7 +17,8 @@ class PreprocessOptions:
     """Options of preprocessing, checked on creation (InvalidInputError).
 
     Attributes:
-        min_count: values seen less often in the training part share row 0; None = the recipe's.
+        min_count: values seen fewer than `min_count` times in the training part share row 0; None =
+            the recipe's.
         valid, test: shares of the rows, in [0, 1), for the validation and the test part, which
             follow the training part in this order; None = the recipe's.
         max_bad: number of malformed rows that may be left out and reported; more are an error.
@@ -37,8 +38,8 @@ class PreprocessOptions:
         part_rows: rows after which a new Parquet file is begun.
         compression: compression of the Parquet files, ``"none"`` (fastest to read) or ``"zstd"``
             (about a third as large).
-        unit_bytes: approximate bytes of text per unit of work; larger files, plain or compressed
-            by gzip, are split.
+        unit_bytes: approximate bytes of text per unit of work; larger text files, plain or gzip,
+            are split unless fields are quoted.
         check_disk: raise if the disk is estimated to be too small.
         show_progress: show a progress bar on stderr.
     """

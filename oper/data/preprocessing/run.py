@@ -91,7 +91,7 @@ def preprocess(
 
 
 def _local_folder(url: str) -> Path:
-    """Return the local folder of outputs for a URL, each of which is in a subfolder by job."""
+    """Return the local folder for outputs to a URL; each job makes its output in a subfolder."""
     name = hashlib.sha256(store.full_name(url).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
 
@@ -139,7 +139,7 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: P
     if manifest is place.manifest:
         return manifest
     target = local / manifest["job"] / "out"
-    # One upload at a time on this machine: each removes the files that it finds.
+    # One upload at a time on this machine: each begins by removing all files at the URL.
     with alone(local / "upload.lock"), WorkFolder(target, manifest["job"]).alone():
         now = _manifest_in(url)
         if now != place.manifest:  # another run was faster

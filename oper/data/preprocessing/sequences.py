@@ -43,7 +43,7 @@ class _Sequences:
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
     def single(self, users: np.ndarray) -> np.ndarray:
-        """Whether each id is of one user, bool [n]; false for rare, unseen and missing users."""
+        """Whether each id denotes one user, bool [n]; false for rare, unseen and missing users."""
         found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
         return found
 
@@ -100,7 +100,7 @@ def write_sequences(
         by: name of the sparse column of users or sessions, with one id per row.
         columns: other sparse columns to keep, each with one id per row; None = all.
         max_length: number of a user's latest events to keep; None = all.
-        min_length: least number of events in a part; users with fewer are left out of that part.
+        min_length: users with fewer events in a part are left out of that part.
         compression: compression of the Parquet files, ``"none"`` or ``"zstd"``.
 
     Returns:

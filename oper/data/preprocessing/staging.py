@@ -111,7 +111,7 @@ class Stage:
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ascending minutes since 1970 in which a unit has rows, and rows in each; int64 [K]."""
+        """Return the minutes since 1970 that have rows of a unit, and rows in each; int64 [K]."""
         with (self._folder / f"{number:06d}.minutes").open("rb") as file:
             return np.load(file), np.load(file)
 
@@ -195,12 +195,12 @@ class Stage:
         return Distinct(file.next(), file.next().astype(np.int64), about["missing"][column])
 
     def values(self, number: int, chunk: int, about: dict[str, Any], column: int) -> np.ndarray:
-        """Like `distinct`, but read and return only the values."""
+        """Return only the `Distinct.values` that `distinct` would return."""
         return _Arrays(self._path(number, chunk, "distinct"), about["distinct"][column]).next()
 
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers in the unit (not counting malformed rows) and times in seconds, int64 [n].
+        """Return row indices in the unit (malformed rows skipped) and times in seconds, int64 [n].
 
         The array of times is empty for a log without times.
         """

@@ -33,13 +33,13 @@ class WorkFolder:
     """``.NAME.work`` next to the output NAME, used by the processes of one job at a time."""
 
     def __init__(self, target: Path, job: str) -> None:
-        """The work folder of the output `target`, for the job with the digest `job`."""
+        """Use the work folder of the output `target` for the job whose identity is `job`."""
         self.path = work_folder(target)
         self._target, self._job = target, job
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
-        """Use the folder while the block runs; it is created, or contains earlier work of this job.
+        """Use the folder during the block; it is created, or contains earlier work of this job.
 
         If the block raises `OperError`, the last user removes the folder. After other exceptions or
         the death of the process, a later run of the same job resumes in it.
@@ -125,8 +125,8 @@ class WorkFolder:
             raise InvalidInputError(
                 "cannot preprocess", "output", str(self._target),
                 "a folder that no other run is writing",
-                f"wait until {who} ends, or choose another folder: it writes with other inputs or "
-                f"settings and uses {str(self.path)!r}")
+                f"wait until {who} exits, or choose another folder: that process has other inputs "
+                f"or settings and uses {str(self.path)!r}")
         if about and not force:
             raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",

@@ -31,7 +31,8 @@ class Split:
     """The boundaries of a log's parts and time buckets.
 
     Attributes:
-        by: ``"rows"`` or ``"time"``: places of rows are row numbers, or seconds since 1970.
+        by: ``"rows"``: the place of a row is its index in the log; ``"time"``: its time in seconds
+            since 1970.
         first_valid, first_test: first place of the validation and of the test part.
         start: first place of the first bucket.
         span: number of rows or seconds that the buckets cover.

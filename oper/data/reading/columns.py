@@ -27,10 +27,10 @@ _ARROW_TYPES = {
     "yymmddhh": pa.int64(),
 }
 EXPECTED = {
-    "hex32": "8 digits 0-9a-f or nothing", "uint32": "an integer from 0 to 4294967295 or nothing",
-    "uint64": "an integer of at most 64 bits or nothing", "int": "an integer or nothing",
-    "integral": "a whole number below 2^53 or nothing", "float": "a finite number or nothing",
-    "bins": "a finite number or nothing",
+    "hex32": "8 digits 0-9a-f or empty", "uint32": "an integer from 0 to 4294967295 or empty",
+    "uint64": "an unsigned 64-bit integer or empty", "int": "a signed 64-bit integer or empty",
+    "integral": "an integer of magnitude below 2^53 or empty", "float": "a finite number or empty",
+    "bins": "a finite number or empty",
     "string": "text of at most 1024 bytes without a zero byte, not empty in a list",
     "binary": "0 or 1",
     "threshold": "a number", "among": "text",
@@ -52,7 +52,7 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 
 class MalformedError(Exception):
-    """A column contains a malformed value; the text is the column's name."""
+    """A column contains a malformed value; the message is the column's name."""
 
 
 def arrow_type(column: Column) -> pa.DataType:
@@ -140,8 +140,9 @@ def transformed(column: Column, values: np.ndarray) -> np.ndarray:
 
 
 def ids(column: Column, array: pa.Array) -> pa.Array:
-    """Convert a sparse column to raw values: integers or binary [n], null where missing, or lists
-    of them. Raises MalformedError."""
+    """Convert a sparse column to raw values [n]: integers, binary values or lists of these.
+
+    Missing fields become null, or empty lists. Raises MalformedError."""
     array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         return lists(_lengths(array), _whole(column, _typed(array.flatten())))
@@ -151,7 +152,7 @@ def ids(column: Column, array: pa.Array) -> pa.Array:
 
 
 def _lengths(array: pa.Array) -> np.ndarray:
-    """Number of values of each list [n], 0 for null."""
+    """Return the number of values of each list [n], 0 for null."""
     return pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
 
 

@@ -23,7 +23,7 @@ from oper.errors import FileFormatError, OperError
 from oper.support.locks import alone
 
 _log = logging.getLogger(__name__)
-_SPACING = 1 << 25  # bytes of text per point; a reader holds about as much, and all windows
+_SPACING = 1 << 25  # bytes of text between seek points; a reader buffers this and all windows
 _HEADER = np.dtype([("magic", "S5"), ("version", "u1"), ("flags", "u1"), ("packed", "<u8"),
                     ("text", "<u8"), ("spacing", "<u4"), ("window", "<u4"), ("points", "<u4")])
 _POINT = np.dtype([("packed", "<u8"), ("text", "<u8"), ("bit", "u1"), ("has_window", "u1")])
@@ -65,7 +65,7 @@ def make(path: str, num_threads: int = 1) -> bool:
 
 
 def _write(path: str, target: Path, num_threads: int) -> bool:
-    """Decompress a file and write its index; returns False if damaged or of several members."""
+    """Decompress a file and write its index; returns False for damage or several gzip members."""
     import rapidgzip  # type: ignore[import-not-found]
 
     _log.info("%s is decompressed once to make an index for parallel reading", path)

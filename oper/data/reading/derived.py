@@ -64,7 +64,7 @@ class _SideTable:
                 if rows.num_bad:
                     raise FileFormatError(
                         "cannot join a side table", "malformed rows", rows.num_bad, "none",
-                        f"correct the file; the first: {where(unit, recipe, rows.bad[0])}")
+                        f"correct the file, first {where(unit, recipe, rows.bad[0])}")
                 parts.append(rows)
         if not parts:
             raise FileFormatError("cannot join a side table", "rows", 0, "at least one",
@@ -76,7 +76,7 @@ class _SideTable:
         if distinct < len(self._keys) - self._keys.null_count:
             raise FileFormatError(f"cannot join {join.file!r}", f"distinct keys {join.key!r}",
                                   distinct, f"{len(self._keys) - self._keys.null_count}, "
-                                  "as many as rows with a key", "keep one row per key in the file")
+                                  "the number of rows with a key", "keep one row per key")
         kept = replace(table, sparse=tuple(x for k, x in enumerate(table.sparse) if k != at))
         self._rows = concat([kept, _missing_row(kept)])
 

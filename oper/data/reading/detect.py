@@ -26,7 +26,7 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
 
 def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int,
                num_threads: int = 1) -> list[Unit]:
-    """Divide files into units of work; equal files give equal units.
+    """Divide files into units of work, in the same way in every process.
 
     Args:
         recipe: the recipe.
@@ -101,7 +101,8 @@ def _text_layouts(recipe: Recipe, path: str) -> list[Layout]:
 
 
 def _fit(layout: Layout, line: str) -> int:
-    """Score how a first line fits a layout: 0 = not, 1 = number of columns, 2 = values too."""
+    """Score a first line: 0 = does not fit the layout, 1 = number of columns fits, 2 = values too.
+    """
     if not line:
         return 1
     wanted = [c.sources for c in layout.columns if c.kind != "skip"]

@@ -86,7 +86,8 @@ def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """Estimates for one file; `ids` is per row over all columns, `unpacked` = is compressed."""
+    """Estimates for one file: rows, bytes of text per row, ids per row in all parsed columns,
+    number of list columns, and whether the file is compressed."""
 
     rows: int
     row_bytes: float

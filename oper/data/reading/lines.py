@@ -146,7 +146,7 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 @contextlib.contextmanager
 def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """As `open_text`, but if the unit is a part of a file, both files can seek to `Unit.start`."""
+    """Open a unit's file as `open_text` does; for a part of a file, both streams are seekable."""
     if (unit.start or unit.stop is not None) and _kind_of(unit.path) == "gzip":
         with cuts.open_text(unit.path) as text:
             yield text, text
@@ -272,7 +272,7 @@ def _fill(text: BinaryIO, view: memoryview, size: int, count: int) -> int:
 
 
 def _seek(text: BinaryIO, raw: BinaryIO, unit: Unit) -> int | None:
-    """Seek to the unit's first line; returns the bytes left in the unit, None = the file's rest."""
+    """Seek to the unit's first line; returns the bytes left in the unit, None = up to the end."""
     if unit.start:
         raw.seek(unit.start - 1)
         text.readline()  # skips the line that contains the byte before the unit
@@ -294,7 +294,7 @@ def line_of(unit: Unit, layout: Layout, row: int) -> int:
 
 
 def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: Layout) -> int:
-    """Return the end of the last complete line (record) in `memory[begin:end]`, `begin` if none.
+    """Return the end of the last complete line (record) in `memory[begin:end]`; `begin` if none.
 
     Raises FileFormatError if the rest is longer than `MAX_LINE_BYTES`.
     """

@@ -80,11 +80,11 @@ def _other_parse(column: Column, value: str) -> tuple[str, str]:
     """
     number = _number(value)
     if column.kind == "label" and number is not None:
-        return ("--threshold with the least number of the label 1",
-                'parse = "threshold" and threshold = the least number of the label 1')
+        return ("--threshold with the smallest number that gives label 1",
+                'parse = "threshold" and threshold = the smallest number that gives label 1')
     if column.kind == "label":
-        return (f"--among with the strings of the label 1, such as {value!r}",
-                f'parse = "among" and positive = the strings of the label 1, such as {value!r}')
+        return (f"--among with the strings that give label 1, such as {value!r}",
+                f'parse = "among" and positive = the strings that give label 1, such as {value!r}')
     if column.kind == "dense" and number is not None and column.parse == "int":
         return "", 'parse = "float"'
     if column.kind == "sparse" and column.parse not in ("integral", "string"):

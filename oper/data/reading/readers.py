@@ -37,7 +37,7 @@ from oper.errors import FileFormatError, InvalidInputError
 _BATCH_ROWS = 1 << 16
 _FIRST_ROWS = 1000        # rows of a Parquet file that `read_first` reads
 _FIRST_BYTES = 1 << 17    # bytes of a text file that `read_first` reads
-_Parse = Callable[[bytes, np.ndarray], Rows]  # parses lines, given their numbers in the unit
+_Parse = Callable[[bytes, np.ndarray], Rows]  # parses lines, given their row indices in the unit
 
 
 def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
@@ -94,7 +94,8 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
         if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
             raise InvalidInputError(f"cannot read {path!r}",
                                     f"type of the id column {column.name!r}", str(kind),
-                                    "integers, strings or lists of these", "convert the column")
+                                    "integers, strings or lists of these",
+                                    "convert the column to one of these types")
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
@@ -113,7 +114,7 @@ def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
 
 
 def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
-    """Return how the lines of a unit are split; None if it is not delimited text."""
+    """Return the `TextLayout` of a unit; None if its format is not delimited text."""
     layout = recipe.layout(unit.layout)
     if layout.format != "text":
         return None
@@ -142,8 +143,8 @@ def _arrow_columns(layout: Layout, table: pa.Table, path: str
         found = [name for name in column.sources if name in table.schema.names]
         if len(found) != 1:
             raise FileFormatError(f"cannot read {path!r}", "columns", table.schema.names[:20],
-                                  f"a column {' or '.join(column.sources)!r}",
-                                  "name the right columns")
+                                  f"exactly one column {' or '.join(column.sources)!r}",
+                                  "name a column of the file as its source")
         columns[column.name] = (column, table.column(found[0]).combine_chunks())
     return columns
 
@@ -237,13 +238,13 @@ def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout) -> Iterator[Rows]:
                 yield _arrow_rows(columns, recipe, rows + first)
             first += file.metadata.row_group(group).num_rows
         except (pa.ArrowInvalid, OSError) as error:
-            raise FileFormatError(f"cannot read {unit.path!r}", "row group", group,
-                                  "a complete Parquet file", str(error)[:200]) from None
+            raise FileFormatError(f"cannot read {unit.path!r}", f"row group {group}",
+                                  str(error)[:200], "undamaged data", "fetch it again") from None
 
 
 def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
             ) -> Iterator[tuple[pa.Table, np.ndarray]]:
-    """Yield tables of the layout's columns after the filter, with row numbers from 0 before it.
+    """Yield filtered tables of the layout's columns, and the rows' indices before the filter.
 
     Columns that the file lacks are read from folders ``NAME=VALUE`` in its path (partitions as in
     Hive and Spark), as strings.
@@ -341,7 +342,7 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
 
 
 def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> BadRow:
-    """Describe the error in a row: its label, or the first non-finite one of its numbers [D]."""
+    """Describe a malformed row by its label or else by its first non-finite dense value [D]."""
     if label not in (0, 1):
         return BadRow(row, recipe.label, str(label), convert.EXPECTED["binary"])
     k = int(np.isfinite(dense).argmin())
@@ -349,7 +350,7 @@ def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> 
 
 
 def num_arrays_rows(path: str) -> int:
-    """Number of rows of a day of ``.npy`` arrays, from its labels; raises as `read_unit` does."""
+    """Return the number of rows of a day of ``.npy`` arrays; raises as `read_unit` does."""
     base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     return len(_load(f"{base}_labels.npy"))
 
@@ -409,12 +410,12 @@ class _Members:
 
 
 def is_companion(path: str, layouts: Sequence[Layout]) -> bool:
-    """Whether a file has labels or dense columns of a ``.npy`` day."""
+    """Whether the name is that of the labels or dense columns of a day of ``.npy`` arrays."""
     return any(x.format == "npy" for x in layouts) and path.endswith(("_dense.npy", "_labels.npy"))
 
 
 def is_arrays(path: str) -> bool:
-    """Whether a file has the sparse ids of a ``.npy`` day, by its name."""
+    """Whether the name is that of the sparse ids of a day of ``.npy`` arrays."""
     return path.endswith(("_sparse.npy", "_sparse_multi_hot.npz"))
 
 

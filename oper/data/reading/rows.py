@@ -59,7 +59,7 @@ class Rows:
 
 
 def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
-    """Number of rows of a log with these columns to hold in memory at a time."""
+    """Return how many rows of a log with these columns are in memory at a time."""
     return max(1, min(PIECE_ROWS, PIECE_BYTES // (8 * (len(dense) + len(sparse) + 4))))
 
 

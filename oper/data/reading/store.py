@@ -56,14 +56,15 @@ def filesystem(url: str) -> tuple[Any, str, str]:
             found = fs.PyFileSystem(fs.FSSpecHandler(other))
     except (pa.ArrowException, ImportError, OSError, ValueError) as error:
         raise InvalidInputError("cannot open a store", "URL", plain,
-                                "one that pyarrow or an installed fsspec library can open",
-                                f"{str(error)[:200]}: correct it, or install the library") from None
+                                "one that pyarrow or an installed fsspec library can open "
+                                f"({str(error)[:200]})", "correct it, or install the library"
+                                ) from None
     return found, path, mark + query
 
 
 @contextlib.contextmanager
 def _asking(url: str) -> Iterator[None]:
-    """Convert OSError of a store to InvalidInputError, which names the URL."""
+    """Convert an OSError of a store to an InvalidInputError that names the URL."""
     try:
         yield
     except FileNotFoundError:
@@ -71,8 +72,8 @@ def _asking(url: str) -> Iterator[None]:
                                 "check the path") from None
     except OSError as error:
         raise InvalidInputError("cannot use a store", "URL", url,
-                                "a reachable store that grants access",
-                                str(error)[:300]) from None
+                                f"a reachable store that grants access ({str(error)[:300]})",
+                                "check the URL, the network and the credentials") from None
 
 
 def open_input(path: str) -> BinaryIO:
@@ -107,7 +108,7 @@ def full_name(path: str) -> str:
 
 
 def files_below(url: str) -> list[str]:
-    """List the URLs of the data files that a file's, folder's or pattern's URL names, unordered."""
+    """List the URLs of the data files at `url`, a file, folder or pattern, in no defined order."""
     from pyarrow import fs
 
     found, name, query = filesystem(url)

@@ -71,8 +71,8 @@ def split_line(line: str, layout: Layout) -> list[str]:
         return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
     except csv.Error as error:  # for example, lines that end in a carriage return only
         raise FileFormatError("cannot read the log", "line", line[:80],
-                              "properly quoted fields in lines that end in line feeds",
-                              f"{error}: convert the file") from None
+                              f"properly quoted fields in lines that end in line feeds ({error})",
+                              "correct the quotes, or convert the line ends") from None
 
 
 def _dialect(separator: str, layout: Layout) -> dict[str, Any]:
@@ -116,7 +116,8 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
         else:
             raise InvalidInputError(f"recipe layout {layout.name!r}", "columns of one source",
                                     [wanted[places[0]].name, column.name],
-                                    "the same type of number or text", "correct the recipe")
+                                    "the same type of number or text",
+                                    "give them the same parse in the recipe")
     if missing:
         raise FileFormatError(
             f"cannot read {path!r}", "header", ",".join(header),

@@ -46,7 +46,8 @@ class VocabularyFacts:
         num_once: values seen once in the training part. Divided by all accesses, this is the
             Good-Turing estimate of the probability that the next value is new; access counts of
             rows do not determine it.
-        num_rare_accesses: training accesses to row 0, that is, of values without their own id.
+        num_rare_accesses: training accesses to row 0, that is, of values without their own id; 0 in
+            a hashed column.
         missing_id: id of a missing field; 0 if it shares row 0.
         hashed: whether ids are hashes.
         num_collisions: number of distinct values of a hashed column minus the rows they occupy.
@@ -79,7 +80,7 @@ def hash64(values: np.ndarray) -> np.ndarray:
 
 
 def hash_values(values: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash raw values [K] to ids 1 + (64-bit hash mod (num_rows - 1)), int32 [K]."""
+    """Hash raw values [K] to ids 1 + mix64(hash64(value) + 1) mod (num_rows - 1), int32 [K]."""
     return (1 + mix64(hash64(values) + np.uint64(1)) % np.uint64(num_rows - 1)).astype(np.int32)
 
 
@@ -110,7 +111,7 @@ class Vocabulary:
         return self._find(values) > 0
 
     def _find(self, values: np.ndarray) -> np.ndarray:
-        """Ids int32 [K] of distinct ascending raw values [K]; 0 = not in the vocabulary."""
+        """Return the ids, int32 [K], of distinct ascending raw values [K]; 0 = no id."""
         known, ids = self._known()
         kind = common_kind(known, values)
         if kind.kind != "S":  # strings of different widths can be compared
@@ -136,7 +137,7 @@ class Vocabulary:
             yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and ids: cached if small, otherwise mapped anew each time.
+        """Return values and ids: cached if small, otherwise memory-mapped in each call.
 
         Pages of a permanent mapping would count as resident memory of the process.
         """
@@ -149,7 +150,7 @@ class Vocabulary:
         return self._small
 
     def write_parquet(self, path: Path) -> None:
-        """Write the vocabulary as the module's `write_parquet` does."""
+        """Write the vocabulary to Parquet, see the module's `write_parquet`."""
         facts = self.facts
         write_parquet(path, self.parts, (facts.missing_id, self.num_missing)
                       if facts.missing_id or facts.hashed else None)
@@ -210,7 +211,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
         folder: folder for the files.
         merger: counts of all values in the training part.
         num_missing: number of missing fields in the training part.
-        min_count: values seen less often get id 0.
+        min_count: values seen fewer than `min_count` times get id 0.
         max_rows: maximum number of rows, row 0 included; less frequent values get id 0. None = no
             limit.
     """
@@ -243,7 +244,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
 
 def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: int
                  ) -> VocabularyFacts:
-    """Write values, ids and facts of a hashed column to `folder`; counts the collisions."""
+    """Hash counted values to ids, write the vocabulary to `folder` and return its facts."""
     taken = np.zeros(num_rows, bool)
     levels, num = _histogram(merger.slices)
     distinct = int(num.sum())
@@ -281,7 +282,7 @@ def _histogram(slices: Slices) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _deal(folder: Path, slices: Slices, state: tuple[np.ndarray, ...], num_kept: int) -> int:
-    """Assign ids by descending count, then ascending value; returns the accesses of these values.
+    """Write values with ids by descending count, then ascending value; returns their total count.
 
     One pass over ascending values suffices, with the next free id of each distinct count.
     """

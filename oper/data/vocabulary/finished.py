@@ -40,13 +40,13 @@ _BATCH_ROWS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class FinishedVocabulary:
-    """The vocabularies of all sparse columns in a preprocessed or an extended folder.
+    """The vocabularies of all sparse columns, as preprocessing or an extension wrote them.
 
     Attributes:
         path: the folder.
         columns: names of the sparse columns, in order.
         facts: facts about each column's values.
-        min_count: values seen less often share row 0.
+        min_count: values seen fewer than `min_count` times share row 0.
         digest: digest of the manifest, which identifies the vocabulary.
         recipe: name of the recipe with which the vocabulary was made.
         numbering: id of the mapping from values to rows; extensions keep it unless they reorder
@@ -139,7 +139,8 @@ def _parts(file: pq.ParquetFile, width: int) -> Parts:
 
 
 def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
-    """Pass parts through; raises unless values ascend, ids are in range, and non-hashes unique."""
+    """Yield `parts` after checking that values ascend, and ids are in range and, unless hashed,
+    unique; raises FileFormatError."""
     last: Any = None
     taken, count = np.zeros(facts.num_rows, bool), 0
     for values, ids, counts in parts:
@@ -154,7 +155,7 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
             count += values.size
         yield values, ids, counts
     if not facts.hashed and int(np.count_nonzero(taken)) != count:
-        raise FileFormatError(what, "different ids", int(np.count_nonzero(taken)),
+        raise FileFormatError(what, "distinct ids", int(np.count_nonzero(taken)),
                               f"{count}, one for each value", "preprocess again")
 
 
@@ -181,7 +182,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
         path: folder of the vocabulary.
         folders: folders preprocessed with it; the unseen values of their training parts are added.
         output: the folder to write, which must not exist.
-        min_count: new values seen less often are not added; None = the vocabulary's `min_count`.
+        min_count: new values seen fewer times are not added; None = the vocabulary's `min_count`.
         max_rows: maximum number of rows per table, old rows included; None = no limit.
         reorder: put all rows into frequency order; needs memory for the counts of a column's rows.
 
@@ -235,7 +236,7 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
 
 
 def numbering_of(folder: Path) -> str:
-    """Return a digest of the vocabulary files in a folder, an id of their mapping to rows."""
+    """Return a digest of a folder's vocabulary files, which identifies their mapping to rows."""
     state = hashlib.sha256()
     for path in sorted(folder.glob("*.parquet")):
         state.update(path.name.encode())
@@ -247,7 +248,7 @@ def numbering_of(folder: Path) -> str:
 
 def _reorder_column(out: Path, name: str, sources: Sequence[Path], facts: VocabularyFacts
                     ) -> VocabularyFacts:
-    """Renumber the rows of a column's extended file in `out` by count, and write the remap."""
+    """Renumber the rows of a column's extended vocabulary file by count, and write the re-map."""
     path = out / "vocabulary" / f"{name}.parquet"
     table = pq.read_table(path)  # by ascending value, a missing field first
     ids = table.column("id").to_numpy()
@@ -320,7 +321,7 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
 
 
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
-    """Write values that a vocabulary lacks in the form of `write_parquet`, with ids of 0.
+    """Write the values that a vocabulary lacks to Parquet, see `write_parquet`; all ids are 0.
 
     Returns:
         Number of distinct values (missing fields count as one) and of their occurrences.

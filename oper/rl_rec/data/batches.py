@@ -55,7 +55,7 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 
 
 class SequenceBatches:
-    """Divides each user's training interactions into subsequences of `steps`, from the last one on.
+    """Divides each user's training interactions, backwards, into subsequences of `steps`.
 
     Subsequences do not overlap, and a user's first one may be shorter. Each comes with up to
     `window` preceding interactions as context. `gamma` is the discount of returns-to-go.
@@ -77,7 +77,7 @@ class SequenceBatches:
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Sequences]:
-        """A rank's batches of one epoch."""
+        """Yield a rank's batches of epoch `number`."""
         for at in _parts(len(self), number, share, self._stop - self._start):
             rows, lengths = self.data.rows_between(self._first[at], self._stop[at])
             yield Sequences(*_tensors(
@@ -97,7 +97,7 @@ class HistoryBatches:
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Histories]:
-        """A rank's batches of one epoch."""
+        """Yield a rank's batches of epoch `number`."""
         for at in _parts(len(self), number, share):
             users = self._users[at]
             yield training_histories(self.data, users)
@@ -119,7 +119,7 @@ Batches = SequenceBatches | HistoryBatches
 
 
 def num_batches(count: int, share: Share) -> int:
-    """Number of steps of an epoch over `count` trajectories; an incomplete last batch is dropped.
+    """Return the number of steps of an epoch over `count` trajectories; drops an incomplete batch.
 
     Raises InvalidInputError if there is no complete global batch.
     """

@@ -27,7 +27,7 @@ class DataOptions:
 
     Attributes:
         user, item: names of the folder's sparse columns of users and items.
-        k_core: minimum number of interactions per user and item; others are removed repeatedly.
+        k_core: minimum number of interactions per user and item, reached by repeated removal.
         item_core: the minimum for items, if it differs from that for users; 0 = `k_core`.
         only: ``"positive"``: interactions with reward <= 0 are removed first; ``"all"``: they are
             part of the history.
@@ -37,7 +37,7 @@ class DataOptions:
             ``"leave_last_baskets"``: the same with a user's last two baskets that contain a
             positive item not in earlier baskets; all such items are targets. For logs in which
             several rows have one time, so that rows within a basket have no order.
-            ``"time"``: interactions after two points in time, which are the same for all users.
+            ``"time"``: positive interactions in two last periods, the same periods for all users.
             ``"held_out_users"``: users drawn for validation and test do not train. A random share
             `fold_in` of each one's interactions is its history, and the positive ones of the rest
             are its targets (strong generalisation, Liang et al. 2018). Items that no training user
@@ -152,12 +152,12 @@ class Interactions:
         return self.valid if split == "valid" else self.test
 
     def training_rows(self) -> np.ndarray:
-        """Indices of all training rows, int64 [M], ascending."""
+        """Return the indices of all training rows, int64 [M], ascending."""
         at = np.arange(self.users.size)
         return at[at < self.train_stop[self.users]]
 
     def popularity(self) -> np.ndarray:
-        """Number of training interactions of each item, int64 [num_items]; descending from id 1."""
+        """Count the training interactions of each item, int64 [num_items]; descending from id 1."""
         return np.bincount(self.items[self.training_rows()], minlength=self.num_items)
 
     def rows_between(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -263,7 +263,7 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
 
 
 def _baskets_of(log: Log) -> np.ndarray:
-    """The basket of each row, int64 [N]; raises InvalidInputError if the log has none."""
+    """Return the basket of each row, int64 [N]; raises InvalidInputError without baskets."""
     if log.baskets is None:
         raise InvalidInputError("cannot hold out baskets", "baskets of the log", None,
                                 "an id per row", "pass a Log with baskets")
@@ -271,8 +271,8 @@ def _baskets_of(log: Log) -> np.ndarray:
 
 
 def _by_basket(log: Log) -> np.ndarray:
-    """Row indices int64 [N] that make the rows of each basket adjacent, baskets in the order of
-    their first rows; the log is ordered by user."""
+    """Return row indices int64 [N] that make the rows of each basket adjacent, baskets in the order
+    of their first rows; the log is ordered by user."""
     pairs = np.stack([log.users, _baskets_of(log)])
     _, first, basket = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
     return np.argsort(first[basket.reshape(-1)], kind="stable")
@@ -290,7 +290,7 @@ def _first_of_pairs(log: Log) -> np.ndarray:
 
 
 def _core(log: Log, options: DataOptions) -> np.ndarray:
-    """Mask of the k-core, bool [N]: the most rows in which users and items reach their minimum."""
+    """Return the k-core, bool [N]: the most rows in which all users and items reach the minimum."""
     kept = np.ones(log.users.size, bool)
     _, users = np.unique(log.users, return_inverse=True)
     _, items = np.unique(log.items, return_inverse=True)
@@ -349,8 +349,8 @@ def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """By user, the rows at which training and the histories of validation and test end, int64 [U]
-    each; and masks of the target rows of both splits, bool [N] each."""
+    """Row indices at which each user's training data and validation and test histories end, int64
+    [U] each; and masks of the validation and test targets, bool [N] each."""
 
     train_stop: np.ndarray
     stops: tuple[np.ndarray, np.ndarray]

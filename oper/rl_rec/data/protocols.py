@@ -8,7 +8,7 @@
     held-out-users    validation and test users are excluded from training; 80 % of a user's films
                       are the input, the rest are the targets. Films rated 4 or higher, users with
                       five or more. Used for MovieLens-20M by MultVAE (WWW 2018), RecVAE and EASE:
-                      recall@20, recall@50 (over at most k) and nDCG@100, with 10,000 users each
+                      recall@20, recall@50 (denominator at most k) and nDCG@100; 10,000 users each
 
 Held-out users and their histories are drawn with NumPy's generator from `DataOptions.seed`, so they
 differ from the published draw. Interactions of a user with equal times, common in MovieLens, keep

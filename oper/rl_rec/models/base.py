@@ -234,7 +234,7 @@ class NegativeSampler:
         return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
 
     def log_expected(self, ids: torch.Tensor) -> torch.Tensor:
-        """Log of the expected number of occurrences of each id in a draw, float32."""
+        """Return the log of the expected number of occurrences of each id in a draw, float32."""
         if not self.count:
             return torch.zeros(ids.shape, device=ids.device)
         if self.uniform:
@@ -252,7 +252,7 @@ class NegativeSampler:
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of a softmax over all items, float32 [N].
+        """Compute the cross-entropy of a softmax over all items, float32 [N].
 
         ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with ``s(i) =
         <q, row_i>`` and ``log E_j`` from `log_expected`. The sum estimates that over all other
@@ -274,7 +274,7 @@ class NegativeSampler:
     def gbce_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                   drawn: torch.Tensor, drawn_rows: torch.Tensor, calibration: float
                   ) -> torch.Tensor:
-        """Generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), float32 [N].
+        """Compute generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), [N].
 
         ``-(beta log sigma(s(y)) + sum_{j != y} log(1 - sigma(s(j)))) / (n + 1)`` over n drawn j,
         with ``beta = alpha (t (1 - 1 / alpha) + 1 / alpha)`` and ``alpha = n / (items - 1)``.

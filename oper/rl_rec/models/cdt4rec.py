@@ -232,7 +232,7 @@ def make_backbone(config: CDT4RecConfig) -> nn.Module:
 
 def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.Tensor
                 ) -> torch.Tensor:
-    """Element-wise loss of reward estimates (logits for ``"bce"``)."""
+    """Compute the element-wise loss of reward estimates (logits for ``"bce"``)."""
     if config.reward_loss == "bce":
         return F.binary_cross_entropy_with_logits(estimates, rewards, reduction="none")
     return (estimates - rewards).square()
@@ -244,7 +244,7 @@ def reward_loss(config: CDT4RecConfig, estimates: torch.Tensor, rewards: torch.T
 class Steps(NamedTuple):
     """Input of the backbone: steps of B trajectories, padded on the right to T.
 
-    Padding on the right needs no other mask than the causal one: no real step attends to padding.
+    The causal mask suffices for padding on the right: no real step attends to padding.
     """
 
     states: torch.Tensor   # e^s  float32 [B, T, D]
@@ -300,7 +300,7 @@ class CDT4Rec(Recommender):
         self.estimate_returns = self.config.returns == "estimated" and 3 * step >= num_steps
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
-        """KJTs of the batch's items with new negatives and, with a user table, its users."""
+        """Make KJTs of the batch's items with new negatives and, with a user table, its users."""
         return self._kjts(batch, self.negatives.draw(batch.items.device))
 
     def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:
@@ -316,7 +316,7 @@ class CDT4Rec(Recommender):
     # ---- training ----
 
     def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its terms ``action`` and ``reward``."""
+        """Return the loss, float32 [], and its terms ``action`` and ``reward``."""
         kjts = self.lookups(batch)
         rows = self.items(kjts[0])
         steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
@@ -395,11 +395,11 @@ class CDT4Rec(Recommender):
         return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
 
     def _shown(self, returns: torch.Tensor) -> torch.Tensor:
-        """Returns-to-go as input of the model: 0 with ``returns="none"``."""
+        """Convert returns-to-go to the model's input: 0 with ``returns="none"``."""
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
-        """Scaled returns-to-go [B, T], ``g_t = r_t + gamma g_{t+1}``; the last is the target."""
+        """Compute scaled ``g_t = r_t + gamma g_{t+1}``, [B, T]; the last one is the target."""
         found = torch.zeros_like(rewards)
         coming = rewards.new_full((rewards.shape[0],), self.target)
         for t in reversed(range(rewards.shape[1])):
@@ -409,7 +409,7 @@ class CDT4Rec(Recommender):
         return self._shown(found / self.scale)
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
-        """``<q, E^O[i]>``, float32 [B, n]."""
+        """Compute ``<q, E^O[i]>``, float32 [B, n]."""
         return encoded.queries @ look_up(self.items, self.features, "drawn", items).T
 
     def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class ContinuousCDT4Rec(nn.Module):
         return found
 
     def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its terms ``action`` and ``reward``."""
+        """Return the loss, float32 [], and its terms ``action`` and ``reward``."""
         phi, valid = self.phi(batch), batch.valid
         error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
         action = error[valid].mean()

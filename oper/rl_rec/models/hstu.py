@@ -82,7 +82,8 @@ class Layer(nn.Module):
     """One layer; see the module docstring.
 
     Attention weights do not sum to 1, so `scaled_dot_product_attention` (a softmax) cannot be used,
-    and torch has no other fused kernel for them: batched matrix products over padded tokens are.
+    and torch has no other fused kernel for them; batched matrix products over padded tokens are
+    used instead.
 
     Args:
         config: configuration.
@@ -197,7 +198,7 @@ class HSTU(NextItem):
         return Past(x, memory, bucket)
 
     def _buckets(self, times: torch.Tensor | None) -> torch.Tensor | None:
-        """Bucket of ``max(0, t_i - t_j)`` for tokens i, j, [B, P + 1, P + 1]; times [B, P]."""
+        """Return the bucket of ``max(0, t_i - t_j)``, [B, P + 1, P + 1], given times [B, P]."""
         if not self.config.time_buckets:
             return None
         if times is None:
@@ -234,8 +235,8 @@ class HSTU(NextItem):
                 {"action": action.detach(), "reward": reward.detach()})
 
     def _logits(self, candidates: torch.Tensor, cache: HistoryCache) -> torch.Tensor:
-        """Logits float [B, n] of candidates' rows [B, n, D]; the cache's `place` and `bucket` are
-        per user, or per candidate ([B, n], [B, n, T])."""
+        """Compute logits, float [B, n], of candidates' rows [B, n, D]; the cache's `place` and
+        `bucket` are per user, or per candidate ([B, n], [B, n, T])."""
         tokens = torch.arange(cache.memory[0].keys.shape[2], device=candidates.device)
         distance = cache.place.unsqueeze(-1) - tokens
         relation = Relation(distance.clamp(min=0), cache.bucket, distance <= 0)

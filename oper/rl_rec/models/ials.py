@@ -74,7 +74,7 @@ class IALS(Recommender):
         return solve_factors(self.config, matrix, self.factors, len(self.factors) - 1)
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """``<w_u, h_i>``, float32 [B, n]."""
+        """Compute ``<w_u, h_i>``, float32 [B, n]."""
         return encoded @ self.factors[items].T
 
 

@@ -90,7 +90,7 @@ class ItemToItem(Recommender):
                              if isinstance(config, EASEConfig) else knn_weights(config, gram))
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Scores of all items, float32 [B, num_items]."""
+        """Compute the scores of all items, float32 [B, num_items]."""
         return torch.sparse.mm(interaction_matrix(histories, len(self.weights)), self.weights)
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

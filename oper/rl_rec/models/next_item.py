@@ -117,7 +117,7 @@ class NextItem(Recommender):
                 None if times is None else padded(times, histories.lengths)[:, :stop])
 
     def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its terms, which include ``action``."""
+        """Return the loss, float32 [], and its terms, which include ``action``."""
         kjt = self.lookups(batch)[0]
         found = self.items(kjt)
         return self.losses(batch, found["seen"].values(),
@@ -140,8 +140,8 @@ class NextItem(Recommender):
     def action_loss(self, queries: torch.Tensor, batch: Sequences, rows: torch.Tensor,
                     drawn: tuple[torch.Tensor, torch.Tensor],
                     weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Mean next-item loss [] over the steps with a target, given queries float32 [B, P, D] (the
-        outputs before each item); losses are multiplied by `weights` [L], if given."""
+        """Return the mean next-item loss [] over the steps with a target, given queries [B, P, D]
+        (outputs before each item); losses are multiplied by `weights` [L], if given."""
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)
@@ -166,5 +166,5 @@ class NextItem(Recommender):
         return out[torch.arange(recent.num_users, device=out.device), recent.lengths]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """``<h, E[i]>``, float32 [B, n]."""
+        """Compute ``<h, E[i]>``, float32 [B, n]."""
         return encoded @ look_up(self.items, self.features, "drawn", items).T

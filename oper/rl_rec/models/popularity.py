@@ -31,5 +31,5 @@ class Popularity(Recommender):
         return histories.num_users
 
     def scores(self, encoded: int, items: torch.Tensor) -> torch.Tensor:
-        """Scores float32 [B, n], equal for all users."""
+        """Return scores, float32 [B, n], equal for all users."""
         return self.counts[items].expand(encoded, -1)

@@ -96,13 +96,13 @@ class SQN(SASRec):
         self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply both value heads to states [N, D]; queries [2, N, D] and offsets [2, N]."""
+        """Apply both value heads to states [N, D]; returns queries [2, N, D], offsets [2, N]."""
         found = self.critic(states).view(-1, 2, self.config.dim + 1).transpose(0, 1)
         return found[..., :-1], found[..., -1]
 
     def values(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Q of both heads, float32 [2, N, n], given states [N, D] and rows of items: [n, D], or [N,
-        n, D] for different items per state."""
+        """Compute Q of both heads, float32 [2, N, n], given states [N, D] and rows of items:
+        [n, D], or [N, n, D] for different items per state."""
         queries, offsets = self._heads(states)
         return (rows @ queries.unsqueeze(-1)).squeeze(-1) + offsets.unsqueeze(-1) if (
             rows.ndim == 3) else queries @ rows.T + offsets.unsqueeze(-1)
@@ -141,12 +141,12 @@ class SQN(SASRec):
 
     @torch.no_grad()
     def _best(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Value by the other head of each head's best item, [2, N], among items of rows [n, D]."""
+        """Evaluate each head's best item, among rows [n, D], by the other head; [2, N]."""
         found = self.values(states, rows)
         return found.flip(0).gather(2, found.argmax(dim=2, keepdim=True)).squeeze(2)
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Queries for next items, float32 [B, D]; without an actor, mean queries of Q, whose
-        scores differ from Q by a constant per user."""
+        """Compute queries for next items, float32 [B, D]; without an actor, mean queries of Q,
+        whose scores differ from Q by a constant per user."""
         states = super().encode(histories)
         return states if self.config.actor != "none" else self._heads(states)[0].mean(dim=0)

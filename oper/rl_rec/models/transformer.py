@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 def feed_forward(dim: int, dropout: float) -> nn.Sequential:
-    """Two linear layers D -> 4 D -> D with GELU in between, and dropout."""
+    """Make two linear layers D -> 4 D -> D with GELU in between, and dropout."""
     return nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim),
                          nn.Dropout(dropout))
 

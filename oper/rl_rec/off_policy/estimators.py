@@ -185,15 +185,15 @@ class _FittedModel:
         self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
 
     def sensitivity(self, weights: np.ndarray) -> np.ndarray:
-        """Effect of each row's reward, in units of one row's term, float64 [N]; `weights`: v."""
+        """Compute the effect of each row's reward, in units of one row's term, float64 [N]."""
         corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
         return ((self.wanted - corrected) / self.count)[self.cell] * self.error
 
 
 def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np.ndarray,
                  cluster: np.ndarray, fitted: _FittedModel | None) -> float:
-    """Return the key of the weights, float64 [N], with the least estimated squared error of the
-    mean; the key inf has the unmodified weights."""
+    """Return the key in `options` of the weights, float64 [N], for which the mean has the least
+    estimated squared error; the key inf has the unmodified weights."""
     def squared_error(key: float) -> float:
         term = direct + options[key] * error
         if fitted:

@@ -89,7 +89,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     transform = folder.manifest.get("dense_transforms", {}).get(names.propensity, "none")
     if transform != "none":
         raise InvalidInputError(what, f"transform of {names.propensity}", transform, "none",
-                                "correct the recipe")
+                                'set transform = "none" in the recipe')
     context = [n for n in sparse if n not in (names.action, names.position, names.group)]
     wanted = (folder.label, names.propensity, *sparse)
     tables = [folder.read_part(part, wanted)
@@ -120,7 +120,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
 
 
 def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray:
-    """Return the group of every action, renumbered from 0; raises InvalidInputError if several."""
+    """Return each action's group, renumbered from 0; raises InvalidInputError if it varies."""
     _, first = np.unique(actions, return_index=True)
     if (groups != groups[first][actions]).any():
         raise InvalidInputError(what, "groups of an action", "several", "one for all rows",

@@ -12,7 +12,7 @@ from oper.rl_rec.off_policy.log import LoggedBandit
 
 def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float = 0.0
                    ) -> np.ndarray:
-    """``(1 - uniform) softmax(scores / temperature) + uniform / num_actions``.
+    """Compute ``(1 - uniform) softmax(scores / temperature) + uniform / num_actions``.
 
     Args:
         scores: float [N, num_actions]; an action with -inf is chosen only through `uniform`.

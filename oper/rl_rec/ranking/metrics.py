@@ -113,7 +113,7 @@ class MetricOptions:
             ("ks", min(self.ks, default=0) >= 1, "cut-offs >= 1"))
 
     def names(self) -> list[str]:
-        """Names of all metrics, such as ``"ndcg@10"``."""
+        """Return the names of all metrics, such as ``"ndcg@10"``."""
         return [f"{m}@{k}" for m in METRICS for k in self.ks]
 
 

@@ -81,7 +81,7 @@ class Critics(nn.Module):
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
 
     def forward(self, batch: Trajectories) -> torch.Tensor:
-        """Sum of the losses of all networks, a scalar; each loss trains its own network only."""
+        """Return the sum of all networks' losses, a scalar; each trains its own network only."""
         self.follow()
         step = Transitions.of(batch, TRANSITIONS)
         with torch.no_grad():
@@ -98,11 +98,11 @@ class Critics(nn.Module):
         raise NotImplementedError
 
     def regulariser(self, step: Transitions) -> torch.Tensor:
-        """Term that is added to the critics' loss, a scalar."""
+        """Return the term that is added to the critics' loss, a scalar."""
         return step.rewards.new_zeros(())
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """Loss of the actor, a scalar; 0 without an actor."""
+        """Return the actor's loss, a scalar; 0 without an actor."""
         return step.rewards.new_zeros(())
 
     def policy(self) -> Policy:
@@ -155,13 +155,13 @@ class ActorCritic(Critics):
         _follow(self.slow_actor, self.actor)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
-        """V(s'), float32 [N]: minimum of the target critics at the target actor's noisy action."""
+        """Estimate V(s') by the least target critic at the target actor's noisy action; [N]."""
         actions = self.slow_actor(states)
         noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
         return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
 
     def value_of(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Q of the first critic, float32 [N], with gradients to `actions` but not to the critic."""
+        """Compute the first critic's Q, [N], with gradients to `actions` but not to the critic."""
         critic = self.critics[:1].requires_grad_(False)
         found = values(critic, states, actions)[0]
         critic.requires_grad_(True)
@@ -172,7 +172,7 @@ class ActorCritic(Critics):
 
 
 def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-    """Q of each critic, float32 [critics, ...], for states [..., S] and actions [..., A]."""
+    """Compute Q of each critic, [critics, ...], for states [..., S] and actions [..., A]."""
     seen = torch.cat([states, actions], dim=-1)
     return torch.stack([critic(seen).squeeze(-1) for critic in critics])
 
@@ -262,7 +262,7 @@ def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed
     """
     if method not in METHODS:
         raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
-                                "choose one")
+                                "choose one of these")
     torch.manual_seed(seed)
     model = METHODS[method](log.steps)
     train_offline(model, model, log, options)

@@ -28,7 +28,8 @@ def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
     if (clicks.shape != pages.shape or clicks.ndim != 1 or (pages < 1).any() or per_page < 1
             or (clicks < 0).any() or (clicks > pages * per_page).any()):
         raise InvalidInputError(
-            "cannot give a click-through rate", "clicks, pages", (clicks.shape, pages.shape),
+            "cannot compute a click-through rate", "shapes and minima of clicks, pages",
+            (clicks.shape, pages.shape, clicks.min(initial=0), pages.min(initial=1)),
             f"[E] each, with pages >= 1 and 0 <= clicks <= {per_page} * pages",
             "pass the counts of the same visits")
     shown = pages * per_page

@@ -56,7 +56,7 @@ def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
                 action_space=env.action_space, algorithm_name=log.policy or None,
                 description=f"Visits to OPER's simulated shop ({shop.name})")
         except ValueError as error:
-            raise InvalidInputError(what, "dataset_id", dataset_id, str(error),
+            raise InvalidInputError(what, "dataset_id", dataset_id, f"a valid new id ({error})",
                                     "choose another name or version") from error
 
 

@@ -88,12 +88,12 @@ def collect_visits(shop: Shop, policy: Policy, count: int, seed: int, name: str 
 
 
 def to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """Undiscounted returns-to-go [E, T] of rewards [E, T]."""
+    """Compute undiscounted returns-to-go [E, T] of rewards [E, T]."""
     return rewards.flip(1).cumsum(dim=1).flip(1)
 
 
 def random_policy(past: Trajectories) -> torch.Tensor:
-    """The policy of uniformly random actions in [-1, 1]."""
+    """Choose uniformly random actions in [-1, 1], float32 [n, 27]."""
     return torch.rand(past.states.shape[0], ACTION_DIM) * 2 - 1
 
 
@@ -317,7 +317,7 @@ def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions,
 
 
 def high_return(log: Episodes, quantile: float = 0.9) -> float:
-    """Quantile of the clicks per logged episode, for `ReturnPolicy.target`."""
+    """Return a quantile of the clicks per logged episode, for `ReturnPolicy.target`."""
     return float(np.quantile(log.clicks, quantile))
 
 

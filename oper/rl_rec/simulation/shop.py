@@ -102,7 +102,7 @@ class Shop:
 
     def expected(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expected clicks and second attribute of a page, float32 [n] each.
+        """Compute expected clicks and second attribute of a page, float32 [n] each.
 
         Args:
             features: features of the customers, float32 [n, 88].

@@ -230,14 +230,14 @@ class CaDVAE(Recommender):
         return acyclic_support(self.adjacency.detach(), self.config.threshold)
 
     def labels(self, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """u, float32 [B, K], given items int64 [L] and lengths [B]; None if labels are not used."""
+        """Compute u, float32 [B, K], from items [L] and lengths [B]; None without labels."""
         if self.shares is None or self.label_mean is None or self.label_std is None:
             return None
         counts = log_counts(tags(self.shares), items, lengths)
         return (without(self.activity, counts) - self.label_mean) / self.label_std
 
     def item_concepts(self, items: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """c of items int64 [n], float32 [n, K]; their rows [n, d] are needed if c is learned."""
+        """Return c of items int64 [n], float32 [n, K]; learned c requires their rows [n, d]."""
         if self.shares is not None:
             return self.shares[items]
         assert self.prototypes is not None and rows is not None
@@ -246,7 +246,7 @@ class CaDVAE(Recommender):
 
     def infer(self, lengths: torch.Tensor, items: torch.Tensor, concepts: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log variance of eps, float32 [B, K, d] each; `concepts`: c of items, [L, K]."""
+        """Compute mean and log variance of eps, [B, K, d] each; `concepts`: c of items, [L, K]."""
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, concepts.T * weights)
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=2)
@@ -295,12 +295,12 @@ class CaDVAE(Recommender):
         return torch.stack(after, 1)
 
     def _effect(self, k: int, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Effect on concept k of its causes, float32 [B, d], given A [K, K] and z [B, K, d]."""
+        """Compute the effect of its causes on concept k, [B, d], given A [K, K], z [B, K, d]."""
         inflow = torch.einsum("j,bjd->bd", a[:, k], z)
         return inflow if self.masks is None else self.masks[k](inflow)
 
     def decode(self, z: torch.Tensor, rows: torch.Tensor, concepts: torch.Tensor) -> torch.Tensor:
-        """log sum_k c_{i,k} exp(similarity / tau), float32 [B, n], from rows float32 [n, d]."""
+        """Compute log sum_k c_{i,k} exp(similarity / tau), float32 [B, n], from rows [n, d]."""
         return (self._similarity(z, rows) + concepts.T.log()).logsumexp(1)
 
     def _similarity(self, z: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ class CaDVAE(Recommender):
         return torch.einsum("bkd,nd->bkn", z, rows) / self.config.temperature
 
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its detached terms by name."""
+        """Return the loss, float32 [], and its detached terms by name."""
         items, lengths = positives(batch)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
@@ -326,7 +326,7 @@ class CaDVAE(Recommender):
 
     def _own_scores(self, z: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor,
                     concepts: torch.Tensor) -> torch.Tensor:
-        """Scores of the users' own items, float32 [L]."""
+        """Compute the scores of the users' own items, float32 [L]."""
         if self.config.similarity == "cosine":
             z, rows = _unit(z), _unit(rows)
         found = torch.einsum("lkd,ld->lk", z[rows_of(lengths)], rows) / self.config.temperature
@@ -334,7 +334,7 @@ class CaDVAE(Recommender):
 
     def _divergences(self, mean: torch.Tensor, log_var: torch.Tensor,
                      labels: torch.Tensor | None, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Weighted sum of the KL terms of eps and of the linear layer's z; adds them to `parts`."""
+        """Sum the weighted KL terms of eps and of the linear layer's z; adds them to `parts`."""
         c = self.config
         # With unit means, the mean contributes only a constant, which is omitted.
         centre = torch.zeros_like(mean) if c.unit_mean else mean
@@ -355,7 +355,7 @@ class CaDVAE(Recommender):
 
     def _causal_terms(self, mean: torch.Tensor, labels: torch.Tensor | None,
                       parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Loss terms of the labels, the non-linear layer and a free graph's acyclicity."""
+        """Sum the weighted loss terms of labels, non-linear layer and acyclicity; see `parts`."""
         c, a = self.config, self.adjacency
         loss = 0.0 * a.sum()  # gives A a gradient even if no term below is used
         if labels is not None:
@@ -387,7 +387,7 @@ class CaDVAE(Recommender):
         return self.structure(self.infer(lengths, items, self.item_concepts(items, rows))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Scores float32 [B, n] of items [n], given z [B, K, d] from `encode` or `intervene`."""
+        """Score items [n], float32 [B, n], given z [B, K, d] from `encode` or `intervene`."""
         rows = self.item_out(items)
         return self.decode(encoded, rows, self.item_concepts(items, rows))
 
@@ -423,18 +423,18 @@ class _Residual(nn.Module):
 
 
 def solve(a: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """z [B, K, d] with ``(I - A') z = eps``; A [K, K]."""
+    """Solve ``(I - A') z = eps`` for z [B, K, d]; A [K, K]."""
     return torch.linalg.solve(_unmixing(a), eps)
 
 
 def tags(shares: torch.Tensor) -> torch.Tensor:
-    """One-hot concept of each item's largest share, float32 [num_items, K]; ties are split."""
+    """Return the one-hot concept of each item's largest share, [num_items, K]; ties are split."""
     top = (shares == shares.amax(1, keepdim=True)).float()
     return top / top.sum(1, keepdim=True)
 
 
 def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`log_of` the number of items of each concept that users have, float32 [B, K].
+    """Count the items of each concept that users have and apply `log_of`, float32 [B, K].
 
     Args:
         tags: result of `tags`, float32 [num_items, K].
@@ -447,7 +447,7 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
 
 
 def log_of(counts: torch.Tensor) -> torch.Tensor:
-    """``log(n_k + 1/2)`` of counts [B, K], float32.
+    """Compute ``log(n_k + 1/2)`` of counts [B, K], float32.
 
     Each column depends only on its own concept, so independent counts stay independent. 1/2 is
     Haldane's correction for concepts without items.
@@ -456,12 +456,12 @@ def log_of(counts: torch.Tensor) -> torch.Tensor:
 
 
 def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Log counts [B, K] minus each user's activity, ``counts @ activity`` with weights [K]."""
+    """Subtract each user's activity, ``counts @ activity`` with weights [K], from log counts."""
     return counts - (counts @ activity)[:, None]
 
 
 def _unmixing(a: torch.Tensor) -> torch.Tensor:
-    """I - A'."""
+    """Return I - A'."""
     return torch.eye(len(a), dtype=a.dtype, device=a.device) - a.T
 
 

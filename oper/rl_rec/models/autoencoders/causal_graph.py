@@ -12,7 +12,7 @@ import torch
 
 
 def acyclicity(a: torch.Tensor) -> torch.Tensor:
-    """``h(A) = tr[(I + (A o A) / n)^n] - n``, a scalar, which is 0 if and only if A is acyclic.
+    """Compute ``h(A) = tr[(I + (A o A) / n)^n] - n``, a scalar; 0 if and only if A is acyclic.
 
     Yu, Chen, Gao & Yu, "DAG-GNN", ICML 2019, equation 13 with alpha = 1 / n.
     """
@@ -106,7 +106,7 @@ def acyclic_support(a: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def least_squares(covariance: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
-    """Regress each concept on its causes, given the covariance [n, n]; A, float64 [n, n]."""
+    """Regress each concept on its causes, given the covariance [n, n]; returns A, [n, n]."""
     a = torch.zeros_like(covariance)
     for k in range(len(a)):
         causes = support[:, k].nonzero()[:, 0]

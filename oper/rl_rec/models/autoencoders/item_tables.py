@@ -101,7 +101,7 @@ def rows_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
-    """Weights ``|S_u|^(-1/2)`` of users' items, float32 [L], with inverted dropout in training.
+    """Compute the weights ``|S_u|^(-1/2)`` of users' items, float32 [L], with inverted dropout.
 
     They are the entries of the multi-hot vectors, normalised to length 1; 0 = dropped.
     """
@@ -152,7 +152,7 @@ class Candidates:
 
 def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor,
                     lengths: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """``-sum_{i in S_u} log p(i | z_u)``, averaged over users; float32 [].
+    """Compute ``-sum_{i in S_u} log p(i | z_u)``, averaged over users; float32 [].
 
     Args:
         own: score of each user's own items, float32 [L]; unused if all items are scored.
@@ -189,7 +189,7 @@ def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: i
 
 def gaussian_kl(mean: torch.Tensor, log_var: torch.Tensor, prior_mean: torch.Tensor | float = 0.0,
                 prior_std: float = 1.0) -> torch.Tensor:
-    """``KL(N(mean, exp(log_var)) || N(prior_mean, prior_std^2))``, elementwise."""
+    """Compute ``KL(N(mean, exp(log_var)) || N(prior_mean, prior_std^2))``, elementwise."""
     variance = prior_std * prior_std
     return 0.5 * (math.log(variance) - log_var - 1
                   + (log_var.exp() + (mean - prior_mean).square()) / variance)
@@ -201,5 +201,6 @@ def sample(mean: torch.Tensor, log_var: torch.Tensor, training: bool) -> torch.T
 
 
 def annealed(step: int, num_steps: int, share: float) -> float:
-    """Rise linearly from 0 to 1 over the first `share` of the steps (Bowman et al. 2016)."""
+    """Return a weight that rises linearly from 0 to 1 over the first `share` of the steps (Bowman
+    et al. 2016)."""
     return min(1.0, step / max(1.0, share * num_steps))

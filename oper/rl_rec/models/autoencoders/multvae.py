@@ -85,7 +85,7 @@ class MultVAE(Recommender):
 
     def infer(self, items: torch.Tensor, lengths: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log variance of z, float32 [B, d] each, given items int64 [L], lengths [B]."""
+        """Compute mean and log variance of z, [B, d] each, given items [L] and lengths [B]."""
         weights = bag_weights(lengths, self.config.dropout, self.training)
         y = self.item_in(items, lengths, weights.unsqueeze(0))[:, 0]
         mean, log_var = self.posterior((y + self.bias).tanh()).chunk(2, dim=1)
@@ -97,7 +97,7 @@ class MultVAE(Recommender):
         return nn.functional.pad(g, (0, 1), value=1.0) if self.config.item_bias else g
 
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its parts ``nll`` and ``kl``."""
+        """Return the loss, float32 [], and its terms ``nll`` and ``kl``."""
         items, lengths = positives(batch)
         candidates = Candidates(self.num_items, self.config.sampled, items.device)
         mean, log_var = self.infer(items, lengths)
@@ -117,7 +117,7 @@ class MultVAE(Recommender):
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Users' factors as from `decode`, from the mean of z."""
+        """Compute users' factors, the result of `decode` for the mean of z."""
         return self.decode(self.infer(*positives(histories))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class RecVAE(Recommender):
         self.item_out = ItemRows("item_out", num_items, config.dim + 1, "cpu")
 
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss float32 [] and its parts ``nll`` and ``kl``."""
+        """Return the loss, float32 [], and its terms ``nll`` and ``kl``."""
         items, lengths = positives(batch)
         dropout = self.config.dropout if self.training and not self.trains_decoder else 0.0
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.trains_decoder):
@@ -115,7 +115,7 @@ class RecVAE(Recommender):
         return nll + kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """Means of z with a last 1 for the items' bias, float32 [B, d + 1]."""
+        """Compute the means of z, with a last 1 for the items' bias, float32 [B, d + 1]."""
         return _with_one(self.encoder(*positives(histories), 0.0)[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def _with_one(z: torch.Tensor) -> torch.Tensor:
 
 def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
               ) -> torch.Tensor:
-    """Log density [B, d] of the composite prior, a mixture per column as in the authors' code."""
+    """Compute the log density [B, d] of the composite prior, by column as in the authors' code."""
     zero = torch.zeros_like(z)
     parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
              zip(_PRIOR, (zero, old_mean, zero), (zero, old_log_var, zero + _WIDE), strict=True)]
@@ -144,5 +144,5 @@ def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
 
 
 def log_normal(z: torch.Tensor, mean: torch.Tensor, log_var: torch.Tensor) -> torch.Tensor:
-    """Log density of independent normal distributions by column, [B, d]."""
+    """Compute the log density of independent normal distributions by column, [B, d]."""
     return -0.5 * (log_var + (z - mean).square() / log_var.exp() + math.log(2 * math.pi))
