@@ -86,7 +86,7 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     ([0, 10], None, ["'clicks'", "10", "num_rows=10"]),
     ([0, -1], None, ["'clicks'", "-1", "num_rows=10"]),
     ([0, 1], [1, 2], ["sum(lengths)", "3", "len(ids)=2"]),
-    ([0, 1], [3, -1], ["sum(lengths)", "negative"]),
+    ([0, 1], [3, -1], ["min(lengths)", "-1", ">= 0"]),
     ([0.5, 1.0], None, ["float64", "integer"]),
 ])
 def test_bad_lookups_are_one_clear_error(

@@ -25,12 +25,15 @@ def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
         InvalidInputError: shapes differ, or numbers are out of range.
     """
     clicks, pages = np.asarray(clicks, np.float64), np.asarray(pages, np.float64)
-    if (clicks.shape != pages.shape or clicks.ndim != 1 or (pages < 1).any() or per_page < 1
-            or (clicks < 0).any() or (clicks > pages * per_page).any()):
-        raise InvalidInputError(
-            "cannot compute a click-through rate", "shapes and minima of clicks, pages",
-            (clicks.shape, pages.shape, clicks.min(initial=0), pages.min(initial=1)),
-            f"[E] each, with pages >= 1 and 0 <= clicks <= {per_page} * pages",
-            "pass the counts of the same visits")
+    what, todo = "cannot compute a click-through rate", "pass the counts of the same visits"
+    if clicks.shape != pages.shape or clicks.ndim != 1:
+        raise InvalidInputError(what, "shapes of clicks, pages", (clicks.shape, pages.shape),
+                                "[E] each", todo)
+    wrong = (pages < 1) | (clicks < 0) | (clicks > pages * per_page) | (per_page < 1)
+    if wrong.any():
+        k = int(wrong.argmax())
+        raise InvalidInputError(what, f"clicks, pages, per_page of visit {k}",
+                                (float(clicks[k]), float(pages[k]), per_page), "pages and per_page "
+                                ">= 1, 0 <= clicks <= pages * per_page", todo)
     shown = pages * per_page
     return {"step": ratio(clicks, shown), "episode": bootstrap(clicks / shown)}
