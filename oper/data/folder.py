@@ -21,7 +21,7 @@ FOLDER_VERSION = 4
 MANIFEST = "manifest.json"
 LOOKUPS = "lookups.parquet"  # only in the output of 'oper generate', which is not preprocessed
 SPLITS = ("train", "valid", "test")
-_MAX_BUCKETS = 1 << 15  # buckets are int16
+MAX_BUCKETS = 1 << 15  # buckets are int16
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Folder:
             sparse, multi_hot = _names(columns["sparse"]), _names(columns["multi_hot"])
             if not set(multi_hot) <= set(sparse):
                 raise ValueError(f"multi_hot={list(multi_hot)} are not all sparse columns")
-            _whole("buckets", manifest["split"]["buckets"], 1, _MAX_BUCKETS)
+            _whole("buckets", manifest["split"]["buckets"], 1, MAX_BUCKETS)
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")

@@ -33,9 +33,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
                              "(default: the recipe's)")
-    parser.add_argument("--max-rows", type=whole(1), metavar="N",
+    parser.add_argument("--max-rows", type=whole(2), metavar="N",
                         help="at most N rows per table; rarer values share row 0")
-    parser.add_argument("--hash", type=whole(1), metavar="N", dest="hash_rows",
+    parser.add_argument("--hash", type=whole(2), metavar="N", dest="hash_rows",
                         help="hash values into tables of N rows instead, and count collisions")
     parser.add_argument("--vocabulary", metavar="DIR",
                         help="apply the vocabulary of an earlier output or of 'oper vocabulary "

@@ -15,6 +15,7 @@ from oper.data.folder import SPLITS
 from oper.data.preprocessing import run as preprocessing, staging, writing
 from oper.data.recipe import recipe_from_dict
 from oper.data.vocabulary import merging
+from oper.errors import InvalidInputError
 from tests.data.folder_support import decoded, digest
 
 TWEETS = load_recipe("movietweetings")
@@ -43,6 +44,14 @@ def test_a_split_sees_every_minute_of_the_log(
     ordered = np.sort(times)
     assert manifest["split"]["first_valid_second"] == ordered[2100] // 60 * 60
     assert manifest["split"]["valid"] == str(Fraction(1, 5))
+
+
+def test_more_buckets_than_their_column_can_number_are_refused(tmp_path: Path) -> None:
+    log = write(tmp_path / "ratings.dat", START + np.array([0, 86_400, 86_400 * 12_000]))
+    recipe = replace(TWEETS, buckets=1, bucket_seconds=3600)
+    with pytest.raises(InvalidInputError, match=r"at most 32768.*bucket_seconds"):
+        preprocess(recipe, [log], tmp_path / "out", PreprocessOptions(valid="0", test="0"))
+    assert not (tmp_path / "out").exists()
 
 
 COLUMNS = {"name": "x", "separator": ",", "header": True, "column": [

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper.data.arrays import lists
-from oper.data.folder import SPLITS
+from oper.data.folder import MAX_BUCKETS, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.staging import Coded, Stage
 from oper.data.reading.pagecache import Passing
@@ -21,6 +21,7 @@ from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import Slices, Vocabulary
 from oper.data.vocabulary.raw_keys import RawKeys
+from oper.errors import InvalidInputError
 
 _DAY = 86400
 _PART = "\0part"  # temporary column with `Split.parts`; names of real columns contain no zero byte
@@ -75,6 +76,9 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
         slices: yields pairs of ascending minutes since 1970 that have rows, int64 [K], and the
             number of rows in each, int64 [K]; at least one minute in total.
         valid, test: requested shares of the rows.
+
+    Raises:
+        InvalidInputError: there are more than `MAX_BUCKETS` buckets of ``bucket_seconds``.
     """
     total, begin, end = 0, 0, 0
     for minutes, counts in slices():
@@ -96,6 +100,12 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
     if recipe.bucket_seconds:
         start -= start % _DAY
         buckets = -(-(stop - start) // recipe.bucket_seconds)
+        if buckets > MAX_BUCKETS:
+            raise InvalidInputError(
+                "cannot divide the log's time into buckets", "buckets of bucket_seconds="
+                f"{recipe.bucket_seconds} in {(stop - start) / _DAY:g} days", buckets,
+                f"at most {MAX_BUCKETS}", "raise [split] bucket_seconds, or remove rows whose "
+                "time is wrong")
         stop = start + buckets * recipe.bucket_seconds
     return Split("time", first_valid, first_test, start, stop - start, buckets)
 

@@ -162,8 +162,10 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
 
 def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None:
     if policy.shape != shape or (policy < 0).any() or not np.allclose(policy.sum(1), 1, atol=1e-6):
-        raise InvalidInputError("cannot estimate a policy", f"shape, minimum of {name}",
-                                (policy.shape, float(policy.min(initial=0))),
+        raise InvalidInputError("cannot estimate a policy",
+                                f"shape, minimum, sums of rows of {name}",
+                                (policy.shape, float(policy.min(initial=0)),
+                                 policy.sum(-1)[:4].tolist()),
                                 f"{shape}, probabilities >= 0 whose rows sum to 1",
                                 "pass the policy's probability of every action for every "
                                 "row of the log")
