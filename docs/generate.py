@@ -32,8 +32,8 @@ COPIED = {
 }
 API: dict[str, tuple[str, ...]] = {
     "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.KeyedRows", "oper.KeyMap",
-                        "oper.no_sync", "oper.micro_batches", "oper.MicroBatchPipeline",
-                        "oper.trace",
+                        "oper.no_sync", "oper.synchronize", "oper.micro_batches",
+                        "oper.MicroBatchPipeline", "oper.trace",
                         "oper.tracing.Trace", "oper.migrate",
                         "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
                         "oper.replanning.WatchOptions", "oper.replanning.Event"),

@@ -21,7 +21,8 @@ _PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
     "oper.integration.checkpoint.planners": ("SavePlanner", "LoadPlanner"),
     "oper.integration.checkpoint.files": ("CheckpointReader",),
     "oper.integration.checkpoint.on_demand": ("rows_on_demand",),
-    "oper.integration.checkpoint.saving": ("save_checkpoint", "load_checkpoint"),
+    "oper.integration.checkpoint.saving": ("save_checkpoint", "load_checkpoint",
+                                                    "synchronize"),
     "oper.integration.checkpoint.deltas": ("DeltaCheckpoints",),
     "oper.search": ("make_plan", "verify_plan"),
     "oper.analysis": ("collect",),
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from oper.integration.checkpoint.saving import (
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
+        synchronize as synchronize,
     )
     from oper.integration.keys.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
     from oper.pipeline import MicroBatchPipeline as MicroBatchPipeline

@@ -41,7 +41,8 @@ MEMORIES = ("device", "host")
 OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
-              "lower_bound_us", "message_bits", "notes", "tables", "orders"}
+              "lower_bound_us", "message_bits", "replica_groups", "synchronize_every", "notes",
+              "tables", "orders"}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "dtype", "sbp"}
 MAX_PATTERN = 4096  # largest sum of a stripe's weights, after which its sequence of ranks repeats
 _EMPTY = np.zeros(0, np.int64)
@@ -152,6 +153,9 @@ class Plan:
         notes: further information from the planner; values are JSON-serializable.
         message_bits: bits per number in messages between memory domains; the constructor takes any
             value that `MessageBits.parse` accepts, and drops tables that are not in the plan.
+        replica_groups: number of groups of `world_size` ranks that each execute the plan, see
+            `oper.shard`; `step_us` and `lower_bound_us` do not include their synchronization.
+        synchronize_every: number of updates between two synchronizations of the groups.
     """
 
     world_size: int
@@ -163,11 +167,17 @@ class Plan:
     lower_bound_us: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     message_bits: MessageBits = EXACT
+    replica_groups: int = 1
+    synchronize_every: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise PlanError("invalid plan", "world_size", self.world_size, ">= 1",
                             "state how many ranks the plan is for")
+        for name in ("replica_groups", "synchronize_every"):
+            if getattr(self, name) < 1:
+                raise PlanError("invalid plan", name, getattr(self, name), ">= 1",
+                                "leave it out if there is one group")
         if self.objective not in OBJECTIVES:
             raise PlanError("invalid plan", "objective", self.objective, EXPECTED_OBJECTIVE,
                             "write training or inference")
@@ -256,6 +266,9 @@ class Plan:
             "step_us": self.step_us, "lower_bound_us": self.lower_bound_us, "notes": self.notes}
         if self.message_bits != EXACT:
             head["message_bits"] = self.message_bits.to_json()
+        if self.replica_groups > 1:
+            head |= {"replica_groups": self.replica_groups,
+                     "synchronize_every": self.synchronize_every}
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -308,7 +321,8 @@ class Plan:
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
-                _number(value["lower_bound_us"]), _mapping(value["notes"]), bits)
+                _number(value["lower_bound_us"]), _mapping(value["notes"]), bits,
+                _whole(value.get("replica_groups", 1)), _whole(value.get("synchronize_every", 1)))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise

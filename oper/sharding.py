@@ -52,6 +52,8 @@ def shard(
     row_dtype: str | Mapping[str, str] | None = None,
     message_bits: int | tuple[int, int] | Mapping[str, Any] | None = None,
     dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
+    replica_groups: int | None = None,
+    synchronize_every: int | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -91,6 +93,15 @@ def shard(
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.
+        replica_groups: number of groups into which the ranks are divided, each of consecutive
+            ranks. Each group holds all tables, by a plan for its ranks, and its lookups and updates
+            stay within it. By default the plan's, or 1 without a plan. Only for training static
+            tables in host memory.
+        synchronize_every: number of updates after which the groups' rows are synchronized, by
+            default the plan's, or 1. With 1, gradients are added up over all groups before every
+            update, which gives the numbers of one group up to the order of additions. With more,
+            groups update their rows separately, and changed rows and optimizer states are then
+            averaged; see docs/how-to/multi-host.md for what this costs.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -110,19 +121,34 @@ def shard(
         torch.Size([1, 8])
     """
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
-    from oper.integration.targets import describe, find_targets, name_tables, typed
+    from oper.integration.targets import build, describe, find_targets, name_tables, typed
     from oper.shmem.group.agreement import check_same_arguments
     from oper.shmem.group.groups import default_group
+    from oper.shmem.replica_groups.groups import split
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
     bits = None if message_bits is None else MessageBits.parse(message_bits)
     check_environment("cannot shard")
-    group = default_group(process_group)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    if replica_groups is None:
+        replica_groups = 1 if plan is None else plan.replica_groups
+    if synchronize_every is None:
+        synchronize_every = 1 if plan is None or replica_groups == 1 else plan.synchronize_every
+    whole = default_group(process_group)
     # These decide which collective calls follow.
-    check_same_arguments(group, "cannot shard", {
+    check_same_arguments(whole, "cannot shard", {
         "objective": [objective], "plan": [None if plan is None else "a plan"],
-        "topology": [None if plan is not None or topology is None else "a topology"]})
+        "topology": [None if plan is not None or topology is None else "a topology"],
+        "replica_groups": [replica_groups], "synchronize_every": [synchronize_every]})
+    groups = split(whole, replica_groups, synchronize_every)
+    maps_keys = any(hasattr(m, "_managed_collision_collection") for m in module.modules())
+    if groups is not None and (objective != "training" or dynamic or maps_keys):
+        raise InvalidInputError(
+            "cannot shard in replica groups", "objective, dynamic, managed collision modules",
+            (objective, dynamic, maps_keys), "'training', None, False", "leave replica_groups out")
+    group = whole if groups is None else groups.mine
     targets = find_targets(module, modules)
     for target in targets:
         describe(target, objective, optimizer)
@@ -135,8 +161,7 @@ def shard(
     rules = _dynamic_tables(targets, dynamic)
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
-    if group.world_size > 1 and any(
-            hasattr(m, "_managed_collision_collection") for m in module.modules()):
+    if group.world_size > 1 and maps_keys:
         from oper.integration.keys.managed_collision import share_maps
 
         share_maps(module, group)
@@ -145,7 +170,7 @@ def shard(
         bits.check_names({s.name for s in tables})
     if rules and stats is not None:
         stats = _of_rows(stats, rules, tables)
-    made = _the_plan(tables, stats, plan, topology, group,
+    made = _the_plan(tables, stats, plan, topology, (whole, group),
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "batch_size": _DEFAULT_BATCH if batch_size is None else batch_size})
     made.check_for(tables, group.world_size)
@@ -161,7 +186,7 @@ def shard(
     built: list[nn.Module] = []
     try:
         for target in targets:
-            built.append(_build(target, made, objective, group, bounds_check, held))
+            built.append(build(target, made, objective, groups or group, bounds_check, held))
             opened: Any = built[-1].tables
             opened.guard.choose(gradient_guard)
             mine = {s.name: rules[s.name] for s in target.specs if s.name in rules}
@@ -408,14 +433,16 @@ def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[Tabl
     return replace(stats, tables=stats.tables | found)
 
 
-def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, group: Group,
-              options: Mapping[str, Any]) -> Plan:
+def _the_plan(tables: list[TableSpec], stats: Any, plan: Plan | None, topology: Any,
+              groups: tuple[Group, Group], options: Mapping[str, Any]) -> Plan:
     """Return the plan to execute. If none is given, rank 0 makes it with the `options` of
-    `make_plan` and sends it to all ranks."""
-    if isinstance(plan, Plan):
-        return plan
+    `make_plan` and sends it to all ranks.
+
+    `groups`: all ranks, and those that the plan is for.
+    """
+    whole, group = groups
     if plan is not None:
-        return Plan.load(plan)
+        return plan
     from oper.search.problem.presets import THIS_HOST, topology_preset
 
     if topology is None:
@@ -424,17 +451,19 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, gro
         topology = Topology.of_domains(find_domains(group))
     elif not isinstance(topology, Topology) and os.fspath(topology) != THIS_HOST:
         topology = topology_preset(os.fspath(topology))
+    if isinstance(topology, Topology) and topology.world_size == whole.world_size:
+        topology = topology.divided(whole.world_size // group.world_size)
     if isinstance(topology, Topology) and topology.world_size != group.world_size:
         raise InvalidInputError("cannot plan for another number of ranks", "ranks of the topology",
                                 topology.world_size, f"{group.world_size}, the process group's",
                                 "pass a topology of that size, or leave it out")
     made: Plan | Exception | None = None
-    if group.rank == 0:
+    if whole.rank == 0:
         try:
             made = _make(tables, stats, topology, group.world_size, options)
         except Exception as error:
             made = error
-    made = group.all_gather(made)[0]
+    made = whole.all_gather(made)[0]
     if isinstance(made, Exception):
         raise made
     assert isinstance(made, Plan)
@@ -456,80 +485,3 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, world_size: int,
     for warning in found:  # stacklevel: the line that calls `shard`
         warnings.warn(warning.message, stacklevel=4)
     return plan
-
-
-def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_check: Any,
-           held: Mapping[str, TableSpec]) -> nn.Module:
-    import torch
-
-    from oper.integration.checkpoint.table_state import load_weights
-    from oper.integration.targets import replacement
-    from oper.shmem.by_feature import BoundsCheck
-    from oper.shmem.exchange.pull import choose_automatically
-    from oper.shmem.tables import ShardedTables
-
-    # The model's specs replace the plan's: a plan file may have another pooling or optimizer.
-    entries = tuple(replace(plan.table(spec.name), table=spec) for spec in target.specs)
-    features = [(f, spec.name) for spec in target.specs for f in spec.features]
-    optimizers = None
-    if objective == "training":
-        optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
-    plan = replace(plan, tables=entries)
-    scale = _gradient_scale(target, group)
-    device = next((p.device for p in target.module.parameters()), None)  # None if quantised
-    tables: ShardedTables
-    if device is not None and device.type == "cuda":
-        from oper.shmem.device.tables import DeviceTables
-
-        tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
-    else:
-        tables = ShardedTables(plan, features, group, optimizers, scale)
-    tables.name = target.path
-    tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
-    if target.is_quantised:
-        _load_codes(tables, target, held)
-    else:
-        load_weights(tables, _weights(target))
-        padding = getattr(target.module, "padding_idx", None)
-        if padding is not None and target.module.weight.is_meta:  # torch initializes it to zero
-            spec = target.specs[0]
-            tables.write(spec.name, torch.zeros(1, spec.dim), padding)
-            tables.publish()
-    tables.use_huge_pages()
-    if type(tables) is ShardedTables:  # `DeviceTables` chooses for every batch
-        choose_automatically(tables)
-    return replacement(target, tables)
-
-
-def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableSpec]) -> None:
-    """Copy the rows of a collection quantised by TorchRec, equal on all ranks. Collective."""
-    from oper.integration.checkpoint.weights import Weights
-
-    keys = replace(target, path="").keys()
-    source = Weights(target.module, keys.values())
-    for spec in target.specs:
-        for begin, rows in source.rows(keys[spec.name], held[spec.name], spec):
-            tables.write(spec.name, rows, begin)
-    tables.publish()
-
-
-def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Yield every table's name, its unsharded weight, and its init function or None."""
-    if not target.is_collection:
-        yield target.specs[0].name, target.module.weight, None
-        return
-    from oper.integration.torchrec_modules import configs_of
-
-    for config, (_, weight) in zip(
-            configs_of(target.module), target.module.named_parameters(), strict=True):
-        yield target.names[config.name], weight, config.init_fn
-
-
-def _gradient_scale(target: Target, group: Group) -> float:
-    """Return 1 / world_size, as DDP averages gradients, or 1 if TorchRec's division is off."""
-    if target.is_collection:
-        from oper.integration.torchrec_modules import divides_gradients
-
-        if not divides_gradients():
-            return 1.0
-    return 1.0 / group.world_size

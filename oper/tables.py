@@ -31,12 +31,15 @@ class OptimizerKind:
         needs_whole_rows: the update uses norms over all columns of a row, so its tables cannot be
             split by columns.
         counts_steps: the update depends on the number of earlier steps (bias correction).
+        is_proportional: the step is proportional to the gradient. The steps of other optimizers
+            hardly depend on its size.
     """
 
     code: int
     state: tuple[tuple[str, bool], ...] = ()
     needs_whole_rows: bool = False
     counts_steps: bool = False
+    is_proportional: bool = False
 
     @property
     def is_row_wise(self) -> bool:
@@ -55,12 +58,12 @@ _VECTOR, _SECOND_VECTOR = ("momentum1", False), ("momentum2", False)
 #: The optimizers of tables, by `TableSpec.optimizer`.
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "none": OptimizerKind(0),
-    "sgd": OptimizerKind(1),
+    "sgd": OptimizerKind(1, is_proportional=True),
     "rowwise_adagrad": OptimizerKind(2, (("momentum1", True),)),
     "adagrad": OptimizerKind(3, (_VECTOR,)),
     "adam": OptimizerKind(4, (_VECTOR, _SECOND_VECTOR), counts_steps=True),
     "partial_rowwise_adam": OptimizerKind(5, (_VECTOR, ("momentum2", True)), counts_steps=True),
-    "momentum_sgd": OptimizerKind(6, (_VECTOR,)),
+    "momentum_sgd": OptimizerKind(6, (_VECTOR,), is_proportional=True),
     "lars_sgd": OptimizerKind(7, (_VECTOR,), needs_whole_rows=True),
     "lamb": OptimizerKind(8, (_VECTOR, _SECOND_VECTOR), needs_whole_rows=True, counts_steps=True),
     "partial_rowwise_lamb": OptimizerKind(

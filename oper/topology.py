@@ -212,6 +212,34 @@ class Topology:
         """Return the index of each rank's domain, int [W]."""
         return [k for k, d in enumerate(self.domains) for _ in d.ranks]
 
+    def divided(self, count: int) -> Topology:
+        """Return one of `count` equal groups of consecutive hosts.
+
+        Raises:
+            InvalidInputError: hosts cannot be divided into that many equal groups.
+        """
+        if count == 1:
+            return self
+        size = self.world_size // count
+        parts = []
+        for first in range(0, size * count, size):
+            inside = [d for d in self.domains if first <= d.ranks[0] < first + size]
+            hosts = sorted({d.host for d in inside})
+            near = {h: k for k, h in enumerate(hosts)}
+            racks = tuple(Rack(tuple(near[h] for h in rack.hosts if h in near), rack.uplink_gbps)
+                          for rack in self.racks if not near.keys().isdisjoint(rack.hosts))
+            parts.append((tuple(replace(d, ranks=tuple(r - first for r in d.ranks),
+                                        host=near[d.host]) for d in inside),
+                          racks if len(racks) > 1 else ()))
+        require(f"cannot divide the hosts of topology {self.name!r}",
+                "choose a number of groups that divides the number of hosts, of equal hosts",
+                ("number of groups", count,
+                 self.num_hosts % count == 0 and all(x == parts[0] for x in parts)
+                 and [r for d in parts[0][0] for r in d.ranks] == list(range(size)),
+                 f"a divisor of {self.num_hosts} hosts, with equal groups"))
+        return replace(self, name=f"{self.name}, one of {count} groups", domains=parts[0][0],
+                       racks=parts[0][1])
+
     @staticmethod
     def from_toml(path: str | os.PathLike[str]) -> Topology:
         """Read a topology file.

@@ -53,7 +53,7 @@ PACKAGES: dict[str, frozenset[str]] = {
 }
 # Packages inside a package: each may import those before it.
 LAYERS = {"shmem": ("optim", "placement", "group", "memory", "keys", "exchange", "counters",
-                    "publication", "device")}
+                    "publication", "device", "replica_groups")}
 TORCHREC_PACKAGES = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
                             "bench"})
 # Who may import a library that is slow to load or belongs to one package.

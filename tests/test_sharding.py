@@ -16,6 +16,7 @@ from torch import nn
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, PlanError
+from oper.integration import targets
 from oper.plan import Plan, uniform_plan
 from oper.tables import TableSpec
 from tests.support import ROOT
@@ -248,7 +249,7 @@ def test_statistics_for_other_tables() -> None:
 
 def test_a_model_is_sharded_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    build, built = oper.sharding._build, []
+    build, built = targets.build, []
 
     def fails_at_the_second(*args: Any) -> nn.Module:
         if built:
@@ -257,7 +258,7 @@ def test_a_model_is_sharded_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyP
         return built[0]
 
     with monkeypatch.context() as patched:
-        patched.setattr("oper.sharding._build", fails_at_the_second)
+        patched.setattr(targets, "build", fails_at_the_second)
         with pytest.raises(oper.OperError, match="no memory"):
             oper.shard(model, plan=plan(*MODEL_PLAN), optimizer=SGD)
     assert type(model.users) is type(model.items[0]) is nn.EmbeddingBag

@@ -3,6 +3,7 @@
 // Placement data (addresses, stripe tables, head maps) is laid out by Python and copied or referenced
 // here; see oper/rows/directory.py for its meaning.
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <tuple>
@@ -278,6 +279,41 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
        {count, unit});
 }
 
+// The sums that `leave` has kept for this rank's rows of a table: slots, uint32 [n] stored as int32,
+// and float32 [n, dim]; first of reduced rows, then of the rows of pushed tiers.
+std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
+  Context& context = context_of(handle);
+  STD_TORCH_CHECK(context.num_left == 1, "internal: not the sums of one batch");
+  const Table& of = context.tables.at(table);
+  Tensor out[4];
+  for (const int pushed : {0, 1}) {
+    const PushedRows& kept = of.left[pushed][0];
+    const int64_t n = std::ssize(kept.slots);
+    out[2 * pushed] = pooled_tensor(ScalarType::Int, {n});
+    out[2 * pushed + 1] = pooled_tensor(ScalarType::Float, {n, of.dim});
+    if (n == 0) continue;
+    std::memcpy(out[2 * pushed].mutable_data_ptr(), kept.slots.data(), n * 4);
+    std::memcpy(out[2 * pushed + 1].mutable_data_ptr(), kept.rows.data(), n * of.gradient_bytes());
+  }
+  return {out[0], out[1], out[2], out[3]};
+}
+
+// Replaces those sums, of reduced rows or of the rows of pushed tiers.
+void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
+  Context& context = context_of(handle);
+  Table& of = context.tables.at(table);
+  const int64_t n = slots.numel();
+  STD_TORCH_CHECK(context.num_left == 1 && slots.is_contiguous() && rows.is_contiguous() &&
+                      slots.scalar_type() == ScalarType::Int &&
+                      rows.scalar_type() == ScalarType::Float && rows.numel() == n * of.dim,
+                  "internal: sums that are not those of a batch");
+  PushedRows& kept = of.left[pushed][0];
+  const float* floats = static_cast<const float*>(rows.data_ptr());
+  const uint32_t* data = static_cast<const uint32_t*>(slots.data_ptr());
+  kept.slots.assign(data, data + n);
+  kept.rows.assign(floats, floats + n * of.dim);
+}
+
 void context_close(int64_t handle) { contexts().close(handle); }
 
 }  // namespace
@@ -306,6 +342,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");
   OPER_OPERATOR(context_take_changes, "(int handle, int table) -> Tensor");
   OPER_OPERATOR(copy_rows, "(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
+  OPER_OPERATOR(context_kept, "(int handle, int table) -> (Tensor, Tensor, Tensor, Tensor)");
+  OPER_OPERATOR(context_keep,
+                "(int handle, int table, bool pushed, Tensor slots, Tensor rows) -> ()");
   OPER_OPERATOR(context_close, "(int handle) -> ()");
 }
 

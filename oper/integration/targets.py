@@ -1,10 +1,10 @@
-"""Find and describe the modules of a model that have embedding tables, and name the tables."""
+"""Find, describe and replace the modules of a model that have embedding tables."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,14 @@ from oper.errors import InvalidInputError
 from oper.tables import TableSpec, plan_names
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from oper.plan import Plan
+    from oper.shmem.group.groups import Group
     from oper.shmem.optim.optimizers import Optimizer
+    from oper.shmem.replica_groups.groups import ReplicaGroups
+    from oper.shmem.tables import ShardedTables
 
 
 @dataclass(slots=True)
@@ -312,3 +317,99 @@ def replacement(target: Target, tables: Any) -> nn.Module:
             target.module, tables, target.specs[0].name)
     _keep_hooks(target.module, new)
     return new
+
+
+def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGroups,
+          bounds_check: Any, held: Mapping[str, TableSpec]) -> nn.Module:
+    """Return the sharded module that replaces a target, with the target's weights. Collective.
+
+    Args:
+        target: describes the module to replace.
+        plan: a plan that has the target's tables.
+        objective: ``"training"`` or ``"inference"``.
+        groups: the ranks, or their replica groups.
+        bounds_check: see `BoundsCheck`.
+        held: the tables by name, with the model's row types.
+    """
+    import torch
+
+    from oper.integration.checkpoint.table_state import load_weights
+    from oper.shmem.by_feature import BoundsCheck
+    from oper.shmem.exchange.pull import choose_automatically
+    from oper.shmem.replica_groups.groups import ReplicaGroups
+    from oper.shmem.replica_groups.synchronizer import Synchronizer
+    from oper.shmem.tables import ShardedTables
+
+    # The model's specs replace the plan's: a plan file may have another pooling or optimizer.
+    entries = tuple(replace(plan.table(spec.name), table=spec) for spec in target.specs)
+    features = [(f, spec.name) for spec in target.specs for f in spec.features]
+    optimizers = None
+    if objective == "training":
+        optimizers = {target.names[table]: o for table, o in target.optimizers.items()}
+    plan = replace(plan, tables=entries)
+    seed: int | None = None
+    if isinstance(groups, ReplicaGroups):
+        # All groups round alike, so that with one synchronization per update they stay equal.
+        group, seed = groups.mine, groups.whole.all_gather(torch.initial_seed())[0]
+        scale = groups.gradient_scale(_gradient_scale(target, groups.whole))
+    else:
+        group, scale = groups, _gradient_scale(target, groups)
+    device = next((p.device for p in target.module.parameters()), None)  # None if quantised
+    tables: ShardedTables
+    if device is not None and device.type == "cuda":
+        from oper.shmem.device.tables import DeviceTables
+
+        tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
+    else:
+        tables = ShardedTables(plan, features, group, optimizers, scale, seed)
+    tables.name = target.path
+    if isinstance(groups, ReplicaGroups):
+        Synchronizer(tables, groups)
+    tables.bounds = BoundsCheck(bounds_check, features, tables.specs)
+    if target.is_quantised:
+        _load_codes(tables, target, held)
+    else:
+        load_weights(tables, _weights(target))
+        padding = getattr(target.module, "padding_idx", None)
+        if padding is not None and target.module.weight.is_meta:  # torch initializes it to zero
+            spec = target.specs[0]
+            tables.write(spec.name, torch.zeros(1, spec.dim), padding)
+            tables.publish()
+    tables.use_huge_pages()
+    if type(tables) is ShardedTables:  # `DeviceTables` chooses for every batch
+        choose_automatically(tables)
+    return replacement(target, tables)
+
+
+def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableSpec]) -> None:
+    """Copy the rows of a collection quantised by TorchRec, equal on all ranks. Collective."""
+    from oper.integration.checkpoint.weights import Weights
+
+    keys = replace(target, path="").keys()
+    source = Weights(target.module, keys.values())
+    for spec in target.specs:
+        for begin, rows in source.rows(keys[spec.name], held[spec.name], spec):
+            tables.write(spec.name, rows, begin)
+    tables.publish()
+
+
+def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Yield every table's name, its unsharded weight, and its init function or None."""
+    if not target.is_collection:
+        yield target.specs[0].name, target.module.weight, None
+        return
+    from oper.integration.torchrec_modules import configs_of
+
+    for config, (_, weight) in zip(
+            configs_of(target.module), target.module.named_parameters(), strict=True):
+        yield target.names[config.name], weight, config.init_fn
+
+
+def _gradient_scale(target: Target, group: Group) -> float:
+    """Return 1 / world_size, as DDP averages gradients, or 1 if TorchRec's division is off."""
+    if target.is_collection:
+        from oper.integration.torchrec_modules import divides_gradients
+
+        if not divides_gradients():
+            return 1.0
+    return 1.0 / group.world_size

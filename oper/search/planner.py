@@ -22,6 +22,7 @@ from oper.search.problem.constraints import Constraints, check_constraints, viol
 from oper.search.problem.overlap import overlap_to_json
 from oper.search.problem.space import used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
+from oper.search.replica_groups import plan_groups
 from oper.search.rounding.groups import plan_with_groups
 from oper.search.rounding.placing import plan_of
 from oper.search.rounding.search import EFFORTS, Effort, Found, search
@@ -51,6 +52,7 @@ def make_plan(
     overlap: Mapping[str, Any] | None = None,
     message_bits: int | tuple[int, int] | Mapping[str, Any] | MessageBits = EXACT,
     message_variance: float | None = None,
+    synchronize_every: int | None = None,
 ) -> Plan:
     """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
@@ -77,6 +79,9 @@ def make_plan(
         message_variance: if given, the planner chooses the bits by table, for a short step whose
             rounding has at most this mean squared error, relative to the squares of all rows read
             and of their gradients; see `oper.search.variance`. Default: use `message_bits`.
+        synchronize_every: if given, the planner chooses the number of replica groups that are
+            synchronized after so many updates, for training; the plan is for the ranks of a group,
+            see `oper.search.replica_groups`. Default: one group.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -84,11 +89,21 @@ def make_plan(
             the smallest change with which a plan fits.
         MissingDependencyError: the planner's native library cannot be used.
     """
-    problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
-                           allow=allow, constraints=constraints)
-    problem = replace(with_overlap(problem, overlap), message_bits=MessageBits.parse(message_bits))
-    return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
-                        target_gap=target_gap, seed=seed, message_variance=message_variance)
+    tables = list(tables)
+
+    def plan_on(machine: Topology) -> Plan:
+        problem = make_problem(tables, stats, machine, objective=objective, batch_size=batch_size,
+                               allow=allow, constraints=constraints)
+        problem = replace(with_overlap(problem, overlap),
+                          message_bits=MessageBits.parse(message_bits))
+        return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
+                            target_gap=target_gap, seed=seed, message_variance=message_variance)
+
+    if synchronize_every is None:
+        return plan_on(topology)
+    require("cannot plan replica groups", "leave synchronize_every out", (
+        "objective", objective, objective == "training", "training"))
+    return plan_groups(topology, synchronize_every, stats, plan_on)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,

@@ -16,10 +16,12 @@ from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
+from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
 from oper.support.flags import number, text_for, whole
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
+from oper.topology import Topology
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +34,10 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="choose the bits by table, so that the mean squared rounding error, "
                              "relative to the squares of rows read and of gradients, is at most V "
                              "(1.6e-5 usually allows 16 bits everywhere)")
+    parser.add_argument("--synchronize-every", type=whole(1), metavar="K",
+                        help="choose the number of replica groups, each with all tables, that are "
+                             "synchronized after K updates; the plan is for the ranks of a group "
+                             "(default: one group)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
@@ -75,17 +81,33 @@ def run_plan(args: argparse.Namespace) -> int:
             raise UsageError("cannot plan for a latency bound", "--message-variance",
                              args.message_variance, "no value", "pass --message-bits instead")
         return _plan_latency(args, stats)
-    problem = make_problem(
-        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
-        objective=args.objective, batch_size=args.batch_size, allow=_allowed(args.allow),
-        constraints=None if args.constraints is None else read_constraints(args.constraints))
-    problem = replace(with_overlap(problem, parse_argument(args.overlap)),
-                      message_bits=_message_bits(args))
-    plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
-                        target_gap=args.target_gap, seed=args.seed,
-                        start=None if args.start is None else Plan.load(args.start),
-                        message_variance=args.message_variance)
-    problem = replace(problem, message_bits=plan.message_bits)
+    topology = topology_preset(args.topology, args.world_size)
+
+    def problem_on(machine: Topology) -> Problem:
+        problem = make_problem(
+            _tables(args, stats), stats, machine, objective=args.objective,
+            batch_size=args.batch_size, allow=_allowed(args.allow),
+            constraints=None if args.constraints is None else read_constraints(args.constraints))
+        return replace(with_overlap(problem, parse_argument(args.overlap)),
+                       message_bits=_message_bits(args))
+
+    def plan_on(machine: Topology) -> Plan:
+        return plan_problem(problem_on(machine), effort=args.effort,
+                            time_budget_s=args.time_budget, target_gap=args.target_gap,
+                            seed=args.seed,
+                            start=None if args.start is None else Plan.load(args.start),
+                            message_variance=args.message_variance)
+
+    if args.synchronize_every is None:
+        plan = plan_on(topology)
+    elif args.objective != "training" or args.start is not None:
+        raise UsageError("cannot plan replica groups", "--objective, --start",
+                         (args.objective, args.start), "training, and no start",
+                         "leave out --synchronize-every")
+    else:
+        plan = plan_groups(topology, args.synchronize_every, stats, plan_on)
+    problem = replace(problem_on(topology.divided(plan.replica_groups)),
+                      message_bits=plan.message_bits)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -258,6 +280,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
+    if topology.world_size != plan.world_size:  # of all groups
+        topology = topology.divided(plan.replica_groups)
     problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))

@@ -193,11 +193,7 @@ class Parts:
         """Update the rows with the gradients of all parts, unless the last part has done so."""
         if self._last is None or self._num_left == self._num_passes:
             return
-        batch, grad, last = self._last.batch, self._last.grads[0], self._last
-        nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
-                         None if batch.weights is None else batch.weights[:0], batch.pooled)
-        self._tables.step(Backward((grad.new_empty(0, grad.shape[-1]),), nothing,
-                                   last.offsets.new_zeros(1), last.frozen))
+        self._tables.step(self._last.without_samples())
 
     def forget(self) -> None:
         """Discard the gradients that the rows' owners have added up."""
@@ -247,6 +243,7 @@ def why_not_in_parts(tables: Tables) -> str:
         "are read-only": tables.optimizers is None,
         "are in device memory": not tables.trains_in_parts,
         "are dynamic": tables.keys is not None,
+        "are in replica groups": tables.replicas is not None,
         "are trained in parts already": tables.turns.parts is not None,
         "accumulate gradients (no_sync)": tables.holds_gradients,
         "move to another plan": tables.migration is not None}
@@ -260,7 +257,7 @@ def _check(tables: Tables) -> None:
         raise InvalidInputError("cannot train a batch in parts", "tables",
                                 f"{list(tables.specs)[:8]} {reason}",
                                 "static tables in host memory with an optimizer, outside of "
-                                "no_sync, micro_batches and migrations",
+                                "replica groups, no_sync, micro_batches and migrations",
                                 "train complete batches, or leave that state first")
 
 

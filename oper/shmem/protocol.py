@@ -47,6 +47,7 @@ class Tables(Collection, Protocol):
     number: int
     output_columns: int
     keys: Any  # `Keys`, or None
+    replicas: Any  # `Synchronizer`, or None
     turns: Turns
     anchor: torch.Tensor
     collected: Any  # `CollectedPasses`

@@ -52,6 +52,7 @@ class LogicalRows:
     group: Group
     turns: Turns
     keys: Keys | None = None  # directories of dynamic tables; None without any
+    replicas: Any = None  # `Synchronizer` with other replica groups; None without any
     _layout: ArenaLayout
     _heap: HostHeap | None
     _addresses: list[int]  # [W], addresses of the arenas, 0 = in another memory domain
@@ -330,6 +331,8 @@ class LogicalRows:
             ids: int64 [n], valid and distinct.
             values, part, column: see `write`.
         """
+        if self.replicas is not None:
+            self.replicas.check_synchronized(f"cannot write rows of table {table!r}")
         spec, rank = self.specs[table], self.group.rank
         values = values.detach().reshape(ids.size, -1)
         for piece in self.pieces[table]:
@@ -367,6 +370,30 @@ class LogicalRows:
             begin = first + start - x.tier.start
             self._copy_stored(piece, np.arange(start, stop), "rows", slice(0, copies.shape[1]),
                               copies[begin:begin + stop - start])
+
+    def publish_some(self, written: Sequence[np.ndarray]) -> None:
+        """Make rows that ranks have written visible to all, as `publish` does for any rows.
+
+        Args:
+            written: by directory, the slots that this rank has written, uint32 [n].
+        """
+        self.num_published += 1
+        tiers = [(k, x) for k, d in enumerate(self.directories) for x in d.tiers
+                 if (x.replica_base >= 0).any()]
+        everyones = self.all_gather({k: written[k] for k, _ in tiers})
+        for k, x in tiers:
+            positions = np.concatenate([
+                self.directories[k].positions_at(rank, theirs[k].astype(np.int64))
+                for rank, theirs in enumerate(everyones)])
+            positions = positions[(x.tier.start <= positions) & (positions < x.tier.stop)]
+            first = int(x.replica_base[self.group.rank])
+            copies = self.replica_view(k, self.group.rank)
+            for at in range(0, positions.size, CHUNK_ROWS):
+                some = positions[at:at + CHUNK_ROWS if first >= 0 else at]
+                rows = copies.new_empty(some.size, copies.shape[1])
+                self._copy_stored(k, some, "rows", slice(0, copies.shape[1]), rows)
+                copies.index_copy_(0, torch.from_numpy(first + some - x.tier.start), rows)
+        self.barrier()
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
         """Return a view of a rank's replica rows of one column piece of a table.

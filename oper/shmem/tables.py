@@ -283,7 +283,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             return batch.looked_up.out, batch.looked_up.offsets
         if self.turns.parts is not None:
             self.turns.parts.settle()
-        collective = collective or self._pools_far
+        trains, collective = collective, collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         out, offsets, code, detail = self._forward_op(
@@ -295,6 +295,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
+            if trains and self.replicas is not None:
+                self.replicas.refuse_update()
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
@@ -378,6 +380,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             InvalidInputError: another move is under way, or `micro_batches` is active.
         """
         refuse_in_parts(self, "cannot move tables to another plan")
+        if self.replicas is not None:
+            self.replicas.refuse("cannot move tables to another plan",
+                                 "save a checkpoint, and load it in a model with the new plan")
         if self._migration is not None:
             raise InvalidInputError("cannot move tables to another plan", "plan",
                                     "a move is under way", "one at a time",
@@ -429,7 +434,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def publish(self) -> None:
+        if self.replicas is not None:
+            self.replicas.check_synchronized("cannot publish rows")
         super().publish()
+        if self.replicas is not None:
+            self.replicas.agree(super().publish)
         if self._migration is not None:
             self._migration.restart()
 
@@ -454,7 +463,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         with self._resolving:
             self._release()
         self._heap = None
-        for held in (self._exchange, self.keys):
+        for held in (self._exchange, self.keys, self.replicas):
             if held is not None:
                 held.close()
         self._forward_op = self._backward_op = self._refuse
@@ -476,6 +485,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         """Return a copy with its own rows, optimizer states and step counts. Collective."""
+        if self.replicas is not None:
+            self.replicas.refuse("cannot copy sharded tables", "save and load a checkpoint")
         other = memo[id(self)] = copied(self, memo)
         return other
 

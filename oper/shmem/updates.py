@@ -32,6 +32,7 @@ class TableUpdates:
     param_groups: list[dict[str, Any]]
     gradient_scale: float
     keys: Any
+    replicas: Any
     handle: int
     operators: Any
     _clamp: GradientClamp
@@ -127,6 +128,8 @@ class TableUpdates:
         """Make all ranks skip this update; called instead of `step` on a rank that cannot take
         part. Collective. Ranks of its memory domain can continue with the next update."""
         torch.ops.oper.lookup_refuse_update(self.handle)
+        if self.replicas is not None:
+            self.replicas.refuse_update()
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.
@@ -141,6 +144,8 @@ class TableUpdates:
                 Adam) step counts differ between the ranks; no rank updates then. For tables in
                 device memory, a later call raises it, after the update.
         """
+        if self.replicas is not None and self.replicas.takes(passed, updates):
+            return
         # Not split into functions: each call would cost about a microsecond per step.
         batch, offsets = passed.batch, passed.offsets
         grads = [*passed.grads]

@@ -25,6 +25,7 @@ from oper.bench.cluster.case import Case
 from oper.bench.cluster.contenders import Contender, Planned
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
+from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core import record
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
@@ -54,7 +55,7 @@ def _namespaces() -> list[str]:
     return [p.name for p in folder.glob(f"{network.PREFIX}*")] if folder.is_dir() else []
 
 
-def _run(*cases: Case | LinkChange) -> list[dict[str, Any]]:
+def _run(*cases: Case | LinkChange | ReplicaGroupsCase) -> list[dict[str, Any]]:
     alone = as_toml(Topology.this_host(2))
     return list(measured([replace(c, constants=alone) for c in cases]))
 
@@ -123,6 +124,20 @@ def test_a_link_drops_while_a_model_trains() -> None:
     assert found["step_slow_ms"] > 2 * found["step_before_ms"]
     assert found["ratio_fresh"] < 1.1
     assert "drops: " in report([found], grid.FIGURES)
+    bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
+
+
+@emulated
+@pytest.mark.slow
+def test_replica_groups_behind_a_slow_uplink() -> None:
+    """Two racks whose uplink carries less than a step of one group needs."""
+    work = Workload((20_000, 5_000, 800, 40), 64, 2048, 1)
+    found, = _run(ReplicaGroupsCase("groups", Links(4, 200, uplink_mbits=10), work, num_batches=8,
+                                    num_stats_batches=8))
+    assert found["verified"] is True and found["largest_difference"] > 0 and not _namespaces()
+    assert found["replica_groups"] == 2 and found["ratio_groups"] > 1.2
+    assert found["predicted_groups_ms"] < found["predicted_one_group_ms"]
+    assert "groups: " in report([found], grid.FIGURES)
     bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
 
 

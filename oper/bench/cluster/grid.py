@@ -14,6 +14,7 @@ from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, check_possible, why_no_quota
+from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core.launch import measured
 from oper.bench.core.workload import Workload
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
@@ -29,7 +30,8 @@ _DIFFERENT = 1.05  # ratio of executed steps above which the order of two conten
 _CALIBRATED = 2  # processes with which the constants of this machine are measured
 FIGURES = (
     ("oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms", "ratio_step",
-     "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts"),
+     "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts",
+     "ratio_groups"),
     ("median_error", "worst_error", "ordered", "num_predicted", "num_ordered_pairs"))
 NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRec's best plan / "
         "OPER, at bound = the same over the bound; best peer = its plan on OPER's runtime / OPER; "
@@ -67,7 +69,10 @@ def cases(quick: bool) -> list[Any]:
     found += [Case(f"training/{name}/mixed", links, workload("mixed"))
               for name, links in others.items()]
     found += [Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"), whole_model=True),
-              LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed"))]
+              LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")),
+              *(ReplicaGroupsCase(f"replica-groups/4x400-two-racks-100/1/every-{every}",
+                                  Links(4, 400, uplink_mbits=100), workload("1"), every=every)
+                for every in (4, 16))]
     shapes = list(dict.fromkeys(c.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.shape))
 

@@ -68,7 +68,8 @@ class DeltaCheckpoints:
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
-            read-only, dynamic or not in host memory; or `memory_bytes` is below 1.
+            read-only, dynamic, in replica groups or not in host memory; or `memory_bytes` is below
+            1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -82,8 +83,9 @@ class DeltaCheckpoints:
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
                 "at least one collection, at least a byte", "save whole checkpoints")
         for t in found:
-            if t.keys is not None:
-                t.keys.refuse(_WHAT, "save whole checkpoints")
+            for part in (t.keys, t.replicas):
+                if part is not None:
+                    part.refuse(_WHAT, "save whole checkpoints")
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written

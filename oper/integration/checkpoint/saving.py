@@ -81,6 +81,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     After any of these errors, the previous checkpoint is intact.
     """
     path = Path(folder).absolute()
+    synchronize(model)
     save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
             chunk_bytes)
 
@@ -164,6 +165,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     `newest_rows` is the argument of `DeltaCheckpoints.load`; `remap` is the parsed re-map.
     """
     place = Path(folder).absolute()
+    synchronize(model)  # rows of replica groups may only be written when they are equal
     path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)
     numbers = remap or {}
@@ -252,6 +254,21 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
             path = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
             found[path or _PLAIN] = module
     return found
+
+
+def synchronize(model: nn.Module) -> None:
+    """Synchronize the replica groups of a model's tables now. Collective over all ranks.
+
+    Afterwards all groups have the same rows and optimizer states, see `oper.shard`
+    (``replica_groups``). Does nothing without replica groups, or if there was no update since the
+    last synchronization.
+
+    Args:
+        model: the result of `oper.shard`, or a model that contains it.
+    """
+    for tables in tables_of(model):
+        if tables.replicas is not None:
+            tables.replicas.synchronize()
 
 
 def tables_of(model: nn.Module) -> list[LogicalRows]:

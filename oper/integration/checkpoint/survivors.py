@@ -34,8 +34,8 @@ class Survivors:
         optimizer: as for `oper.save_checkpoint`.
 
     Raises:
-        InvalidInputError: the model has no sharded tables or has dynamic ones, or ranks do not
-            share memory.
+        InvalidInputError: the model has no sharded tables, or has tables that are dynamic or in
+            replica groups, or ranks do not share memory.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -45,8 +45,9 @@ class Survivors:
             raise InvalidInputError(_WHAT, "tables", 0, "sharded tables that are trained",
                                     "save whole checkpoints")
         for t in tables:
-            if t.keys is not None:
-                t.keys.refuse(_WHAT, "save whole checkpoints")
+            for part in (t.keys, t.replicas):
+                if part is not None:
+                    part.refuse(_WHAT, "save whole checkpoints")
         self._progress = [Progress(t) for t in tables]
         self._marks: list[Mark] = []
         self.mark()

@@ -40,6 +40,8 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
         ``torch.distributed.checkpoint`` can save and reshard. Inside `rows_on_demand`, if all ranks
         share memory, `TableRows`, which contain no rows.
     """
+    if tables.replicas is not None:
+        tables.replicas.check_synchronized(f"cannot read the state of table {name!r}")
     if gives_handles(tables):
         return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
     shape = torch.Size(tables.shape(name, part))

@@ -128,6 +128,10 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
             lines[-2] += " (for these bits)" if verdict is None else " with these bits"
             lines.append(f"any bits    {chosen['any_bits_us']:12.1f} us   bound whatever the bits, "
                          "not verified")
+    for x in plan.notes.get("replica_groups", []):
+        lines.append(f"{x['groups']:3d} replica groups: step {x['step_us']:.1f} us, bound "
+                     f"{x['bound_us']:.1f} us, with {x['synchronization_us']:.1f} us per "
+                     "synchronization" + ", chosen" * (x["groups"] == plan.replica_groups))
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
 

@@ -23,10 +23,11 @@ from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-# By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, and kKeys.
+# By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, kKeys, and
+# that of `Synchronizer`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
-    "state access", "migration", "update of keys")
-FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION = (0, 1, 2), 3, 7, 8
+    "state access", "migration", "update of keys", "synchronization of replica groups")
+FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, SYNCHRONIZATION = (0, 1, 2), 3, 7, 8, 10
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 

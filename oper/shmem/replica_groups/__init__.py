@@ -1,0 +1,1 @@
+"""Groups of ranks that each hold all tables, and their synchronization."""

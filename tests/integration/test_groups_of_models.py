@@ -1,0 +1,158 @@
+"""`oper.shard` with replica groups in a real world: models, checkpoints, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.plan import Plan, uniform_plan
+from oper.tables import TableSpec
+from tests.runtime_support import whole
+from tests.world_support import report, run_world, told, world
+
+ROWS, DIM, LR = 300, 8, 0.5
+
+
+def table(seed: int = 7) -> nn.EmbeddingBag:
+    torch.manual_seed(seed)
+    return nn.EmbeddingBag(ROWS, DIM, mode="sum")
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(0, ROWS, (6 + rank, 3), generator=g)
+    return ids, torch.randn(6 + rank, DIM, generator=g)
+
+
+def train(model: Any, step: int, rank: int) -> None:
+    ids, target = batch(step, rank)
+    ((model(ids) - target) ** 2).mean().backward()
+
+
+def reference(steps: int, world_size: int) -> torch.Tensor:
+    model = table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(steps):
+        losses = [((model(ids) - target) ** 2).mean()
+                  for ids, target in (batch(step, r) for r in range(world_size))]
+        optimizer.zero_grad()
+        (sum(losses) / world_size).backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def train_and_save(rank: int, world_size: int, every: int, folder: str) -> Any:
+    model = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
+                       synchronize_every=every, batch_size=8)
+    start = model.weight.detach().clone()
+    for step in range(3):
+        train(model, step, rank)
+    if every > 1:
+        with pytest.raises(oper.OperError, match="updates since the last synchronization"):
+            model.state_dict()
+        with pytest.raises(oper.InvalidInputError, match="replica groups=2"):
+            oper.DeltaCheckpoints(folder, model)
+    oper.save_checkpoint(folder, model)
+    saved = whole(model.state_dict())["weight"]
+    for step in range(3, 5):
+        train(model, step, rank)
+    oper.synchronize(model)
+    other = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
+                       synchronize_every=every, batch_size=8)
+    oper.load_checkpoint(folder, other)
+    assert torch.equal(whole(other.state_dict())["weight"], saved)
+    for step in range(3, 5):
+        train(other, step, rank)
+    oper.synchronize(other)
+    assert torch.equal(whole(other.state_dict())["weight"], whole(model.state_dict())["weight"])
+    return start, saved, other.weight.detach().clone()
+
+
+@pytest.mark.parametrize("labels", ["", "aabb", "abcd"], ids=["one host", "2 hosts", "4 hosts"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_models_are_trained_and_saved(every: int, labels: str, tmp_path: Path) -> None:
+    seen = run_world(4, train_and_save, every, str(tmp_path / "saved"), labels=labels)
+    for mine in seen[1:]:
+        for x, y in zip(mine, seen[0], strict=True):
+            assert torch.equal(x, y)
+    start, saved, rows = seen[0]
+    assert torch.equal(start, table(0).weight)
+    if every == 1:
+        return
+    # One rank loads what the groups have saved.
+    alone = oper.shard(table(1), optimizer=oper.SGD(lr=LR))
+    oper.load_checkpoint(tmp_path / "saved", alone)
+    assert torch.equal(alone.weight.detach().clone(), saved) and not torch.equal(saved, rows)
+
+
+def train_once(rank: int, world_size: int) -> torch.Tensor:
+    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
+    for step in range(3):
+        train(model, step, rank)
+    return model.weight.detach().clone()
+
+
+def test_two_groups_train_as_one_table() -> None:
+    for rows in run_world(4, train_once, labels="aabb"):
+        assert torch.allclose(rows, reference(3, 4), rtol=1e-5, atol=1e-6)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    def shard(match: str, **options: Any) -> None:
+        with pytest.raises(oper.OperError, match=match):
+            oper.shard(table(), optimizer=oper.SGD(), **options)
+
+    shard("replica_groups=3, expected a divisor of 4", replica_groups=3)
+    shard("replica_groups=0", replica_groups=0)
+    shard("synchronize_every=0", replica_groups=2, synchronize_every=0)
+    shard("synchronize_every=4, expected 1 without", synchronize_every=4)
+    shard("pass other arguments", replica_groups=1 + rank % 2)
+    shard("memory domains of the ranks, by group", replica_groups=2)  # "aabc": 1 and 2 hosts
+    shard("objective, dynamic", replica_groups=4, objective="inference")
+    shard("objective, dynamic", replica_groups=4, dynamic=oper.DynamicTable())
+    spec = TableSpec("weight", ROWS, DIM, ("weight",), "sum", optimizer="sgd")
+    plan: Plan = uniform_plan([spec], 4)
+    shard("another world", replica_groups=4, plan=plan)
+    plan = replace(uniform_plan([spec], 1), replica_groups=4)
+    shard("construct other tables than rank 0", plan=replace(plan, tables=(
+        replace(plan.tables[0], head_ids=np.arange(rank + 1)[::-1].copy()),)))
+    model = oper.shard(table(), optimizer=oper.SGD(), plan=replace(plan, synchronize_every=3))
+    with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
+        oper.migrate(model, plan)
+
+
+def test_groups_that_cannot_be_formed() -> None:
+    run_world(4, refuse, labels="aabc")
+
+
+def lose(rank: int, world_size: int) -> str:
+    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
+    train(model, 0, rank)
+    report("ready")
+    if rank == 3:
+        told()
+    try:
+        for step in range(1, 1000):
+            train(model, step, rank)
+    except oper.PeerLostError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dead_rank_ends_all_groups() -> None:
+    with world(4, lose, labels="aabb", env={"OPER_DEADLINE_S": "20"}) as running:
+        for rank in range(4):
+            assert running.receive(rank) == "ready"
+        os.kill(running.pids[3], signal.SIGKILL)
+        assert "rank=3" in running.receive(1)  # its counterpart
+        assert "peer" in running.receive(2)
+        assert running.receive(0)

@@ -1,0 +1,271 @@
+"""Replica groups on virtual ranks, compared with runs that simulate the groups in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, OperError, PeerLostError
+from oper.plan import Plan, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, RowWiseAdagrad
+from oper.shmem.replica_groups import synchronizer
+from oper.shmem.replica_groups.groups import ReplicaGroups
+from oper.shmem.replica_groups.synchronizer import Synchronizer
+from oper.shmem.tables import ShardedTables
+from tests.optimizer_formulas import first_states
+from tests.runtime_support import (
+    ALL_OPTIMIZERS,
+    Batch,
+    Case,
+    Result,
+    apply_optimizer,
+    assert_exact,
+    assert_near,
+    dlrm_case,
+    initial_weights,
+    make_steps,
+    mixed_plan,
+    rank_loss,
+    reference_forward,
+    references,
+    rich_plan,
+    run_ranks,
+    same_bits,
+    touched_rows,
+    with_tables,
+)
+
+Body = Callable[[ShardedTables, int], Any]
+
+
+def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
+               count: int = 2, domains: Sequence[int] | None = None) -> list[Any]:
+    """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
+    size = plan.world_size
+    mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
+    across = [ThreadGroup.create(count, 30.0) for _ in range(size)]
+    own = case.with_optimizer(optimizer.name)
+
+    def on_rank(whole: ThreadGroup) -> Any:
+        number, rank = divmod(whole.rank, size)
+        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every)
+        tables = ShardedTables(with_tables(plan, own.tables), case.features, groups.mine, optimizer,
+                               groups.gradient_scale(1.0 / whole.world_size))
+        Synchronizer(tables, groups)
+        for name, weight in initial_weights(case).items():
+            tables.write(name, weight + number)  # the first group's are used
+        tables.publish()
+        try:
+            return body(tables, whole.rank)
+        finally:
+            tables.close()
+
+    return run_ranks(size * count, on_rank)
+
+
+def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
+    out = tables.lookup(batch.lookup(case))
+    rank_loss(out, batch.target).backward()
+    return out.detach().clone()
+
+
+def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
+            **options: Any) -> Result:
+    """Train in groups; asserts that after a synchronization all groups are bitwise equal."""
+    def body(tables: ShardedTables, rank: int) -> Result:
+        outputs = [[train(tables, case, batches[rank])] for batches in steps]
+        tables.replicas.synchronize()
+        tables.barrier()
+        result = Result(
+            outputs, {t.name: tables.read(t.name) for t in case.tables},
+            {f"{t.name} {part}": tables.read(t.name, part=part)
+             for t in case.tables for part, _ in STATE_PARTS[optimizer.name]},
+            {(t.name, 0): tables.replica(t.name, tables.group.rank).clone() for t in case.tables})
+        tables.barrier()
+        return result
+
+    ranks = run_groups(case, plan, optimizer, every, body, **options)
+    for k, other in enumerate(ranks[1:], 1):
+        first = ranks[k % plan.world_size]  # a rank has its own replicas
+        same_bits(Result([], other.weights, other.states, other.replicas),
+                  Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
+    return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
+                  ranks[0].weights, ranks[0].states)
+
+
+@torch.no_grad()
+def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.Tensor],
+            of_all: bool) -> torch.Tensor:
+    """The mean of each row over all groups, or over those that changed it."""
+    weight = torch.stack([torch.ones_like(c) if of_all else c for c in changed]).float()
+    stacked = torch.stack(values)
+    weight = weight.reshape(*weight.shape, *[1] * (stacked.dim() - 2))
+    mean = (stacked * weight).sum(0) / weight.sum(0).clamp(min=1)
+    any_changed = torch.stack(changed).any(0)
+    return torch.where(any_changed.reshape(-1, *[1] * (base.dim() - 1)), mean, base)
+
+
+def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
+              count: int) -> Result:
+    """Groups that train by themselves and are averaged after every `every` updates."""
+    size = len(steps[0]) // count
+    of_all = optimizer.name in ("sgd", "momentum_sgd")
+    groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
+              for _ in range(count)]
+    states = [{n: first_states(optimizer, w.detach()) for n, w in g.items()} for g in groups]
+    changed = [{t.name: torch.zeros(t.num_rows, dtype=torch.bool) for t in case.tables}
+               for _ in range(count)]
+    outputs = []
+    for step, batches in enumerate(steps, 1):
+        outputs.append([])
+        for g, weights in enumerate(groups):
+            mine = batches[g * size:(g + 1) * size]
+            outs = [reference_forward(case, weights, b) for b in mine]
+            outputs[-1] += [o.detach() for o in outs]
+            (sum(rank_loss(o, b.target) for o, b in zip(outs, mine, strict=True)) / size).backward()
+            for name, w in weights.items():
+                touched = touched_rows(case, case.table(name), mine)
+                changed[g][name] |= touched
+                apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
+                w.grad = None
+        if step % every and step < len(steps):
+            continue
+        for name in groups[0]:
+            marks = [c[name].clone() for c in changed]
+            all_values = [[g[name].detach() for g in groups],
+                          *([s[name][part] for s in states] for part in states[0][name])]
+            for values in all_values:
+                mean = average(values[0].clone(), marks, values, of_all)
+                for x in values:
+                    x.copy_(mean)
+            for c in changed:
+                c[name].zero_()
+    return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
+                  {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
+
+
+PLANS: dict[str, Callable[[Case], Plan]] = {
+    "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
+    "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
+    "mixed": lambda case: mixed_plan(case.tables, 2, 1),
+    "rich": lambda case: rich_plan(case.tables, 2, 1, columns=True)}
+
+
+@pytest.mark.parametrize(("plan", "optimizer", "domains"), [
+    *((plan, optimizer, None) for plan in PLANS for optimizer in ("sgd", "rowwise_adagrad")),
+    *((plan, "rowwise_adagrad", (0, 1)) for plan in ("mixed", "rich")), ("rich", "adam", None)])
+def test_gradients_of_all_groups_give_the_unsharded_run(
+        plan: str, optimizer: str, domains: Sequence[int] | None) -> None:
+    case = dlrm_case(optimizer)
+    steps, fp32, fp64 = references(case, 4, optimizer, 4)
+    got = trained(case, PLANS[plan](case), steps, ALL_OPTIMIZERS[optimizer], 1, domains=domains)
+    assert_exact(case, got, fp32, fp64)
+
+
+@pytest.mark.parametrize(("plan", "optimizer", "domains"), [
+    ("mixed", "sgd", None), ("mixed", "rowwise_adagrad", (0, 1)), ("rich", "sgd", (0, 1)),
+    ("rich", "rowwise_adagrad", None), ("rich", "adam", None)])
+def test_rows_are_averaged(plan: str, optimizer: str, domains: Sequence[int] | None,
+                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
+    case = dlrm_case(optimizer)
+    steps = make_steps(case, 4, 5)
+    chosen = ALL_OPTIMIZERS[optimizer]
+    got = trained(case, PLANS[plan](case), steps, chosen, 3, domains=domains)
+    want = simulated(case, steps, chosen, 3, 2)
+    assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
+
+
+def test_three_groups_of_one_rank() -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 3, 5)
+    plan = uniform_plan(case.tables, 1)
+    got = trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 2, count=3)
+    want = simulated(case, steps, ALL_OPTIMIZERS["sgd"], 2, 3)
+    assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
+    steps, fp32, fp64 = references(case, 3, "sgd", 5)
+    assert_exact(case, trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 1, count=3), fp32, fp64)
+
+
+@pytest.mark.parametrize("at_lookup", [True, False], ids=["bad id", "refused gradient"])
+@pytest.mark.parametrize("plan", ["striped", "rich"])
+def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
+    case = dlrm_case()
+    steps, fp32, fp64 = references(case, 4, "rowwise_adagrad", 4)
+
+    def body(tables: ShardedTables, rank: int) -> Any:
+        tables.guard.choose("stop")
+        outputs = []
+        for k, batches in enumerate(steps):
+            if k == 2:
+                batch = steps[0][rank]
+                looked_up = batch.lookup(case)
+                if rank == 3 and at_lookup:
+                    looked_up = Lookup(looked_up.ids + 10**6, looked_up.lengths, case.key_of,
+                                       batch.size)
+                with pytest.raises(InvalidInputError if rank == 3 else PeerLostError):
+                    out = tables.lookup(looked_up)
+                    out.backward(torch.full_like(out, torch.inf if rank == 3 else 1.0))
+            outputs.append([train(tables, case, batches[rank])])
+        tables.barrier()
+        result = Result(outputs, {t.name: tables.read(t.name) for t in case.tables},
+                        {f"{t.name} momentum1": tables.read(t.name, part="momentum1")
+                         for t in case.tables})
+        tables.barrier()
+        return result
+
+    ranks = run_groups(case, PLANS[plan](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1, body)
+    got = Result([[r.outputs[s][0] for r in ranks] for s in range(4)], ranks[3].weights,
+                 ranks[3].states)
+    assert_exact(case, got, fp32, fp64)
+
+
+def test_rows_are_written_only_after_a_synchronization() -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 4, 1)
+
+    def body(tables: ShardedTables, rank: int) -> None:
+        train(tables, case, steps[0][rank])
+        with pytest.raises(OperError, match=r"last synchronization .*=1"):
+            tables.write("tiny", torch.zeros(7, 8))
+        tables.replicas.synchronize()
+        tables.write("tiny", torch.full((7, 8), float(rank // 2)))
+        tables.publish()
+        assert not tables.read("tiny").any()  # the first group's
+        tables.barrier()
+
+    run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body)
+
+
+def test_other_learning_rates_in_another_group_are_an_error() -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 4, 1)
+
+    def body(tables: ShardedTables, rank: int) -> None:
+        for group in tables.param_groups:
+            group["lr"] = 0.1 * (1 + rank // 2)
+        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+            train(tables, case, steps[0][rank])
+
+    run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 1, body)
+
+
+def test_what_replica_groups_do_not_support() -> None:
+    case = dlrm_case()
+
+    def body(tables: ShardedTables, rank: int) -> None:
+        with pytest.raises(InvalidInputError, match="replica groups=2"):
+            tables.migrate(tables.plan)
+        with pytest.raises(InvalidInputError, match="are in replica groups"), \
+                MicroBatches([tables]):
+            pass
+        with pytest.raises(InvalidInputError, match="replica groups=2"):
+            tables.__deepcopy__({})
+
+    run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 2, body)
