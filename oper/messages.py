@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, require, require_fields
+from oper.errors import require
 from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8)
@@ -64,11 +64,9 @@ class MessageBits:
     tables: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        require_fields(self, "invalid bits of messages", "choose 32 (exact), 16 or 8", *(
-            (name, type(value) is int and value in BITS, f"one of {BITS}")
-            for name, value in (("answers", self.answers), ("gradients", self.gradients))))
-        for _, answers, gradients in self.tables:
-            MessageBits(answers, gradients)
+        _check("message_bits", (self.answers, self.gradients))
+        for name, *pair in self.tables:
+            _check(f"message_bits[{name!r}]", pair)
 
     @staticmethod
     def parse(value: Any) -> MessageBits:
@@ -79,13 +77,15 @@ class MessageBits:
                 names to either, where tables that are not named are exact.
 
         Raises:
-            InvalidInputError: the value has another form, or a number is not 32, 16 or 8.
+            InvalidInputError: the value has another form, or a number is not 32, 16 or 8; the
+                message names the table.
         """
         if isinstance(value, MessageBits):
             return value
         if isinstance(value, Mapping):
-            return MessageBits.by_table({name: _pair(bits) for name, bits in value.items()})
-        return _pair(value)
+            return MessageBits.by_table({
+                name: _pair(f"message_bits[{name!r}]", bits) for name, bits in value.items()})
+        return _pair("message_bits", value)
 
     @staticmethod
     def by_table(found: Mapping[str, MessageBits]) -> MessageBits:
@@ -137,13 +137,17 @@ class MessageBits:
         return table.row_bytes * width / table.dim
 
 
-def _pair(value: Any) -> MessageBits:
+def _pair(name: str, value: Any) -> MessageBits:
+    _check(name, value)
+    return MessageBits(*value) if isinstance(value, tuple | list) else MessageBits(value, value)
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise InvalidInputError, with `name`, unless `value` is one of `BITS` or a pair of them."""
     pair = value if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2:
-        raise InvalidInputError("invalid bits of messages", "message_bits", value,
-                                "one number, or one for answers and one for gradients",
-                                "pass for example 8, or (16, 8)")
-    return MessageBits(*pair)
+    require("invalid bits of messages", "pass for example 8, or (16, 8)", (
+        name, value, len(pair) == 2 and all(type(x) is int and x in BITS for x in pair),
+        f"one of {BITS}, or one for answers and one for gradients"))
 
 
 def _numbers(text: str) -> Any:

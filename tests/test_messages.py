@@ -48,6 +48,8 @@ def test_other_bits_are_refused(value: Any) -> None:
 def test_bits_on_a_command_line() -> None:
     assert MessageBits.from_text("16") == MessageBits(16, 16)
     assert MessageBits.from_text("8, 32") == MessageBits(8, 32)
+    with pytest.raises(InvalidInputError, match=r"message_bits\['b'\]='x', expected one of"):
+        MessageBits.from_text("a=8;b=x")
     for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=4", "t=8;", "t=8;t=16"):
         with pytest.raises(InvalidInputError, match="invalid bits of messages"):
             MessageBits.from_text(text)
@@ -85,6 +87,6 @@ def test_a_plan_states_its_bits(tmp_path: Path) -> None:
     path.write_text(json.dumps({**value, "message_bits": {"nothing": 8}}))
     with pytest.raises(InvalidInputError, match="nothing"):
         Plan.load(path)
-    path.write_text(json.dumps({**value, "message_bits": [16, 4]}))
-    with pytest.raises(InvalidInputError, match="gradients=4"):
+    path.write_text(json.dumps({**value, "message_bits": {name: [16, 7]}}))
+    with pytest.raises(InvalidInputError, match=rf"message_bits\['{name}'\]=\[16, 7\]"):
         Plan.load(path)
