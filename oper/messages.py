@@ -6,10 +6,12 @@ rows, of bags). A value in such a message takes
 * 32 bits: float32, exact;
 * 16 bits: bfloat16, rounded to nearest. It has the exponent range of float32, so gradients neither
   underflow nor overflow;
-* 8 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) / 255``
-  over the values of a row. The row begins with step and min, float32 each. Answers are rounded to
-  the nearest code; gradients stochastically, so that the expectation is the value itself
-  (Alistarh et al., "QSGD", NeurIPS 2017).
+* 8 or 4 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) /
+  255``, or ``/ 15``, over the values of a row. The row begins with step and min, float32 each; then
+  codes fill bytes from the lowest bit on. Answers are rounded to the nearest code; gradients
+  stochastically, so that the expectation is the value itself (Alistarh et al., "QSGD", NeurIPS
+  2017). 4 bits need an even number of columns: the planner's bound requires that the size of a
+  row's columns, without step and min, is proportional to their number.
 
 All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
 stored in 16 bits or fewer. Within a memory domain nothing is rounded.
@@ -32,15 +34,16 @@ from typing import Any
 from oper.errors import require
 from oper.tables import CODE_BITS, TableSpec
 
-BITS = (32, 16, 8)
+BITS = (32, 16, 8, 4)
 _CODED_ROW_BYTES = 8  # step and least number
 _LEAST_CODED = 3  # columns; narrower rows take fewer bytes as float32 than as codes
 
 
 def number_bytes(bits: int, width: int) -> int:
     """Return the size in bytes of a row of `width` values in a message of `bits`-bit values."""
-    if bits == 8:
-        return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
+    if bits <= 8:
+        coded = _CODED_ROW_BYTES + (width * bits + 7) // 8
+        return coded if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
 
 
@@ -51,7 +54,7 @@ def slot_bits(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MessageBits:
-    """Bits per number in messages, for all tables or by table: 32, 16 or 8.
+    """Bits per number in messages, for all tables or by table: 32, 16, 8 or 4.
 
     Attributes:
         answers: bits per number of answers to lookups, which are rows and partial sums.
@@ -77,7 +80,7 @@ class MessageBits:
                 names to either, where tables that are not named are exact.
 
         Raises:
-            InvalidInputError: the value has another form, or a number is not 32, 16 or 8; the
+            InvalidInputError: the value has another form, or a number is not in `BITS`; the
                 message names the table.
         """
         if isinstance(value, MessageBits):
@@ -124,11 +127,18 @@ class MessageBits:
         """Return these bits with the entries of `tables` only."""
         return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
 
-    def check_names(self, tables: Collection[str]) -> None:
-        """Raise InvalidInputError if the bits name a table other than `tables`."""
-        unknown = [name for name, *_ in self.tables if name not in tables]
+    def check_for(self, tables: Iterable[TableSpec]) -> None:
+        """Raise InvalidInputError if the bits name a table other than `tables`, or if a table with
+        4 bits has an odd number of columns."""
+        dims = {t.name: t.dim for t in tables}
+        unknown = [name for name, *_ in self.tables if name not in dims]
         require("invalid bits of messages", "name tables of the model",
-                ("message_bits", unknown[:8], not unknown, f"some of {sorted(tables)[:8]}"))
+                ("message_bits", unknown[:8], not unknown, f"some of {sorted(dims)[:8]}"))
+        for name, dim in dims.items():
+            of = self.of(name)
+            require("invalid bits of messages", "choose 8, or another number of columns", (
+                f"message_bits[{name!r}]", of.to_json(), dim % 2 == 0 or 4 not in of.to_json(),
+                f"no 4, with {dim} columns (an odd number)"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""

@@ -85,13 +85,13 @@ def shard(
         row_dtype: for inference, the storage type of rows, one for all tables or by table name:
             ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
             row-wise quantisation); by default the model's.
-        message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
-            a pair (answers to lookups, gradients), or a mapping from table names to either, with
+        message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16), 8 or 4,
+            or a pair (answers to lookups, gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`. By default the plan's, or 32 without a plan.
-            8 bits are supported for tables in host memory only.
+            8 and 4 bits are supported for tables in host memory only.
         message_variance: if given, and no plan is, the planner chooses these bits by table under
             this limit of their rounding's mean relative squared error, see `oper.search.variance`;
-            8 bits for tables in host memory only. A given plan keeps its own bits.
+            8 and 4 bits for tables in host memory only. A given plan keeps its own bits.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.
@@ -149,7 +149,7 @@ def shard(
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
     if bits is not None:
-        bits.check_names({s.name for s in tables})
+        bits.check_for(tables)
     if rules and stats is not None:
         stats = _of_rows(stats, rules, tables)
     made = _the_plan(tables, stats, plan, topology, group,

@@ -143,7 +143,7 @@ def test_fewer_bits_send_fewer_bytes() -> None:
     assert found["verified"] is True and not _namespaces()
     assert 0 < found["largest_rounding"] <= 1 and 0 < found["answers_error"] < 1e-3
     exact, fewer = found["contenders"].values()
-    assert exact["message_bits"] == [32, 32] and 8 in np.ravel([*fewer["message_bits"].values()])
+    assert exact["message_bits"] == [32, 32] and np.min([*fewer["message_bits"].values()]) < 16
     for x in (exact, fewer):
         assert 1.0 <= x["bytes_ratio_without_headers"] < x["bytes_ratio"] < 1.4
     assert found["fewer_bytes"] == pytest.approx(

@@ -189,7 +189,7 @@ def _shard_within(rank: int, world_size: int) -> list[Any]:
 
 def test_shard_chooses_bits_within_a_budget() -> None:
     chosen, kept = zip(*run_world(2, _shard_within, labels="ab"), strict=True)
-    assert chosen == (({"weight": [32, 8]}, ""),) * 2  # all rows are replicated
+    assert chosen == (({"weight": [32, 4]}, ""),) * 2  # all rows are replicated
     assert kept == (([16, 16], ""),) * 2
 
 

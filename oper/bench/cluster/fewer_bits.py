@@ -38,7 +38,7 @@ from oper.train.tasks import click_batches
 EXACT, FEWER = "oper", "oper-fewer-bits"
 _ROUNDS = (6, 4)  # rounds, and steps per contender and round
 # Largest error of a number relative to the sum of the magnitudes from which it is computed.
-_ERROR = {32: 0.0, 16: 2.0**-8, 8: 1 / 255}
+_ERROR = {32: 0.0, 16: 2.0**-8, 8: 1 / 255, 4: 1 / 15}
 _ADDITIONS = 1e-5  # error by another order of additions
 LOG = "movietweetings*/ratings.dat*"
 _BLOCKS = 32  # of validation samples, each with an AUC of its own
