@@ -106,7 +106,8 @@ def _rounding(sides: Mapping[str, Side], checks: Checks, plan: Plan) -> tuple[fl
     Returns:
         The mean squared difference of the pooled rows relative to the exact ones' squares; and the
         largest difference relative to its limit. A bag of L ids whose rows have numbers of at most
-        m can be off by L m / 255 with 8 bits, since each answer is off by at most half a step.
+        m can be off by L m / 255 with 8 bits, L m / 15 with 4 bits, since each answer is off by at
+        most half a step.
     """
     ours, exact = (joint(sides[n].lookup(checks.batch(0, checks.rank).sparse_features))
                    for n in (FEWER, EXACT))
@@ -166,8 +167,7 @@ class LogQuality(OnHosts):
                     runs.logits[name].append(runs.train(name, seed))
             progress("repeating a run")
             repeated = runs.train(FEWER, 1)
-        finally:
-            gather(None)
+        finally:  # all ranks have read it: scoring is collective
             if folder:
                 folder.cleanup()
         return {} if ranks()[0] else {
