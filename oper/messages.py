@@ -6,10 +6,12 @@ rows, of bags). A value in such a message takes
 * 32 bits: float32, exact;
 * 16 bits: bfloat16, rounded to nearest. It has the exponent range of float32, so gradients neither
   underflow nor overflow;
-* 8 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) / 255``
-  over the values of a row. The row begins with step and min, float32 each. Answers are rounded to
-  the nearest code; gradients stochastically, so that the expectation is the value itself
-  (Alistarh et al., "QSGD", NeurIPS 2017).
+* 8 or 4 bits: an integer code c that stands for ``min + c * step``, where ``step = (max - min) /
+  255``, or ``/ 15``, over the values of a row. The row begins with step and min, float32 each; then
+  codes fill bytes from the lowest bit on. Answers are rounded to the nearest code; gradients
+  stochastically, so that the expectation is the value itself (Alistarh et al., "QSGD", NeurIPS
+  2017). 4 bits need an even number of columns: the planner's bound requires that the size of a
+  row's columns, without step and min, is proportional to their number.
 
 All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
 stored in 16 bits or fewer. Within a memory domain nothing is rounded.
@@ -29,18 +31,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, require, require_fields
+from oper.errors import require
 from oper.tables import CODE_BITS, TableSpec
 
-BITS = (32, 16, 8)
+BITS = (32, 16, 8, 4)
 _CODED_ROW_BYTES = 8  # step and least number
 _LEAST_CODED = 3  # columns; narrower rows take fewer bytes as float32 than as codes
 
 
 def number_bytes(bits: int, width: int) -> int:
     """Return the size in bytes of a row of `width` values in a message of `bits`-bit values."""
-    if bits == 8:
-        return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
+    if bits <= 8:
+        coded = _CODED_ROW_BYTES + (width * bits + 7) // 8
+        return coded if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
 
 
@@ -51,7 +54,7 @@ def slot_bits(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MessageBits:
-    """Bits per number in messages, for all tables or by table: 32, 16 or 8.
+    """Bits per number in messages, for all tables or by table: 32, 16, 8 or 4.
 
     Attributes:
         answers: bits per number of answers to lookups, which are rows and partial sums.
@@ -64,11 +67,9 @@ class MessageBits:
     tables: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        require_fields(self, "invalid bits of messages", "choose 32 (exact), 16 or 8", *(
-            (name, type(value) is int and value in BITS, f"one of {BITS}")
-            for name, value in (("answers", self.answers), ("gradients", self.gradients))))
-        for _, answers, gradients in self.tables:
-            MessageBits(answers, gradients)
+        _check("message_bits", (self.answers, self.gradients))
+        for name, *pair in self.tables:
+            _check(f"message_bits[{name!r}]", pair)
 
     @staticmethod
     def parse(value: Any) -> MessageBits:
@@ -79,13 +80,15 @@ class MessageBits:
                 names to either, where tables that are not named are exact.
 
         Raises:
-            InvalidInputError: the value has another form, or a number is not 32, 16 or 8.
+            InvalidInputError: the value has another form, or a number is not in `BITS`; the
+                message names the table.
         """
         if isinstance(value, MessageBits):
             return value
         if isinstance(value, Mapping):
-            return MessageBits.by_table({name: _pair(bits) for name, bits in value.items()})
-        return _pair(value)
+            return MessageBits.by_table({
+                name: _pair(f"message_bits[{name!r}]", bits) for name, bits in value.items()})
+        return _pair("message_bits", value)
 
     @staticmethod
     def by_table(found: Mapping[str, MessageBits]) -> MessageBits:
@@ -124,11 +127,18 @@ class MessageBits:
         """Return these bits with the entries of `tables` only."""
         return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
 
-    def check_names(self, tables: Collection[str]) -> None:
-        """Raise InvalidInputError if the bits name a table other than `tables`."""
-        unknown = [name for name, *_ in self.tables if name not in tables]
+    def check_for(self, tables: Iterable[TableSpec]) -> None:
+        """Raise InvalidInputError if the bits name a table other than `tables`, or if a table with
+        4 bits has an odd number of columns."""
+        dims = {t.name: t.dim for t in tables}
+        unknown = [name for name, *_ in self.tables if name not in dims]
         require("invalid bits of messages", "name tables of the model",
-                ("message_bits", unknown[:8], not unknown, f"some of {sorted(tables)[:8]}"))
+                ("message_bits", unknown[:8], not unknown, f"some of {sorted(dims)[:8]}"))
+        for name, dim in dims.items():
+            of = self.of(name)
+            require("invalid bits of messages", "choose 8, or another number of columns", (
+                f"message_bits[{name!r}]", of.to_json(), dim % 2 == 0 or 4 not in of.to_json(),
+                f"no 4, with {dim} columns (an odd number)"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""
@@ -137,13 +147,17 @@ class MessageBits:
         return table.row_bytes * width / table.dim
 
 
-def _pair(value: Any) -> MessageBits:
+def _pair(name: str, value: Any) -> MessageBits:
+    _check(name, value)
+    return MessageBits(*value) if isinstance(value, tuple | list) else MessageBits(value, value)
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise InvalidInputError, with `name`, unless `value` is one of `BITS` or a pair of them."""
     pair = value if isinstance(value, tuple | list) else (value, value)
-    if len(pair) != 2:
-        raise InvalidInputError("invalid bits of messages", "message_bits", value,
-                                "one number, or one for answers and one for gradients",
-                                "pass for example 8, or (16, 8)")
-    return MessageBits(*pair)
+    require("invalid bits of messages", "pass for example 8, or (16, 8)", (
+        name, value, len(pair) == 2 and all(type(x) is int and x in BITS for x in pair),
+        f"one of {BITS}, or one for answers and one for gradients"))
 
 
 def _numbers(text: str) -> Any:

@@ -199,6 +199,7 @@ class Plan:
         check_unique(t.table for t in self.tables)
         object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits).only(
             {t.table.name for t in self.tables}))
+        self.message_bits.check_for(t.table for t in self.tables)
         for table in self.tables:
             _check_table(table, self.world_size)
 
@@ -317,7 +318,7 @@ class Plan:
                                 "hotness orders of the plan's tables only",
                                 "give each order the name of its table")
             bits = MessageBits.parse(value.get("message_bits", EXACT))
-            bits.check_names({t.table.name for t in tables})
+            bits.check_for(t.table for t in tables)
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError
+from oper.errors import InvalidInputError, OperError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan
 from oper.rows.read_only import one_copy_per_domain
@@ -51,6 +51,7 @@ def shard(
     gradient_guard: str = "off",
     row_dtype: str | Mapping[str, str] | None = None,
     message_bits: int | tuple[int, int] | Mapping[str, Any] | None = None,
+    message_variance: float | None = None,
     dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
     replica_groups: int | None = None,
     synchronize_every: int | None = None,
@@ -86,10 +87,13 @@ def shard(
         row_dtype: for inference, the storage type of rows, one for all tables or by table name:
             ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (the latter two in FBGEMM's
             row-wise quantisation); by default the model's.
-        message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
-            a pair (answers to lookups, gradients), or a mapping from table names to either, with
+        message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16), 8 or 4,
+            or a pair (answers to lookups, gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`. By default the plan's, or 32 without a plan.
-            8 bits are supported for tables in host memory only.
+            8 and 4 bits are supported for tables in host memory only.
+        message_variance: if given, and no plan is, the planner chooses these bits by table under
+            this limit of their rounding's mean relative squared error, see `oper.search.variance`;
+            8 and 4 bits for tables in host memory only. A given plan keeps its own bits.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.
@@ -129,6 +133,9 @@ def shard(
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
     bits = None if message_bits is None else MessageBits.parse(message_bits)
+    require("cannot choose the bits of messages", "give one of the two",
+            ("message_variance", message_variance, bits is None or message_variance is None,
+             "None, if message_bits is given"))
     check_environment("cannot shard")
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
@@ -167,11 +174,12 @@ def shard(
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
     if bits is not None:
-        bits.check_names({s.name for s in tables})
+        bits.check_for(tables)
     if rules and stats is not None:
         stats = _of_rows(stats, rules, tables)
     made = _the_plan(tables, stats, plan, topology, (whole, group),
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
+                      "message_variance": message_variance,
                       "batch_size": _DEFAULT_BATCH if batch_size is None else batch_size})
     made.check_for(tables, group.world_size)
     if bits is not None and bits != made.message_bits:  # the plan's times are for its own bits

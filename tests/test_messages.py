@@ -31,15 +31,20 @@ def test_bits_by_table() -> None:
     assert MessageBits.parse({"c": 32}) == MessageBits.parse({}) == EXACT
     assert MessageBits(16, 8).of("any") == MessageBits(16, 8)
     assert bits.only({"b", "c"}).to_json() == {"b": [8, 8]}
-    bits.check_names({"a", "b", "c"})
+    even, odd = ([TableSpec(name, 9, dim) for name in "abc"] for dim in (64, 63))
+    bits.check_for(even)
     with pytest.raises(InvalidInputError, match=r"message_bits=\['a'\]"):
-        bits.check_names({"b", "c"})
+        bits.check_for(even[1:])
+    for four in (MessageBits(32, 4), MessageBits.parse({"b": 4})):
+        four.check_for(even)
+        with pytest.raises(InvalidInputError, match=r"message_bits\['[ab]'\]=.*with 63 columns"):
+            four.check_for(odd)
     assert bits.row_bytes(TableSpec("b", 9, 64), 64) == 72
     assert bits.row_bytes(TableSpec("c", 9, 64), 64) == 256
 
 
-@pytest.mark.parametrize("value", [0, 4, 64, 8.0, True, "8", None, (8,), (8, 8, 8), (8, 7),
-                                   {"t": 4}, {"t": (8,)}, {"t": {"t": 8}}])
+@pytest.mark.parametrize("value", [0, 5, 64, 8.0, True, "8", None, (8,), (8, 8, 8), (8, 7),
+                                   {"t": 5}, {"t": (8,)}, {"t": {"t": 8}}])
 def test_other_bits_are_refused(value: Any) -> None:
     with pytest.raises(InvalidInputError, match="invalid bits of messages"):
         MessageBits.parse(value)
@@ -48,7 +53,9 @@ def test_other_bits_are_refused(value: Any) -> None:
 def test_bits_on_a_command_line() -> None:
     assert MessageBits.from_text("16") == MessageBits(16, 16)
     assert MessageBits.from_text("8, 32") == MessageBits(8, 32)
-    for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=4", "t=8;", "t=8;t=16"):
+    with pytest.raises(InvalidInputError, match=r"message_bits\['b'\]='x', expected one of"):
+        MessageBits.from_text("a=8;b=x")
+    for text in ("", "eight", "8,", "8,8,8", "-8", "t=", "t=5", "t=8;", "t=8;t=16"):
         with pytest.raises(InvalidInputError, match="invalid bits of messages"):
             MessageBits.from_text(text)
 
@@ -57,6 +64,7 @@ def test_no_row_takes_more_bytes_than_in_float32() -> None:
     assert [number_bytes(32, w) for w in (1, 2, 3, 64)] == [4, 8, 12, 256]
     assert [number_bytes(16, w) for w in (1, 2, 3, 64)] == [2, 4, 6, 128]
     assert [number_bytes(8, w) for w in (1, 2, 3, 64)] == [4, 8, 11, 72]
+    assert [number_bytes(4, w) for w in (1, 2, 3, 4, 64)] == [4, 8, 10, 10, 40]
 
 
 def test_rows_of_other_types_travel_as_they_are() -> None:
@@ -85,6 +93,6 @@ def test_a_plan_states_its_bits(tmp_path: Path) -> None:
     path.write_text(json.dumps({**value, "message_bits": {"nothing": 8}}))
     with pytest.raises(InvalidInputError, match="nothing"):
         Plan.load(path)
-    path.write_text(json.dumps({**value, "message_bits": [16, 4]}))
-    with pytest.raises(InvalidInputError, match="gradients=4"):
+    path.write_text(json.dumps({**value, "message_bits": {name: [16, 7]}}))
+    with pytest.raises(InvalidInputError, match=rf"message_bits\['{name}'\]=\[16, 7\]"):
         Plan.load(path)

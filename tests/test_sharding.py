@@ -283,7 +283,10 @@ def test_a_second_time_is_refused_by_name() -> None:
     ({"modules": [1, None]}, "modules="), ({"batch_size": 0}, "batch_size=0"),
     ({"objective": "inference", "row_dtype": 3}, "row_dtype=3"),
     ({"batch_size": 1.5}, "batch_size=1.5"), ({"module": [1]}, "torch.nn.Module"),
-    ({"message_bits": 12}, "answers=12"), ({"message_bits": (8,)}, "message_bits="),
+    ({"message_bits": 12}, "message_bits=12"), ({"message_bits": (8,)}, "message_bits="),
+    ({"message_bits": {"weight": 5}}, r"message_bits\['weight'\]=5"),
+    ({"message_variance": -1}, "message_variance=-1"),
+    ({"message_variance": 1e-3, "message_bits": 32}, "message_variance=0.001, expected None"),
     ({"topology": "h100-8"}, "ranks of the topology=8"),
     ({"plan": plan(("weight", 20, 4)), "objective": "test"}, "objective='test'")])
 def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str) -> None:

@@ -74,15 +74,15 @@ enum Sent {
 };
 
 // Bits per float32 number of a row in a message, see oper/messages.py: 32 = unchanged; 16 =
-// bfloat16; 8 = codes, preceded by the step and the smallest number, float32 each. Rows with fewer
-// than kLeastCoded columns, for which codes would take more bytes, stay float32.
+// bfloat16; 8, 4 = codes, preceded by the step and the smallest number, float32 each. Rows with
+// fewer than kLeastCoded columns, for which codes would take more bytes, stay float32.
 constexpr int64_t kCodedRowBytes = 8, kLeastCoded = 3;
 constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
-  return wanted == 8 && columns < kLeastCoded ? 32 : wanted;
+  return wanted <= 8 && columns < kLeastCoded ? 32 : wanted;
 }
 // Bytes in a message of an entry that has `unit` bytes as float32 numbers.
 constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
-  return bits == 8 ? kCodedRowBytes + unit / 4 : unit * bits / 32;
+  return bits <= 8 ? kCodedRowBytes + (unit / 4 * bits + 7) / 8 : unit * bits / 32;
 }
 // Bits of a slot in a message, for a table of `num_rows` rows, see `slot_bits` in oper/messages.py.
 // An owner has at most num_rows slots.

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "search/clones.h"
+#include "common/clones.h"
 
 namespace oper::search {
 

@@ -1,4 +1,4 @@
-#include "search/clones.h"
+#include "common/clones.h"
 #include "search/price.h"
 #include "search/sums.h"
 

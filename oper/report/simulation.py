@@ -68,7 +68,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     plan, problem = verbs.stated(args, _statistics(args))
     if args.message_bits is not None:
         bits = MessageBits.from_text(args.message_bits)
-        bits.check_names({t.table.name for t in plan.tables})
+        bits.check_for(t.table for t in plan.tables)
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)

@@ -73,7 +73,7 @@ def make_plan(
             not fit without it.
         overlap: ``{phase: microseconds}``, dense compute during which a phase can run, see
             `oper.search.problem.overlap`. Default: no overlap.
-        message_bits: bits per number in messages between hosts: 32 (exact), 16 or 8, or a pair
+        message_bits: bits per number in messages between hosts: 32 (exact), 16, 8 or 4, or a pair
             (for answers to lookups, for gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`.
         message_variance: if given, the planner chooses the bits by table, for a short step whose
@@ -131,7 +131,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # also refuses NaN
             ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
             ("seed", seed, seed >= 0, ">= 0"))
-    problem.message_bits.check_names({t.spec.name for t in problem.tables})
+    problem.message_bits.check_for(t.spec for t in problem.tables)
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)

@@ -44,7 +44,6 @@ from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 _ROUNDS = 2  # alternations of bits and placement from each start
 MOST_PLANS = 2 * (1 + _ROUNDS)  # that `plan_within` makes
 _MOST_NODES = 2000  # of the solver
-_CODES = 255  # steps between the least and the largest of 8-bit codes
 _SLACK = 1e-9  # relative, of the budget
 
 
@@ -53,13 +52,13 @@ def relative_variance(bits: int, width: int) -> float:
     message, relative to the sum of their squares.
 
     * 16 bits: a number is off by at most 2^-8 of itself (8 significant bits, to nearest).
-    * 8 bits: with a step s = (max - min) / 255, the squared error of a number is at most s^2 / 4 if
-      rounded to nearest, and s^2 u (1 - u) <= s^2 / 4 in expectation if rounded up with probability
-      u. (max - min)^2 is at most twice the sum of squares.
+    * 8 or 4 bits: with a step s = (max - min) / (2^bits - 1), the squared error of a number is at
+      most s^2 / 4 if rounded to nearest, and s^2 u (1 - u) <= s^2 / 4 in expectation if rounded up
+      with probability u. (max - min)^2 is at most twice the sum of squares.
     """
     if bits == 32 or number_bytes(bits, width) == 4 * width:
         return 0.0
-    return 2.0**-16 if bits == 16 else width / (2 * _CODES**2)
+    return 2.0**-16 if bits == 16 else width / (2 * (2**bits - 1) ** 2)
 
 
 class _Variance(Messages):
@@ -107,9 +106,10 @@ def rounding_variance(plan: Plan, problem: Problem) -> float:
 
 
 def fewest_bits(problem: Problem) -> MessageBits:
-    """The bits with the shortest messages of uncut rows: 8, or 16 for few columns."""
+    """The bits with the shortest messages of uncut rows: 4 (8 for an odd number of columns), or 16
+    for few columns."""
     def fewest(dim: int) -> int:
-        return min(BITS, key=lambda bits: number_bytes(bits, dim))
+        return min(BITS[:-1] if dim % 2 else BITS, key=lambda bits: number_bytes(bits, dim))
 
     return MessageBits.parse({t.spec.name: fewest(t.spec.dim) for t in problem.tables})
 
@@ -132,7 +132,7 @@ def choose_bits(plan: Plan, problem: Problem, budget: float) -> MessageBits:
     choices, loads, variances = [], [], []
     for t in problem.tables:
         for direction in range(1 + problem.training):  # answers, gradients
-            for fewer in BITS[1:]:
+            for fewer in BITS[1:-1] if t.spec.dim % 2 else BITS[1:]:
                 bits = MessageBits(32, fewer) if direction else MessageBits(fewer, 32)
                 saved = model.group_us(_saved(plan, model, t, bits))
                 if saved.min() < 0:

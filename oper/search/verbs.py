@@ -305,7 +305,7 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
 def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--message-bits``, the precision of messages between hosts; `what` ends its help."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
-                        help="bits per number in messages between hosts: 32, 16 or 8, or one "
+                        help="bits per number in messages between hosts: 32, 16, 8 or 4, or one "
                              "for answers and one for gradients as in 16,8, or by table as in "
                              f"'user=8;item=16,8' (other tables: 32); {what}")
 

@@ -23,13 +23,21 @@ from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.contenders import Contender, Planned
+from oper.bench.cluster.fewer_bits import LOG, FewerBits, LogQuality
 from oper.bench.cluster.link_change import LinkChange
-from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
+from oper.bench.cluster.network import Links, OnHosts, WithWorkload, cluster, why_no_quota, why_not
 from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core import record
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
-from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
+from oper.bench.core.workload import (
+    NO_ID,
+    Workload,
+    bags_of,
+    batch_ids,
+    data_files,
+    make_kjt,
+)
 from oper.bench.tables.sides import Side
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
@@ -55,7 +63,7 @@ def _namespaces() -> list[str]:
     return [p.name for p in folder.glob(f"{network.PREFIX}*")] if folder.is_dir() else []
 
 
-def _run(*cases: Case | LinkChange | ReplicaGroupsCase) -> list[dict[str, Any]]:
+def _run(*cases: OnHosts) -> list[dict[str, Any]]:
     alone = as_toml(Topology.this_host(2))
     return list(measured([replace(c, constants=alone) for c in cases]))
 
@@ -138,6 +146,40 @@ def test_replica_groups_behind_a_slow_uplink() -> None:
     assert found["replica_groups"] == 2 and found["ratio_groups"] > 1.2
     assert found["predicted_groups_ms"] < found["predicted_one_group_ms"]
     assert "groups: " in report([found], grid.FIGURES)
+    bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
+
+
+@emulated
+@pytest.mark.slow
+def test_fewer_bits_send_fewer_bytes() -> None:
+    work = replace(TINY, num_rows=(30_000, 4_000, 300), dim=64)
+    found, = _run(FewerBits("fewer", Links(2, 50), work, num_batches=4, num_stats_batches=4,
+                            message_variance=1e-3))
+    assert found["verified"] is True and not _namespaces()
+    assert 0 < found["largest_rounding"] <= 1 and 0 < found["answers_error"] < 1e-3
+    exact, fewer = found["contenders"].values()
+    assert exact["message_bits"] == [32, 32] and np.min([*fewer["message_bits"].values()]) < 16
+    for x in (exact, fewer):
+        assert 1.0 <= x["bytes_ratio_without_headers"] < x["bytes_ratio"] < 1.4
+    assert found["fewer_bytes"] == pytest.approx(
+        exact["counted_bytes"] / fewer["counted_bytes"], rel=1e-3)
+    assert found["fewer_bytes"] > 2 and found["fewer_bits_speedup"] > 1
+    assert found["message_variance"]["used"] <= 1e-3
+    assert "speedup" in report([found], grid.FIGURES)
+    bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
+
+
+@emulated
+@pytest.mark.slow
+@pytest.mark.skipif(not data_files(LOG), reason="OPER_DATA has no log of MovieTweetings")
+def test_quality_with_fewer_bits() -> None:
+    found, = _run(LogQuality("quality", Links(2, 50), num_seeds=2, max_steps=12))
+    assert found["verified"] is True and not _namespaces()
+    assert found["fewer_bytes"] > 1.5 and found["samples"] > 10_000
+    for key in ("log_loss_difference", "auc_difference"):
+        assert found[key]["low"] <= found[key]["mean"] <= found[key]["high"], key
+        assert found[key]["low"] < found[key]["high"]
+    assert "auc" in report([found], grid.FIGURES)
     bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
 
 
@@ -278,6 +320,7 @@ def test_totals_count_what_the_model_models() -> None:
 
 def test_the_grid() -> None:
     every = grid.cases(False)
+    every = [c for c in every if isinstance(c, WithWorkload)]  # not those with a log
     counted = [c for c in every if c.in_grid]
     assert len([c for c in counted if c.objective == "training"]) == 27
     lookups = [c for c in counted if c.objective == "inference"]

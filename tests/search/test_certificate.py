@@ -260,7 +260,7 @@ def constrained(draw: st.DrawFn) -> Problem:
     one = st.floats(0, 300)
     overlap = draw(st.dictionaries(st.sampled_from(phases), st.one_of(
         one, st.lists(one, min_size=world, max_size=world))))
-    one_bits = st.sampled_from([(32, 32), (8, 8), (16, 16), (16, 8), (32, 8)])
+    one_bits = st.sampled_from([(32, 32), (8, 8), (4, 4), (16, 16), (16, 8), (32, 8), (4, 32)])
     bits = MessageBits.parse(draw(st.one_of(
         one_bits, st.fixed_dictionaries({s.name: one_bits for s in specs}))))
     return replace(with_overlap(problem, overlap).in_need(), message_bits=bits)

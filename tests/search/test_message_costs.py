@@ -22,7 +22,7 @@ from oper.search.problem.statement import Problem
 from oper.search.replay.realized import RealizedLoad
 from oper.search.replay.wire import WireReplay
 
-BITS = [(8, 8), (16, 16), (16, 8), (8, 32), (32, 8)]
+BITS = [(8, 8), (4, 4), (16, 16), (16, 8), (8, 32), (32, 8)]
 CROSS = (Term.CROSS_IN, Term.CROSS_OUT)
 
 
@@ -95,8 +95,8 @@ def test_each_table_and_direction_has_its_own_bits(mode: str) -> None:
 def test_sums_are_exact_in_each_direction() -> None:
     problem, _ = hosts(32)
     t = problem.table("t1")
-    for a in (32, 16, 8):
-        for g in (32, 16, 8):
+    for a in (32, 16, 8, 4):
+        for g in (32, 16, 8, 4):
             m = Messages(MessageBits.parse({"t1": (a, g)}))
             for width in (1, 2, 3, 16, 64):
                 assert m.sum_rows(t, width).tolist() == [
@@ -171,5 +171,5 @@ def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsy
     assert cli.main(["verify", edited, "--stats", file]) == 1
     assert "message bits differ" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "4"])
-    assert ended.value.code == 2 and "answers=4" in capsys.readouterr().err
+        cli.main([*words, "12"])
+    assert ended.value.code == 2 and "message_bits=12" in capsys.readouterr().err

@@ -127,8 +127,7 @@ def test_of_equally_fast_bits_the_most_precise_are_chosen() -> None:
     assert choose_bits(plans_of(problem)[0], problem, 1.0) == EXACT  # nothing leaves the host
     problem, _ = stated(gpus(4, per_host=2))
     bits = choose_bits(plans_of(problem)[0], problem, 1e9)
-    assert bits.of("t2") == MessageBits(16, 16)  # of 8 columns, with as many bytes as 8 bits
-    assert bits.of("t1") == MessageBits(8, 8)
+    assert bits.of("t1") == bits.of("t2") == MessageBits(4, 4)
 
 
 # ---- plans ---------------------------------------------------------------------------------------

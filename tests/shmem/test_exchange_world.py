@@ -163,19 +163,34 @@ def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
                    for n in rows)
 
 
-def _shard(rank: int, world_size: int, message_bits: Any) -> tuple[list[list[int]], str]:
+def _shard(rank: int, world_size: int, message_bits: Any, **given: Any) -> tuple[Any, str]:
     """Shard on two hosts with `message_bits` by rank; returns the plan's bits, or the error."""
     bag = torch.nn.EmbeddingBag(500, 16, mode="sum")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are no statistics
-            sharded = oper.shard(bag, optimizer=oper.SGD(lr=0.1), message_bits=message_bits[rank])
+            sharded = oper.shard(bag, optimizer=oper.SGD(lr=0.1), message_bits=message_bits[rank],
+                                 **given)
     except oper.InvalidInputError as error:
         return [], str(error)
     sharded(torch.arange(12).reshape(3, 4)).sum().backward()
     tables = sharded.tables
     tables.barrier()
     return tables.plan.message_bits.to_json(), ""
+
+
+def _shard_within(rank: int, world_size: int) -> list[Any]:
+    """The bits of a plan that is made under a generous budget, and of a given plan."""
+    given = Plan(2, (TablePlan(TableSpec("weight", 500, 16, ("weight",), "sum", optimizer="sgd"), (
+        Piece(0, 16, (Tier(0, 500, "striped", (0, 1)),)),)),), message_bits=16)
+    return [_shard(rank, world_size, [None, None], message_variance=1.0, plan=plan)
+            for plan in (None, given)]
+
+
+def test_shard_chooses_bits_within_a_budget() -> None:
+    chosen, kept = zip(*run_world(2, _shard_within, labels="ab"), strict=True)
+    assert chosen == (({"weight": [32, 4]}, ""),) * 2  # all rows are replicated
+    assert kept == (([16, 16], ""),) * 2
 
 
 def test_shard_takes_bits_of_messages_and_refuses_several() -> None:

@@ -31,7 +31,7 @@ from tests.runtime_support import (
     train_virtual,
 )
 
-LEVELS = 255
+LEVELS = 255  # of 8 bits
 
 
 def one_table(rows: int, dim: int, bits: Any, world_size: int, mode: str = "pull") -> Plan:
@@ -98,34 +98,35 @@ def rows_of(rows: int, dim: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, dim, generator=g) * scale + torch.randn(rows, 1, generator=g) * scale
 
 
-def step_of(rows: torch.Tensor) -> torch.Tensor:
+def step_of(rows: torch.Tensor, bits: int = 8) -> torch.Tensor:
     """The quantisation step of each row, [R, 1]."""
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
-    return (high - low) / LEVELS
+    return (high - low) / (2**bits - 1)
 
 
 # ---- how far off ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("dim", [3, 8, 13, 64, 200])
-def test_answers_are_the_nearest_codes(dim: int, mode: str) -> None:
+@pytest.mark.parametrize("dim, bits", [(3, 8), (8, 8), (13, 8), (64, 8), (200, 8), (4, 4), (22, 4),
+                                       (64, 4), (130, 4)])
+def test_answers_are_the_nearest_codes(dim: int, bits: int, mode: str) -> None:
     weights = rows_of(300, dim)
-    exact, rounded = looked_up(weights, 8, mode=mode)
+    exact, rounded = looked_up(weights, bits, mode=mode)
     assert_bitwise(exact, weights, "rows at their owner")
     # Half a step, and the rounding of float32.
     error = (rounded - weights).abs()
     largest = weights.abs().amax(dim=1, keepdim=True)
-    assert (error <= 0.5001 * step_of(weights) + 2.0**-22 * largest).all()
-    assert (error > 0.4 * step_of(weights)).any()
+    assert (error <= 0.5001 * step_of(weights, bits) + 2.0**-22 * largest).all()
+    assert (error > 0.4 * step_of(weights, bits)).any()
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("dim", [3, 13, 64])
-def test_gradients_are_one_of_the_two_adjacent_codes(dim: int, mode: str) -> None:
+@pytest.mark.parametrize("dim, bits", [(3, 8), (13, 8), (64, 8), (6, 4), (64, 4), (66, 4)])
+def test_gradients_are_one_of_the_two_adjacent_codes(dim: int, bits: int, mode: str) -> None:
     gradient = rows_of(300, dim)
-    (got,) = received(gradient, (32, 8), mode=mode)
-    step, low = step_of(gradient).double(), gradient.amin(dim=1, keepdim=True).double()
+    (got,) = received(gradient, (32, bits), mode=mode)
+    step, low = step_of(gradient, bits).double(), gradient.amin(dim=1, keepdim=True).double()
     code = (got.double() - low) / step
     largest = gradient.abs().amax(dim=1, keepdim=True).double()
     slack = 1e-3 + 2.0**-22 * largest / step
@@ -148,7 +149,7 @@ NAN, INF, MOST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 # Numbers of a row, and whether they arrive exactly, as nan, or as those of any row (None).
 SPECIAL: dict[str, tuple[list[float], bool | None]] = {
     "constant": ([0.1] * 5, True), "zero": ([0.0] * 5, True),
-    "codes": ([0.0, 1.0, 7.0, 254.0, 255.0], True),
+    "codes": ([0.0, 17.0, 119.0, 238.0, 255.0], True),
     "large": ([1e38, -1e38, 0.0, 1.0, 2.0], None),
     "least": ([0.0, 1e-45, 3e-42, 1e-40, 0.0], None),
     "wider than float32": ([3e38, -3e38, 0.0, 1e38, 2.0], None),
@@ -161,11 +162,14 @@ SPECIAL: dict[str, tuple[list[float], bool | None]] = {
 def test_rows_that_are_special(name: str) -> None:
     """Numbers equal to codes are exact; a row with a number that is not finite becomes NaN."""
     numbers, is_exact = SPECIAL[name]
-    row = torch.tensor([numbers])
-    for got in (looked_up(row, 8)[1], received(row, (32, 8))[0]):
+    odd = torch.tensor([numbers])
+    even = torch.cat([odd, odd[:, :1]], dim=1)  # for 4 bits
+    for row, bits, got in (
+            (odd, 8, looked_up(odd, 8)[1]), (odd, 8, received(odd, (32, 8))[0]),
+            (even, 4, looked_up(even, 4)[1]), (even, 4, received(even, (32, 4))[0])):
         if is_exact is None:  # or so near to each other that float32 hardly tells them apart
             wide = row.double()
-            assert ((got - wide).abs() <= 1.001 * step_of(wide) + 3e-36).all()
+            assert ((got - wide).abs() <= 1.001 * step_of(wide, bits) + 3e-36).all()
         elif is_exact:
             assert torch.equal(got, row)
         else:
@@ -249,15 +253,15 @@ def test_one_domain_rounds_nothing() -> None:
 # ---- without bias --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str) -> None:
+@pytest.mark.parametrize("mode, bits", [("pull", 8), ("push", 8), ("push", 4)])
+def test_the_mean_of_rounded_gradients_is_the_gradient(mode: str, bits: int) -> None:
     """The mean over rows and seeds is within five standard errors, as is the share rounded up."""
     rows, seeds = 1500, 4
     g = torch.Generator().manual_seed(3)
     one = torch.randn(1, 40, generator=g)
-    got = torch.cat([received(one.repeat(rows, 1), (32, 8), mode=mode, seed=s)[0]
+    got = torch.cat([received(one.repeat(rows, 1), (32, bits), mode=mode, seed=s)[0]
                      for s in range(seeds)]).double()
-    step, count = float(step_of(one)), rows * seeds
+    step, count = float(step_of(one, bits)), rows * seeds
     code = (one - one.min()).double() / step
     up = code - code.floor()
     spread = step * (up * (1 - up)).sqrt()
@@ -283,16 +287,16 @@ def squared_error(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return (got.double() - wide).square().sum(dim=1) / wide.square().sum(dim=1)
 
 
-@pytest.mark.parametrize("dim", [3, 16, 64])
-def test_the_planners_variance_limits_that_of_every_row(dim: int) -> None:
+@pytest.mark.parametrize("dim, bits", [(3, 8), (16, 8), (64, 8), (16, 4), (64, 4)])
+def test_the_planners_variance_limits_that_of_every_row(dim: int, bits: int) -> None:
     """Also of rows for which it is nearly reached: two extremes, and numbers between two codes."""
-    worst = torch.zeros(100, dim)  # 127.5 steps above the least number
+    worst = torch.zeros(100, dim)  # 127.5 (7.5) steps above the least number
     worst[:, 0], worst[:, 1] = 1.0, -1.0
     rows = torch.cat([rows_of(300, dim), worst])
-    limit = relative_variance(8, dim)
-    nearest = squared_error(looked_up(rows, 8)[1], rows)
+    limit = relative_variance(bits, dim)
+    nearest = squared_error(looked_up(rows, bits)[1], rows)
     assert (nearest <= limit * 1.001 + 2.0**-44 * dim).all()
-    up = squared_error(received(rows, (32, 8))[0], rows)[300:]
+    up = squared_error(received(rows, (32, bits))[0], rows)[300:]
     assert (up <= limit * 1.001).all() and (up >= limit * 0.99 * (dim - 2) / dim).all()
     for got in (looked_up(rows, (16, 32))[1], received(rows, (32, 16))[0]):
         assert (squared_error(got, rows) <= relative_variance(16, dim)).all()
@@ -336,7 +340,7 @@ def test_draws_depend_on_seed_and_step_alone() -> None:
     assert ((first - second).abs() > 0.5 * step).float().mean() > 0.2
 
 
-@pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 8)], ids=str)
+@pytest.mark.parametrize("bits", [16, 8, 4, (8, 32), (32, 8)], ids=str)
 def test_runs_repeat_bit_by_bit(bits: Any) -> None:
     """Runs repeat bitwise under any placement, with push and columns; all ranks read equal rows."""
     case = dlrm_case("rowwise_adagrad")

@@ -5,23 +5,23 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/clones.h"
 #include "common/elements.h"
 
 namespace oper::host {
 
 namespace {
 
-constexpr float kLargestCode = 255.0f;
 // With larger steps, differences of a row's numbers may exceed float32's range: the numbers are
 // coded and decoded as a quarter of themselves.
 constexpr float kWideStep = FLT_MAX / 512, kQuarter = 0.25f;
 
-void round_row(char* to, const float* numbers, int64_t n) {
+OPER_INLINE void round_row(char* to, const float* numbers, int64_t n) {
   BFloat16* rounded = reinterpret_cast<BFloat16*>(to);
   for (int64_t i = 0; i < n; ++i) rounded[i] = round_to(BFloat16{}, numbers[i], kToNearest);
 }
 
-void expand(char* to, const char* from, int64_t n) {
+OPER_INLINE void expand(char* to, const char* from, int64_t n) {
   float* numbers = reinterpret_cast<float*>(to);
   const BFloat16* rounded = reinterpret_cast<const BFloat16*>(from);
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
@@ -32,60 +32,104 @@ void expand(char* to, const char* from, int64_t n) {
 struct Code {
   float step, least;
 
-  Code(const float* numbers, int64_t n) : least(numbers[0]) {
-    float most = numbers[0];
-    bool is_finite = true;
-    for (int64_t i = 0; i < n; ++i) {
-      least = std::min(least, numbers[i]);
-      most = std::max(most, numbers[i]);
-      is_finite &= (bits_of_float(numbers[i]) & 0x7f800000u) != 0x7f800000u;
+  OPER_INLINE Code(const float* numbers, int64_t n, float largest_code) {
+    using Lanes = float __attribute__((vector_size(32)));
+    constexpr int64_t kLanes = 8;
+    Lanes low = Lanes{} + numbers[0], high = low;
+    uint32_t is_special = 0;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      Lanes x;
+      std::memcpy(&x, numbers + i, sizeof x);
+      low = x < low ? x : low;
+      high = x > high ? x : high;
     }
-    step = (most - least) / kLargestCode;
-    if (step > FLT_MAX) step = (kQuarter * most - kQuarter * least) / (kQuarter * kLargestCode);
+    for (; i < n; ++i) {
+      low[0] = std::min(low[0], numbers[i]);
+      high[0] = std::max(high[0], numbers[i]);
+    }
+    for (i = 0; i < n; ++i)
+      is_special |= (bits_of_float(numbers[i]) & 0x7f800000u) == 0x7f800000u;
+    least = low[0];
+    float most = high[0];
+    for (int64_t k = 1; k < kLanes; ++k) {
+      least = std::min(least, low[k]);
+      most = std::max(most, high[k]);
+    }
+    step = (most - least) / largest_code;
+    if (step > FLT_MAX) step = (kQuarter * most - kQuarter * least) / (kQuarter * largest_code);
     if (step < FLT_MIN) step = 0.0f;
-    if (!is_finite) step = least = NAN;
+    if (is_special) step = least = NAN;
   }
 };
 
-// `name`: of the row, used only by `draws`.
-void code_row(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name) {
-  constexpr int64_t kPerDraw = 8;
-  const Code code(numbers, n);
+// Codes of 8 bits, or of 4: two in a byte, the first in its lower half. `name`: of the row, used
+// only by `draws`.
+template <int kBits>
+OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws* draws,
+                          uint32_t name) {
+  constexpr int64_t kPerDraw = 8, kDraws = 8, kBlock = kDraws * kPerDraw;
+  constexpr float kLargestCode = (1 << kBits) - 1;
+  const Code code(numbers, n, kLargestCode);
   std::memcpy(to, &code, kCodedRowBytes);
   uint8_t* codes = reinterpret_cast<uint8_t*>(to) + kCodedRowBytes;
   if (!(code.step > 0.0f)) {
-    std::memset(codes, 0, static_cast<size_t>(n));
+    std::memset(codes, 0, static_cast<size_t>(entry_bytes(kBits, 4 * n) - kCodedRowBytes));
     return;
   }
   const float scale = code.step > kWideStep ? kQuarter : 1.0f;
   const float inverse = 1.0f / (scale * code.step), least = scale * code.least;
-  for (int64_t first = 0; first < n; first += kPerDraw) {
-    Philox4 bits{};
+  uint32_t bits[kBlock / 2];  // two numbers each, the first in the lower half
+  std::fill_n(bits, kBlock / 2, kToNearest << 16 | kToNearest);
+  for (int64_t first = 0; first < n; first += kBlock) {
+    // Blocks, also the last one, are drawn and coded as a whole, which is vectorised.
     if (draws != nullptr)
-      bits = rounding_bits(draws->key, name,
-                           draws->first_column + static_cast<uint32_t>(first / kPerDraw),
-                           draws->purpose);
-    for (int64_t i = first; i < std::min(n, first + kPerDraw); ++i) {
-      const uint32_t half = bits.word[(i - first) / 2] >> (16 * (i % 2)) & 0xffff;
-      const float up = static_cast<float>(draws != nullptr ? half : kToNearest) * 0x1p-16f;
-      codes[i] = static_cast<uint8_t>(
-          std::min((scale * numbers[i] - least) * inverse + up, kLargestCode));
+      for (uint32_t k = 0; k < kDraws; ++k) {
+        const Philox4 drawn = rounding_bits(
+            draws->key, name, draws->first_column + static_cast<uint32_t>(first / kPerDraw) + k,
+            draws->purpose);
+        for (int64_t w = 0; w < 4; ++w) bits[4 * k + w] = drawn.word[w];
+      }
+    const int64_t size = std::min(kBlock, n - first);
+    float up[kBlock];
+    for (int64_t i = 0; i < kBlock / 2; ++i) {
+      up[2 * i] = static_cast<float>(static_cast<int32_t>(bits[i] & 0xffff)) * 0x1p-16f;
+      up[2 * i + 1] = static_cast<float>(static_cast<int32_t>(bits[i] >> 16)) * 0x1p-16f;
     }
+    uint8_t found[kBlock];
+    for (int64_t i = 0; i < size; ++i)
+      found[i] = static_cast<uint8_t>(static_cast<int32_t>(
+          std::min((scale * numbers[first + i] - least) * inverse + up[i], kLargestCode)));
+    if (kBits == 8) {
+      std::memcpy(codes + first, found, static_cast<size_t>(size));
+      continue;
+    }
+    if (size % 2) found[size] = 0;
+    for (int64_t i = 0; i < (size + 1) / 2; ++i)
+      codes[first / 2 + i] = static_cast<uint8_t>(found[2 * i] | found[2 * i + 1] << 4);
   }
 }
 
-void decode_row(float* to, const char* from, int64_t n) {
+template <int kBits>
+OPER_INLINE void decode_row(float* to, const char* from, int64_t n) {
   float code[2];  // step, least
   std::memcpy(code, from, sizeof code);
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(from) + kCodedRowBytes;
+  if (kBits == 8)
+    for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(codes[i]);
+  else
+    for (int64_t i = 0; i < n; i += 2) {
+      to[i] = static_cast<float>(codes[i / 2] & 15);
+      if (i + 1 < n) to[i + 1] = static_cast<float>(codes[i / 2] >> 4);
+    }
   if (code[0] > kWideStep) {
     constexpr float most = kQuarter * FLT_MAX;
     const float step = kQuarter * code[0], least = kQuarter * code[1];
     for (int64_t i = 0; i < n; ++i)
-      to[i] = std::clamp(least + step * static_cast<float>(codes[i]), -most, most) / kQuarter;
+      to[i] = std::clamp(least + step * to[i], -most, most) / kQuarter;
     return;
   }
-  for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * static_cast<float>(codes[i]);
+  for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * to[i];
 }
 
 // Copies entries of `kUnit` bytes, or of `unit` if that is 0. A constant size saves the call of
@@ -110,37 +154,47 @@ void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, i
   copy_entries<0>(to, from, rows, n, unit);
 }
 
-}  // namespace
-
-void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
+template <int kBits>
+OPER_INLINE void code_rows(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
   constexpr int64_t kAhead = 16;
-  const int64_t n = array.n, unit = array.unit, size = entry_bytes(array.bits, unit);
-  if (array.bits == 32) {
-    if (rows != nullptr) return copy_entries(to, from, rows, n, unit);
-    std::memcpy(to, from, static_cast<size_t>(n * unit));
-    return;
-  }
+  const int64_t n = array.n, unit = array.unit, size = entry_bytes(kBits, unit);
   for (int64_t i = 0; i < n; ++i, to += size) {
     if (rows != nullptr && i + kAhead < n)
       for (int64_t b = 0; b < unit; b += 64)
         __builtin_prefetch(from + static_cast<int64_t>(rows[i + kAhead]) * unit + b);
     const int64_t at = rows == nullptr ? i : static_cast<int64_t>(rows[i]);
     const float* row = reinterpret_cast<const float*>(from + at * unit);
-    if (array.bits == 16) {
+    if (kBits == 16)
       round_row(to, row, unit / 4);
-    } else {
-      code_row(to, row, unit / 4, array.draws, array.draws ? array.draws->names[i] : 0);
-    }
+    else
+      code_row<kBits>(to, row, unit / 4, array.draws, array.draws ? array.draws->names[i] : 0);
   }
 }
 
-void unpack(char* to, const char* from, const WireArray& array) {
-  const int64_t bytes = array.n * array.unit, size = entry_bytes(array.bits, array.unit);
+template <int kBits>
+OPER_INLINE void decode_rows(char* to, const char* from, const WireArray& array) {
+  const int64_t size = entry_bytes(kBits, array.unit);
+  for (int64_t i = 0; i < array.n; ++i)
+    decode_row<kBits>(reinterpret_cast<float*>(to + i * array.unit), from + i * size,
+                      array.unit / 4);
+}
+
+}  // namespace
+
+OPER_CLONES void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
+  if (array.bits == 4) return code_rows<4>(to, from, rows, array);
+  if (array.bits == 8) return code_rows<8>(to, from, rows, array);
+  if (array.bits == 16) return code_rows<16>(to, from, rows, array);
+  if (rows != nullptr) return copy_entries(to, from, rows, array.n, array.unit);
+  std::memcpy(to, from, static_cast<size_t>(array.n * array.unit));
+}
+
+OPER_CLONES void unpack(char* to, const char* from, const WireArray& array) {
+  const int64_t bytes = array.n * array.unit;
   if (array.bits == 32) std::memcpy(to, from, static_cast<size_t>(bytes));
   if (array.bits == 16) expand(to, from, bytes / 4);
-  if (array.bits == 8)
-    for (int64_t i = 0; i < array.n; ++i)
-      decode_row(reinterpret_cast<float*>(to + i * array.unit), from + i * size, array.unit / 4);
+  if (array.bits == 8) decode_rows<8>(to, from, array);
+  if (array.bits == 4) decode_rows<4>(to, from, array);
 }
 
 void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits) {

@@ -22,7 +22,7 @@ from oper.bench.cluster.contenders import (
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import INTERFACE, OnHosts, num_dropped
+from oper.bench.cluster.network import INTERFACE, Links, WithWorkload, num_dropped
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
@@ -32,6 +32,7 @@ from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
 from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
+from oper.plan import Plan
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
@@ -47,7 +48,7 @@ _ROUNDS = (3, 10)  # minimum and maximum
 
 
 @dataclass(frozen=True, slots=True)
-class Case(OnHosts):
+class Case(WithWorkload):
     """A workload on an emulated cluster.
 
     Attributes:
@@ -126,15 +127,18 @@ class _Runner(Run):
         every, self.machine = planned.contenders, planner_machine(self.links, topology)
         screened = self._screen(every, planned, problem)
         seconds, phases = self._time(screened)
-        # The simulator does not cover the exchange of dense gradients.
-        wire = {"bytes_ratio": None, "bytes_ratio_without_headers": None} if (
-            self.case.whole_model) else self._wire(next(c for c in every if c.name == "oper"))
+        sent: dict[str, Any] = {"bytes_ratio": None, "bytes_ratio_without_headers": None}
+        if not self.case.whole_model:
+            # The simulator does not cover the exchange of dense gradients.
+            plan = every[0].plan
+            assert plan is not None
+            sent = wire(self, self.links, self._call(self.sides["oper"]), plan, self.trains)
         dropped = num_dropped(self.links) if self.rank == 0 else 0
         if self.rank:
             return {}
         entry = self._figures(every, screened, seconds, planned)
         return {
-            **entry, **wire, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
+            **entry, **sent, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
             "binding": planned.binding, "left_out": planned.left_out, "measured": measured,
             "dropped_packets": dropped, "links": asdict(self.links),
             "workload": asdict(self.work), "whole_model": self.case.whole_model,
@@ -263,32 +267,6 @@ class _Runner(Run):
         seconds = self.time(runs | {"oper": with_phases}, dist.barrier, rounds=(rounds, _PER_ROUND))
         return {n: s * 1e3 for n, s in seconds.items()}, median_phases(tables, ticks)
 
-    # ---- bytes -----------------------------------------------------------------------------------
-
-    def _wire(self, contender: Contender) -> dict[str, Any]:
-        """Bytes of one of OPER's steps, counted on all hosts' interfaces and simulated."""
-        run = self._call(self.sides["oper"])
-        is_first = self.rank % self.links.ranks_per_host == 0
-        dist.barrier()
-        before = record.interface_counters(INTERFACE)
-        dist.barrier()  # no rank sends before all counters have been read
-        for k in range(_COUNTED_STEPS):
-            run(k)
-        dist.barrier()
-        every = gather((record.interface_counters(INTERFACE) - before) * is_first / _COUNTED_STEPS)
-        if self.rank:
-            return {}
-        assert contender.plan is not None
-        simulated = float(np.mean(self.simulated_bytes(contender.plan, self.links.host_of,
-                                                       self.trains, _COUNTED_STEPS)))
-        sent, packets = np.sum(every, axis=0)
-        hosts = every[::self.links.ranks_per_host]
-        return {"counted_bytes": round(sent),
-                "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
-                "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated,
-                                                     4),
-                "sent_bytes_by_host": [round(x[0]) for x in hosts]}
-
     # ---- the entry -------------------------------------------------------------------------------
 
     def _figures(self, every: list[Contender], screened: dict[str, float],
@@ -306,7 +284,7 @@ class _Runner(Run):
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":
-                    known["over_oper"] = _paired(times, seconds["oper"])
+                    known["over_oper"] = paired(times, seconds["oper"])
             found[c.name] = known
         oper = found["oper"]
         theirs = [n for n, x in found.items() if x["runtime"] == "torchrec"]
@@ -345,7 +323,30 @@ class _Runner(Run):
         gc.collect()
 
 
-def _paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:
+def wire(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains: bool
+         ) -> dict[str, Any]:
+    """Bytes of a step of OPER under a plan, counted on all hosts' interfaces and simulated; empty
+    on ranks other than 0. Collective."""
+    is_first = run.rank % links.ranks_per_host == 0
+    dist.barrier()
+    before = record.interface_counters(INTERFACE)
+    dist.barrier()  # no rank sends before all counters have been read
+    for k in range(_COUNTED_STEPS):
+        step(k)
+    dist.barrier()
+    every = gather((record.interface_counters(INTERFACE) - before) * is_first / _COUNTED_STEPS)
+    if run.rank:
+        return {}
+    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, _COUNTED_STEPS)))
+    sent, packets = np.sum(every, axis=0)
+    hosts = every[::links.ranks_per_host]
+    return {"counted_bytes": round(sent),
+            "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
+            "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated, 4),
+            "sent_bytes_by_host": [round(x[0]) for x in hosts]}
+
+
+def paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:
     """Geometric mean of a contender's step time / OPER's on the same batch, with its 95 % bootstrap
     interval over batches: ``mean``, ``low``, ``high``."""
     found = difference(np.log(times), np.log(ours))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
-from oper.bench.cluster.network import OnHosts
+from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
@@ -32,7 +32,7 @@ _TOLERANCE = 1e-4  # relative error of rows; pushed tiers change the order of ad
 
 
 @dataclass(frozen=True, slots=True)
-class LinkChange(OnHosts):
+class LinkChange(WithWorkload):
     """A case in which host 0's link slows down during training.
 
     Attributes:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar
@@ -81,20 +81,12 @@ class OnHosts:
     Attributes:
         name: the case's name in the record.
         links: the cluster.
-        work: the workload.
-        num_batches: number of distinct timed batches.
-        num_stats_batches: number of untimed batches from which access statistics are collected.
-        in_grid: whether the case counts for the summary of the grid.
         constants: topology file (TOML text) of processes that share this machine.
     """
 
     name: str
     links: Links
-    work: Workload
-    num_batches: int = 32
-    num_stats_batches: int = 32
-    in_grid: bool = False
-    constants: str = ""
+    constants: str = field(default="", kw_only=True)
     threads_per_rank: ClassVar[int] = 1
 
     @property
@@ -111,6 +103,23 @@ class OnHosts:
     def hosts(self) -> contextlib.AbstractContextManager[list[ProcessOptions]]:
         """The context manager that creates the hosts, see `cluster`."""
         return cluster(self.links)
+
+
+@dataclass(frozen=True, slots=True)
+class WithWorkload(OnHosts):
+    """Base of those cases that look up and train the tables of a workload.
+
+    Attributes:
+        work: the workload.
+        num_batches: number of distinct timed batches.
+        num_stats_batches: number of untimed batches from which access statistics are collected.
+        in_grid: whether the case counts for the summary of the grid.
+    """
+
+    work: Workload
+    num_batches: int = 32
+    num_stats_batches: int = 32
+    in_grid: bool = False
 
 
 def why_not() -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
-from oper.bench.cluster.network import OnHosts
+from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather, joint_stats, planned
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-4  # relative error of rows; the order of additions differs
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaGroupsCase(OnHosts):
+class ReplicaGroupsCase(WithWorkload):
     """A case in which OPER's plan for all hosts is compared with its choice of replica groups.
 
     Attributes:
@@ -43,7 +43,8 @@ class ReplicaGroupsCase(OnHosts):
         run = _Run(self, progress)
         stats = joint_stats(self.work, self.num_stats_batches)
         plans = {"one": planned(self.work, stats, "training", topology)[0],
-                 "groups": planned(self.work, stats, "training", topology, self.every)[0]}
+                 "groups": planned(self.work, stats, "training", topology,
+                                  synchronize_every=self.every)[0]}
         compared = plans["groups"].notes["replica_groups"]
         progress("comparing rows with those of one group")
         limit(links, False)

@@ -83,16 +83,15 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
     return planned(work, joint_stats(work, num_stats_batches), objective, topology)
 
 
-def planned(work: Workload, stats: AccessStats, objective: str, topology: Topology,
-            synchronize_every: int | None = None) -> tuple[Plan, float]:
-    """OPER's plan for a topology, made by rank 0, and the planning time (s). Collective.
-    `synchronize_every`: see `make_plan`."""
+def planned(work: Workload, stats: AccessStats, objective: str, topology: Topology, **options: Any
+            ) -> tuple[Plan, float]:
+    """OPER's plan for a topology, made by rank 0 with further options of `make_plan`, and the
+    planning time (s). Collective."""
     from oper.search import make_plan
 
     made: Any = None
     begin = time.perf_counter()
     if ranks()[0] == 0:
         made = make_plan(work.tables(), stats, topology, objective=objective,
-                         batch_size=work.batch_size // topology.world_size,
-                         synchronize_every=synchronize_every)
+                         batch_size=work.batch_size // topology.world_size, **options)
     return gather((made, time.perf_counter() - begin))[0]

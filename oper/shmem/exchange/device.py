@@ -104,7 +104,7 @@ class DeviceExchange(Exchange):
             owner and by table in the order of keys.
 
     Raises:
-        InvalidInputError: `bits` has 8, or ranks have different `bits`.
+        InvalidInputError: `bits` has 8 or 4, or ranks have different `bits`.
     """
 
     _operators = "device_exchange"
@@ -113,7 +113,7 @@ class DeviceExchange(Exchange):
                  bits: MessageBits) -> None:
         group = tables.group
         super().__init__(group, domain_of, collection, bits)
-        if any(8 in x for x in ((bits.answers, bits.gradients), *bits.tables)):
+        if any({4, 8} & {*x} for x in ((bits.answers, bits.gradients), *bits.tables)):
             raise InvalidInputError("cannot exchange rows in device memory", "message_bits",
                                     bits.to_json(), "32 or 16",
                                     "choose 16, or keep the tables in host memory")
