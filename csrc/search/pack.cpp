@@ -27,7 +27,9 @@ constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // shares of the moves;
 constexpr double kShareOfFew = 0.67;                     // first share, if only one search is continued
 constexpr double kMovesEach = 1500;  // least moves of a short search, per table
 constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // one of kStartsToKeep continues
-constexpr int64_t kRelaxedOf = 4;  // one of so many short searches starts from the relaxed solution's layouts
+constexpr int64_t kRelaxedOf = 4;  // one of so many short searches starts from the relaxed solution
+// Changes of layouts for all short searches, per table and at least; twice as many gained little.
+constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
 constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
@@ -51,10 +53,11 @@ class Packing : private PackMoves {
     std::vector<State> found;
     const std::vector<Layout> relaxed = relaxed_layouts();
     std::vector<Layout> better;
+    const int64_t changes = std::min(p_.max_moves, std::max(kChangesEach * whole_, kLeastChanges));
     is_held_ = p_.seed % 2 == 0;  // either suits some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
       if (i % kRelaxedOf == 1)
-        better = annealed_layouts(kRelaxedOf * p_.max_moves / starts, [&] { return is_late(); });
+        better = annealed_layouts(kRelaxedOf * changes / starts, [&] { return is_late(); });
       construct_all(i % kRelaxedOf == 0 ? relaxed : better);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
                                int64_t(share * moves) / starts));

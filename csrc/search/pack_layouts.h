@@ -41,10 +41,12 @@ class Layouts {
   // Try `moves` changes, unless `is_over()` becomes true; returns the layouts reached.
   template <class IsOver>
   const std::vector<Layout>& anneal(int64_t moves, const IsOver& is_over) {
-    double known = step(total_), cooled = kHot;
+    const double each = 1.0 / double(std::max<int64_t>(p_.num_tables, 1));
+    const double hot = kHot * each, cold = std::min(kCold * each, kMostCold);
+    double known = step(total_), cooled = hot;
     int64_t accepted = 0;
     for (int64_t i = 0; i < moves && p_.num_tables > 0; ++i) {
-      if (i % 64 == 0) cooled = kHot * std::pow(kCold / kHot, double(i) / double(moves));
+      if (i % 64 == 0) cooled = hot * std::pow(cold / hot, double(i) / double(moves));
       if (i % 1024 == 0 && is_over()) break;
       const int64_t k = random_.below(p_.num_tables);
       const Layout old = layouts_[k];
@@ -68,7 +70,9 @@ class Layouts {
   }
 
  private:
-  static constexpr double kHot = 3e-3, kCold = 1e-5;  // temperatures, as shares of the step
+  // First and last temperature, as shares of a table's mean part of the step, and limit of the last as a
+  // share of the step. Colder, they would fit layouts more closely than pieces can be packed.
+  static constexpr double kHot = 0.3, kCold = 0.01, kMostCold = 1e-4;
   static constexpr int64_t kExactly = 32;  // accepted changes, after which rounding errors are removed
   static constexpr int kPower = 4;  // the largest piece is a power mean with exponent 2^kPower
 

@@ -400,8 +400,7 @@ class Annealing:
         """Run a search and return its result.
 
         Args:
-            max_moves: number of moves to try, besides about as many changes of layouts, which take
-                less time.
+            max_moves: number of moves to try, besides at most as many changes of layouts.
             goal_us: stop when the modelled step has reached this.
             seed: equal seeds give equal results unless `seconds` ends the search.
             seconds: time limit; 0 = none.
