@@ -27,7 +27,9 @@ constexpr double kShareFirst = 0.5, kShareAgain = 0.25;  // shares of the moves;
 constexpr double kShareOfFew = 0.67;                     // first share, if only one search is continued
 constexpr double kMovesEach = 1500;  // least moves of a short search, per table
 constexpr int64_t kLeastStarts = 4, kMostStarts = 32, kStartsToKeep = 8;  // one of kStartsToKeep continues
-constexpr double kOtherwise = 0.5;  // share of the tables changed initially, in two of three searches
+constexpr int64_t kRelaxedOf = 4;  // one of so many short searches starts from the relaxed solution
+// Changes of layouts for all short searches, per table and at least; twice as many gained little.
+constexpr int64_t kChangesEach = 600, kLeastChanges = 60'000;
 constexpr double kHottest = 0.008, kCold = 2e-5;  // limit of the initial temperature, and final one
 constexpr double kWorthKeeping = 3e-5;  // least improvement of the step for which a state is copied
 
@@ -49,10 +51,14 @@ class Packing : private PackMoves {
     const int64_t kept = std::max<int64_t>(starts / kStartsToKeep, 1);
     const double share = kept > 1 ? kShareFirst : kShareOfFew;
     std::vector<State> found;
+    const std::vector<Layout> relaxed = relaxed_layouts();
+    std::vector<Layout> better;
+    const int64_t changes = std::min(p_.max_moves, std::max(kChangesEach * whole_, kLeastChanges));
     is_held_ = p_.seed % 2 == 0;  // either suits some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
-      if (i > 0) reset(p_.candidate, p_.part_width, p_.units);
-      construct_all(i % 3 == 0 ? 0.0 : kOtherwise);
+      if (i % kRelaxedOf == 1)
+        better = annealed_layouts(kRelaxedOf * changes / starts, [&] { return is_late(); });
+      construct_all(i % kRelaxedOf == 0 ? relaxed : better);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
                                int64_t(share * moves) / starts));
     }
@@ -120,6 +126,11 @@ class Packing : private PackMoves {
     std::stable_sort(found.begin(), found.end(), faster);
   }
 
+  bool is_late() const {
+    const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin_;
+    return p_.seconds > 0 && gone.count() > p_.seconds;
+  }
+
   void anneal(double begin, int64_t most) {
     evaluate();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
@@ -132,8 +143,7 @@ class Packing : private PackMoves {
     double cooled = hot;
     for (int64_t n = 0; n < most && !over_; ++n, ++moves_) {
       if (n % 1024 == 0) {
-        const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin_;
-        over_ = p_.seconds > 0 && gone.count() > p_.seconds;
+        over_ = is_late();
         for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, peak_[ph]));
         energy_ = evaluate();
       }

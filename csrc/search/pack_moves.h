@@ -7,12 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "search/pack_layouts.h"
 #include "search/pack_state.h"
 
 namespace oper::search {
 
-constexpr int kColumnStep = 4;    // widths of pieces are multiples of this
-constexpr int kMinColumns = 8;    // least width of a piece, unless the table is narrower
 constexpr int kMaxUnits = 4096;   // units of pulled rows per rank, at most
 constexpr int kDrawn = 12;        // ranks drawn, the best of which is used: 4 were too few, 32 gained no more
 constexpr double kSide = 0.5;     // least share of the initially pushed rows, while is_held_
@@ -156,26 +155,38 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Initial pieces: those of the relaxed solution, and for a share `otherwise` of the tables different
-  // ones, which single moves of large pieces would not reach.
-  void construct_all(double otherwise) {
+  // Layouts of the tables in the relaxed solution.
+  std::vector<Layout> relaxed_layouts() const {
+    std::vector<Layout> out;
+    for (int64_t k = 0; k < whole_; ++k) {
+      const int64_t columns = p_.part_width[k];
+      const uint8_t* may = p_.may + k * W;
+      const int64_t owner = std::min<int64_t>(std::find(may, may + W, 1) - may, W - 1);
+      out.push_back({p_.candidate[k], p_.may_split[k] ? std::min(p_.first_width[k], columns) : columns,
+                     std::clamp<int64_t>(p_.first_owners[k], 1, max_owners(k)), p_.class_of[owner]});
+    }
+    return out;
+  }
+  // Layouts for which even packing would give a short step.
+  template <class IsOver>
+  std::vector<Layout> annealed_layouts(int64_t moves, const IsOver& is_over) {
+    std::vector<int64_t> most;
+    for (int64_t k = 0; k < whole_; ++k) most.push_back(max_owners(k));
+    return Layouts(p_, relaxed_layouts(), std::move(most), random_).anneal(moves, is_over);
+  }
+
+  // Start a state with pieces as in `layouts`.
+  void construct_all(const std::vector<Layout>& layouts) {
+    initial_.resize(T);
+    for (int64_t k = 0; k < T; ++k) initial_[k] = layouts[k % whole_].candidate;
+    reset(initial_.data(), p_.part_width, p_.units);
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
     for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
       const int64_t k = p_.order[i];
       if (!pushes(k)) continue;
-      int width = int(p_.first_width[k]);
-      int64_t owners = p_.first_owners[k];
-      if (otherwise > 0 && random_.unit() < otherwise) {
-        switch (random_.below(4)) {
-          case 0: ++owners; break;
-          case 1: --owners; break;
-          case 2: width = std::max(kMinColumns, width / 2); break;
-          default: width *= 2;
-        }
-      }
-      owners = std::clamp<int64_t>(owners, 1, max_owners(k));
-      while (!construct(k, width, int(owners))) {  // more pieces than ranks: make them wider
+      int width = int(layouts[k].width);
+      while (!construct(k, width, int(layouts[k].owners))) {  // more pieces than ranks: make them wider
         while (!of_table_[k].empty()) erase(of_table_[k].back());
         width *= 2;
       }
@@ -392,7 +403,7 @@ class PackMoves : protected PackState {
   // Whether a candidate pushes about as many rows as the initial one, or none if that pushes none. A hot
   // search decides this for large tables early, and worse than the relaxation does.
   bool is_on_its_side(int64_t k, int64_t candidate) const {
-    const double its = pushed_[p_.first[k] + p_.candidate[k]], now = pushed_[p_.first[k] + candidate];
+    const double its = pushed_[p_.first[k] + initial_[k]], now = pushed_[p_.first[k] + candidate];
     return its > 0 ? now >= kSide * its : now == 0;
   }
 
@@ -473,6 +484,7 @@ class PackMoves : protected PackState {
   std::vector<double> pushed_;  // by candidate, largest load of a column on its owner
   std::vector<float> marginal_, looked_at_;  // by rank
   std::vector<std::pair<float, int32_t>> order_;
+  std::vector<int64_t> initial_;  // candidates at the start of the search
   bool is_held_ = false;  // candidates are limited by is_on_its_side
 };
 

@@ -20,6 +20,8 @@
 
 namespace oper::search {
 
+constexpr int kColumnStep = 4;    // widths of pieces are multiples of this
+constexpr int kMinColumns = 8;    // least width of a piece, unless the table is narrower
 constexpr int kMaxOwners = 48;    // owners of one piece
 constexpr int64_t kLevels = 2;    // of mates: 0 on the owner's host, 1 in its rack
 constexpr int kMaxWeight = 240;   // sum of the weights of one piece

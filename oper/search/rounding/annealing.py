@@ -1,7 +1,8 @@
 """Assignment of columns and rows of pushed tables to ranks, by simulated annealing in C++.
 
 Packing entire tables evenly is NP-hard, but tables may be cut: by columns, which costs an id stream
-per piece, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves,
+per piece, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) starts from
+layouts of the tables that would give a short step if their pieces could be packed evenly. It moves,
 swaps, shifts, splits, merges and reassigns pieces and exchanges candidates. It evaluates the entire
 step after every move. The relaxation mixes configurations of a table; accordingly, the columns of a
 table have up to two parts, each with a candidate of its own. Pulled rows are divisible: each rank
@@ -399,12 +400,12 @@ class Annealing:
         """Run a search and return its result.
 
         Args:
-            max_moves: number of moves to try.
+            max_moves: number of moves to try, besides at most as many changes of layouts.
             goal_us: stop when the modelled step has reached this.
             seed: equal seeds give equal results unless `seconds` ends the search.
             seconds: time limit; 0 = none.
-            start: result of another run to continue from; None = many short searches that start
-                from the relaxed solution.
+            start: result of another run to continue from; None = several short searches. One of
+                four starts from the relaxed solution, the others from layouts derived from it.
         """
         num_tables, world = len(self.candidates), self.loads.class_of.size
         num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64

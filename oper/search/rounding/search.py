@@ -51,7 +51,7 @@ class Effort:
 
 EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run concurrently; their number does not affect the result
-_MOVES = 60_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 700 per table
+_MOVES = 54_000_000  # an annealing has _MOVES / (ranks + 64) moves, at least 600 per table
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of these moves
 _CONTINUED = 6  # one of so many probes is continued
 _CONFIGURATIONS = 4000  # candidates added for all tables, besides those of the relaxed solution
@@ -159,7 +159,7 @@ class _Start:
         self.pool, self.effort, self.goal, self.seed = pool, effort, goal, seed
         self._annealing = Annealing(pool, bound)
         tables, world = len(pool.candidates), pool.relaxation.model.machine.world_size
-        self._moves = max(_MOVES // (world + 64), 700 * tables)
+        self._moves = max(_MOVES // (world + 64), 600 * tables)
 
     def probes(self) -> list[Packed]:
         """Run short annealings until one reaches the goal; returns their results."""

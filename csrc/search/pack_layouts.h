@@ -1,0 +1,199 @@
+// Layouts of tables from which searches start, chosen without assigning ranks.
+//
+// Which rows of a table are pushed, the width of its pieces and their number of owners depend on those of
+// all other tables, and single moves of the search do not lead from one good combination to another. If
+// pieces could be packed evenly, a phase would last as long as the mean load of the ranks or as its largest
+// piece, whichever is longer; a search over layouts minimises that.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "search/pack_state.h"
+
+namespace oper::search {
+
+struct Layout {
+  int64_t candidate = 0, width = 0, owners = 1;
+  int64_t owner_class = 0;  // of all pieces of the table
+};
+
+class Layouts {
+ public:
+  // Searches from `layouts`, one per table; a table has at most `most_owners` owners per piece.
+  Layouts(const OperPacking& p, std::vector<Layout> layouts, std::vector<int64_t> most_owners, Random& random)
+      : p_(p), layouts_(std::move(layouts)), most_owners_(std::move(most_owners)), random_(random) {
+    const int64_t n = p.num_classes * p.num_loads;
+    size_.assign(p.num_classes, 0.0), base_.assign(n, 0.0), first_rank_.assign(p.num_classes, 0);
+    for (int64_t r = p.num_ranks - 1; r >= 0; --r) size_[p.class_of[r]] += 1, first_rank_[p.class_of[r]] = r;
+    for (int64_t r = 0; r < p.num_ranks; ++r)
+      for (int64_t g = 0; g < p.num_loads; ++g)
+        base_[p.class_of[r] * p.num_loads + g] += p.base[r * p.num_loads + g] / size_[p.class_of[r]];
+    of_table_.assign(size_t(p.num_tables), Loads(n));
+    for (int64_t k = 0; k < p.num_tables; ++k) set_loads(k, layouts_[k], of_table_[k]);
+    changed_ = Loads(n), trial_ = Loads(n);
+    add_up();
+  }
+
+  // Try `moves` changes, unless `is_over()` becomes true; returns the layouts reached.
+  template <class IsOver>
+  const std::vector<Layout>& anneal(int64_t moves, const IsOver& is_over) {
+    const double each = 1.0 / double(std::max<int64_t>(p_.num_tables, 1));
+    const double hot = kHot * each, cold = std::min(kCold * each, kMostCold);
+    double known = step(total_), cooled = hot;
+    int64_t accepted = 0;
+    for (int64_t i = 0; i < moves && p_.num_tables > 0; ++i) {
+      if (i % 64 == 0) cooled = hot * std::pow(cold / hot, double(i) / double(moves));
+      if (i % 1024 == 0 && is_over()) break;
+      const int64_t k = random_.below(p_.num_tables);
+      const Layout old = layouts_[k];
+      if (!change(k, layouts_[k])) {
+        layouts_[k] = old;
+        continue;
+      }
+      set_loads(k, layouts_[k], changed_);
+      trial_.exchange(total_, of_table_[k], changed_);
+      const double found = step(trial_);
+      if (found <= known || random_.unit() < std::exp((known - found) / (known * cooled))) {
+        std::swap(of_table_[k], changed_);
+        std::swap(total_, trial_);
+        known = found;
+        if (++accepted % kExactly == 0) add_up();
+      } else {
+        layouts_[k] = old;
+      }
+    }
+    return layouts_;
+  }
+
+ private:
+  // First and last temperature, as shares of a table's mean part of the step, and limit of the last as a
+  // share of the step. Colder, they would fit layouts more closely than pieces can be packed.
+  static constexpr double kHot = 0.3, kCold = 0.01, kMostCold = 1e-4;
+  static constexpr int64_t kExactly = 32;  // accepted changes, after which rounding errors are removed
+  static constexpr int kPower = 4;  // the largest piece is a power mean with exponent 2^kPower
+
+  // By class and load: mean over the ranks, its part on ranks without pieces, and powers of pieces' loads.
+  struct Loads {
+    std::vector<double> mean, reader, power;
+    Loads() = default;
+    explicit Loads(int64_t n) : mean(n, 0.0), reader(n, 0.0), power(n, 0.0) {}
+    void add(const Loads& x) {
+      for (size_t i = 0; i < mean.size(); ++i)
+        mean[i] += x.mean[i], reader[i] += x.reader[i], power[i] += x.power[i];
+    }
+    void exchange(const Loads& total, const Loads& old, const Loads& now) {  // total - old + now
+      for (size_t i = 0; i < mean.size(); ++i) {
+        mean[i] = total.mean[i] + (now.mean[i] - old.mean[i]);
+        reader[i] = total.reader[i] + (now.reader[i] - old.reader[i]);
+        power[i] = std::max(0.0, total.power[i] + (now.power[i] - old.power[i]));
+      }
+    }
+  };
+
+  void add_up() {  // anew, because differences of powers are inexact
+    total_.mean = base_, total_.reader = base_, total_.power.assign(base_.size(), 0.0);
+    for (const Loads& x : of_table_) total_.add(x);
+  }
+
+  double step(const Loads& x) const {
+    const int64_t G = p_.num_loads;
+    double sum = 0, over = 0;
+    const auto load = [&](int64_t at) {
+      double piece = x.power[at];
+      for (int i = 0; i < kPower; ++i) piece = std::sqrt(piece);
+      return std::max(x.mean[at], x.reader[at] + piece);
+    };
+    for (int64_t begin = 0; begin < G - 1; begin += p_.num_groups) {
+      double most = 0;
+      for (int64_t c = 0; c < p_.num_classes; ++c)
+        for (int64_t g = begin; g < begin + p_.num_groups; ++g) most = std::max(most, load(c * G + g));
+      sum += most;
+    }
+    for (int64_t c = 0; c < p_.num_classes; ++c) over = std::max(over, load(c * G + G - 1) - 1.0);
+    return sum * (1 + kOverflow * over);
+  }
+
+  bool pushes(int64_t k, const Layout& x) const { return p_.pushes[p_.first[k] + x.candidate]; }
+
+  bool change(int64_t k, Layout& x) {
+    const Layout old = x;
+    const int64_t columns = p_.part_width[k];
+    do {
+      const double u = random_.unit();
+      if (u < 0.4 || !pushes(k, x)) {
+        x.candidate = random_.unit() < 0.5 ? random_.below(p_.num_candidates[k])
+                                           : x.candidate + (random_.unit() < 0.5 ? -1 : 1);
+        x.candidate = std::clamp<int64_t>(x.candidate, 0, p_.num_candidates[k] - 1);
+      } else if (u < 0.7 && p_.may_split[k]) {
+        const int64_t pieces = (columns + x.width - 1) / x.width, most = columns / kMinColumns;
+        const int64_t next = random_.unit() < 0.5 ? pieces + (random_.unit() < 0.5 ? -1 : 1)
+                                                  : 1 + random_.below(2 * pieces);
+        const int64_t wanted = std::clamp<int64_t>(next, 1, most);
+        const int64_t steps = (columns + wanted * kColumnStep - 1) / (wanted * kColumnStep);
+        x.width = std::min(steps * kColumnStep, columns);
+      } else if (u < 0.9) {
+        const int64_t next = random_.unit() < 0.5 ? x.owners + (random_.unit() < 0.5 ? -1 : 1)
+                                                  : 1 + random_.below(2 * x.owners);
+        x.owners = std::clamp<int64_t>(next, 1, most_owners_[k]);
+      } else {
+        x.owner_class = random_.below(p_.num_classes);
+      }
+    } while (random_.unit() < 0.25);
+    if (pushes(k, x) && !p_.may[k * p_.num_ranks + first_rank_[x.owner_class]]) return false;
+    return x.candidate != old.candidate || x.width != old.width || x.owners != old.owners ||
+           x.owner_class != old.owner_class;
+  }
+
+  void set_loads(int64_t k, const Layout& x, Loads& to) const {
+    const int64_t C = p_.num_classes, G = p_.num_loads, n = p_.first[k] + x.candidate, c = x.owner_class;
+    const double columns = double(p_.part_width[k]), owners = double(x.owners);
+    const bool pushed = p_.pushes[n];
+    const double pieces = pushed ? std::ceil(columns / double(x.width)) : 1.0;
+    const double* sums = p_.sums + n * (p_.num_shares + 1);
+    const double at = double(p_.num_shares) / owners;
+    const int64_t low = std::min<int64_t>(int64_t(at), p_.num_shares - 1);
+    const double each = sums[low] + (at - double(low)) * (sums[low + 1] - sums[low]);
+    const double sent = columns * owners * each, asks = x.owners > 1 || !p_.whole[n] ? 1.0 : 0.0;
+    std::fill(to.power.begin(), to.power.end(), 0.0);
+    for (int64_t d = 0; d < C; ++d)
+      for (int64_t g = 0; g < G; ++g) {
+        const int64_t i = d * G + g, stay = (n * C + d) * G + g, read = ((n * C + c) * C + d) * G + g;
+        to.reader[i] = columns * p_.stay[stay] + pieces * p_.stay_once[stay] +
+                       (columns * p_.fill[stay] + pieces * p_.fill_once[stay]) / size_[d];
+        if (pushed)
+          to.reader[i] += columns * p_.column_read[read] + pieces * p_.stream_read[read] +
+                          sent * p_.partial_read[read];
+      }
+    to.mean = to.reader;
+    if (!pushed) return;
+    const int64_t of = (n * C + c) * G, begin = p_.mate_first[first_rank_[c]],
+                  end = p_.mate_first[first_rank_[c] + 1];
+    for (int64_t g = 0; g < G; ++g) {
+      double all = columns * p_.column[of + g] + pieces * p_.stream[of + g] + sent * p_.partial[of + g] +
+                   asks * pieces * p_.asked[n * G + g];
+      double one = std::max(0.0, all / (pieces * owners));
+      for (int i = 0; i < kPower; ++i) one *= one;
+      to.power[c * G + g] = one;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t mate = ((n * kLevels + p_.mate_level[i]) * C + c) * G + g;
+        all += columns * p_.column_mate[mate] + pieces * p_.stream_mate[mate] + sent * p_.partial_mate[mate];
+      }
+      to.mean[c * G + g] += all / size_[c];
+    }
+  }
+
+  const OperPacking& p_;
+  std::vector<Layout> layouts_;
+  const std::vector<int64_t> most_owners_;
+  Random& random_;
+  std::vector<double> size_, base_;
+  std::vector<int64_t> first_rank_;
+  std::vector<Loads> of_table_;
+  Loads total_, trial_, changed_;
+};
+
+}  // namespace oper::search
