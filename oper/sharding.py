@@ -133,6 +133,7 @@ def shard(
     held = {s.name: s for t in targets for s in t.specs}  # with the model's row types
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
     rules = _dynamic_tables(targets, dynamic)
+    check_same_arguments(group, "cannot shard", {"dynamic": sorted(rules.items())})
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and any(

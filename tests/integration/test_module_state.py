@@ -270,7 +270,13 @@ def _load_different(rank: int, world_size: int, dynamic: bool) -> list[str]:
     good = {name: getattr(x, "full_tensor", x.clone)() for name, x in model.state_dict().items()}
     entry = "bag.keys" if dynamic else "bag.weight"
     errors = []
-    for bad in ({n: x for n, x in good.items() if n != entry}, good | {entry: good[entry][:3]}):
+    bad_values = [good[entry][:3], good[entry].to_sparse()]
+    if not dynamic:
+        bad_values.append(torch.quantize_per_tensor(good[entry], 0.1, 0, torch.qint8))
+        bad_values.append(torch.nested.as_nested_tensor([good[entry][0]]))
+    for bad in ({n: x for n, x in good.items() if n != entry},
+                good | {entry: model.state_dict()[entry]},  # distributed
+                *(good | {entry: value} for value in bad_values)):
         for strict in (True, False):
             with pytest.raises(RuntimeError) as caught:
                 model.load_state_dict(bad if rank else good, strict=strict)
@@ -286,17 +292,20 @@ def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> No
     first, second = run_world(2, _load_different, dynamic, env={"OPER_DEADLINE_S": "20"})
     name = "bag.keys" if dynamic else "bag.weight"
     for k, (mine, theirs) in enumerate(zip(first, second, strict=True)):
-        wanted = f"missing only on rank 0 or 1=([], ['{name}'])" if k < 2 else "rank 1: cannot load"
+        lacks = f"{name} as a plain tensor" if k > 1 else name
+        wanted = (f"missing only on rank 0 or 1=([], ['{lacks}'])" if k < 4
+                  else "rank 1: cannot load")
         assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
 
 
 def _shard_other(rank: int, world_size: int, name: str) -> str:
-    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host"}
+    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host",
+             "dynamic": {"bag": oper.DynamicTable(seed=1)}}
     with pytest.raises(InvalidInputError, match=r"since ranks \[1\] pass other") as caught:
         shard(Net(), **{name: other[name]} if rank else {})
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["objective", "plan", "topology"])
+@pytest.mark.parametrize("name", ["objective", "plan", "topology", "dynamic"])
 def test_arguments_that_only_some_ranks_pass_are_refused_on_all_ranks(name: str) -> None:
     assert all(f"{name} on this rank" in text for text in run_world(2, _shard_other, name))

@@ -174,6 +174,13 @@ def noting(errors: list[str]) -> Iterator[None]:
         errors.append(str(error))
 
 
+def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]:
+    """Return for `errors_of_all` which entries are no plain tensors, since loading a ``DTensor`` is
+    collective."""
+    return [f"{key} as a plain tensor" for key in wanted
+            if hasattr(state_dict.get(key), "full_tensor")]
+
+
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
@@ -189,17 +196,17 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     """
     tables.barrier()  # peers may still be reading
     found = {n: state_dict[f"{prefix}{n}"] for n in names if f"{prefix}{n}" in state_dict}
-    missing = [f"{prefix}{name}" for name in names if name not in found]
+    wanted = [f"{prefix}{name}" for name in names]
+    missing = [key for key in wanted if key not in state_dict]
     missing_keys += missing
     errors: list[str] = []
     for name, value in found.items():
         with noting(errors):
             TableRows(tables, names[name]).check(value)
-    errors = errors_of_all(tables.group, missing, errors)
+    errors = errors_of_all(tables.group, [*missing, *not_plain(state_dict, wanted)], errors)
     error_msgs += errors
     for name, value in found.items() if not errors else ():
         load_entry(tables, names[name], value)
-    wanted = {f"{prefix}{name}" for name in names}
     unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
     tables.publish()
 
