@@ -106,9 +106,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         #: Names of tables that are currently not updated; must be the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
-        # One group per distinct optimizer; shared with the code that schedules learning rates.
+        # One group per distinct optimizer, whose lr applies to its tables; shared with schedulers.
         self.param_groups: list[dict[str, Any]] = [
-            {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
+            {"lr": o.lr, "tables": tuple(n for n, x in (optimizers or {}).items() if x == o)}
             for o in dict.fromkeys((optimizers or {}).values())]
         self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
