@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,9 @@ def shard(
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]
         raise
+    family = weakref.WeakSet(new.tables for new in built)
+    for new in built:
+        new.tables.family = family  # type: ignore[union-attr]
     for target, new in zip(targets, built, strict=True):
         if target.path == "":
             return new

@@ -193,11 +193,7 @@ class Parts:
         """Update the rows with the gradients of all parts, unless the last part has done so."""
         if self._last is None or self._num_left == self._num_passes:
             return
-        batch, grad, last = self._last.batch, self._last.grads[0], self._last
-        nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
-                         None if batch.weights is None else batch.weights[:0], batch.pooled)
-        self._tables.step(Backward((grad.new_empty(0, grad.shape[-1]),), nothing,
-                                   last.offsets.new_zeros(1), last.frozen))
+        self._tables.step(self._last.emptied())
 
     def forget(self) -> None:
         """Discard the gradients that the rows' owners have added up."""

@@ -43,6 +43,14 @@ class Backward:
     def grad(self, value: torch.Tensor) -> None:
         self.grads = (value,)
 
+    def emptied(self) -> Backward:
+        """Return the pass of a batch without samples, for an update to which it adds nothing."""
+        batch, grad = self.batch, self.grads[0]
+        nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
+                         None if batch.weights is None else batch.weights[:0], batch.pooled)
+        return Backward((grad.new_empty(0, grad.shape[-1]),), nothing, self.offsets.new_zeros(1),
+                        self.frozen)
+
 
 class HeldPasses:
     """Backward passes whose gradients are accumulated for a later update (`no_sync`).

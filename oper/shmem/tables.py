@@ -36,7 +36,7 @@ from oper.shmem.group.agreement import check_agreement
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.status import NOT_BEGUN, Status
+from oper.shmem.group.status import NOT_BEGUN, PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -118,6 +118,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
+        # The tables of one model, see `_skip_in_family`.
+        self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
         self.collection = register_of(group).add(self)
         self.directories = directories_of(plan)
         self._table_of = [d.table.name for d in self.directories]
@@ -245,7 +247,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch = self.bounds.repair(batch, self.device)
         try:
             if self.optimizers is not None and torch.is_grad_enabled():
-                trains = len(self.frozen) < len(self.specs)
+                trains = self.trains
                 if trains or (batch.weights is not None and batch.weights.requires_grad):
                     if os.getpid() != self._process or self._heap is None:
                         self._check_process()
@@ -262,6 +264,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
             refuse_transforms()
             raise
         return by_feature(out, batch, offsets) if batch.apart else out
+
+    @property
+    def trains(self) -> bool:
+        """Whether a lookup with gradients enabled takes part in an update: with several ranks even
+        if all tables are frozen here, so that the update finds ranks with other frozen tables."""
+        return len(self.frozen) < len(self.specs) or (
+            self.is_watched and not self.turns.is_alone)
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,6 +304,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
+            if collective and code not in PEER_FAILURES:
+                self._skip_in_family()
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
@@ -471,6 +482,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
                              for group in other.param_groups]
+        self.family = memo.setdefault(id(other.family), weakref.WeakSet())
+        self.family.add(self)
         if other.pull is not False:
             choose_pull(self, other.pull)
 
