@@ -52,6 +52,7 @@ from oper.integration.table_module import (
     TableEmbedding,
     TableModules,
     leave_alone,
+    refuse_lookup,
     refuse_script,
 )
 from oper.integration.variable_batch import padded_lengths, spread
@@ -444,7 +445,12 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled embeddings of all features; see the class."""
-        values = self.tables.lookup(self.lookup_of(features))
+        try:
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        values = self.tables.lookup(batch)
         if features.inverse_indices_or_none() is not None or self._converts:
             values = self._finish(values, features, self._shares)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
@@ -493,7 +499,12 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one embedding per id for every feature; see the class."""
-        return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
+        try:
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        return self._jagged(self.tables.lookup(batch), features)
 
     def output_dist(self, ctx: _Context, output: Any
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -54,14 +54,13 @@ class Tables(Collection, Protocol):
     num_steps: int
     num_published: int
     lookups_at_once: bool
+    meets_peers: bool
     pull: Any
     trains_in_parts: bool
     bounds: Any  # `BoundsCheck`
 
     @property
     def page_kind(self) -> str: ...
-    @property
-    def trains(self) -> bool: ...
     @property
     def holds_gradients(self) -> bool: ...
     @property

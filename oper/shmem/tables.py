@@ -118,6 +118,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
+        # Whether updates compare the ranks' settings. If so, lookups are followed by an update even
+        # if all tables are frozen here, since they might not be on other ranks.
+        self.meets_peers = self.is_watched and group.world_size > 1
         # The tables of one model, see `_skip_in_family`.
         self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
         self.collection = register_of(group).add(self)
@@ -247,7 +250,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch = self.bounds.repair(batch, self.device)
         try:
             if self.optimizers is not None and torch.is_grad_enabled():
-                trains = self.trains
+                trains = self.meets_peers or len(self.frozen) < len(self.specs)
                 if trains or (batch.weights is not None and batch.weights.requires_grad):
                     if os.getpid() != self._process or self._heap is None:
                         self._check_process()
@@ -264,13 +267,6 @@ class ShardedTables(TableUpdates, MeasuredTables):
             refuse_transforms()
             raise
         return by_feature(out, batch, offsets) if batch.apart else out
-
-    @property
-    def trains(self) -> bool:
-        """Whether a lookup with gradients enabled takes part in an update: with several ranks even
-        if all tables are frozen here, so that the update finds ranks with other frozen tables."""
-        return len(self.frozen) < len(self.specs) or (
-            self.is_watched and not self.turns.is_alone)
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,11 +297,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
             shared and shared.bags, shared and shared.samples)
         if code:
             # No rank waits for an invalid id's lookup if all ranks read rows directly.
+            if collective and code not in PEER_FAILURES:
+                self._skip_in_family()
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
-            if collective and code not in PEER_FAILURES:
-                self._skip_in_family()
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
@@ -314,6 +310,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
         in lookups, its update."""
         if self.has_push or self._exchange is not None or not self._held.holders:
             torch.ops.oper.lookup_refuse(self.handle, collective)
+
+    def refuse_lookup(self, error: Exception) -> None:
+        """Make all ranks skip a batch from which this rank can make no `Lookup`, due to `error`, as
+        `lookup` does for invalid ones."""
+        collective = self.optimizers is not None and torch.is_grad_enabled() and (
+            self.meets_peers or len(self.frozen) < len(self.specs))
+        if self.turns.parts is not None:
+            self.turns.parts.refuse(error)
+            return
+        with self.turns.lock:
+            if collective:
+                self._skip_in_family()
+            self._tell_refused(collective or self._pools_far)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

@@ -27,7 +27,7 @@ class TableUpdates:
     turns: Turns
     family: Any
     has_push: bool
-    is_watched: bool
+    meets_peers: bool
     frozen: frozenset[str]
     guard: GradientGuard
     num_steps: int
@@ -131,8 +131,8 @@ class TableUpdates:
     def refuse(self) -> None:
         """Make all ranks skip this update; called instead of `step` on a rank that cannot take
         part. Collective. Ranks of its memory domain can continue with the next update."""
+        self._skip_in_family()  # before this rank waits, since others may wait there
         torch.ops.oper.lookup_refuse_update(self.handle)
-        self._skip_in_family()
 
     def _skip_in_family(self) -> None:
         """Skip a batch that a rank has refused in all tables of the model, and drop gradients held
@@ -141,7 +141,7 @@ class TableUpdates:
         Otherwise a rank could wait in other tables for one that has refused, or be paired with
         that rank's next batch.
         """
-        if self.turns.is_alone or not self.is_watched:
+        if not self.meets_peers:
             return
         for tables in [t for t in self.family if t._heap is not None]:
             if not tables.holds_gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -309,3 +310,52 @@ def _shard_other(rank: int, world_size: int, name: str) -> str:
 @pytest.mark.parametrize("name", ["objective", "plan", "topology", "dynamic"])
 def test_arguments_that_only_some_ranks_pass_are_refused_on_all_ranks(name: str) -> None:
     assert all(f"{name} on this rank" in text for text in run_world(2, _shard_other, name))
+
+
+class Two(nn.Module):
+    """A collection and a bag, whose lookups can go wrong before the kernels see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.bag = collection(), bag()
+
+    def forward(self, keys: tuple[str, str], bags: Any) -> torch.Tensor:
+        ids = kjt(torch.tensor([1, 2]), keys)
+        return self.users(ids).values().sum() + self.bag(bags).sum()
+
+
+def _cannot_look_up(rank: int, world_size: int, spoils: str, in_parts: bool
+                    ) -> tuple[list[str], list[Any]]:
+    models = [shard(Two()) for _ in range(2)]
+    good: dict[str, Any] = {"keys": ("f_a", "f_b"), "bags": torch.tensor([[1, 2 + rank]])}
+    bad = {"keys": ("f_a", "f_c"), "bags": [[1, 2]]}
+    told = []
+    for model in models:
+        for step in range(3):
+            if model is models[1] and step == 1:
+                continue
+            try:
+                with oper.micro_batches(model) if in_parts else contextlib.nullcontext():
+                    model(**good | ({spoils: bad[spoils]} if rank and step == 1 else {})).backward()
+            except oper.OperError as error:
+                told.append(type(error).__name__)
+    return told, [(p.detach().clone(), q.detach().clone()) for p, q in zip(
+        *(m.parameters() for m in models), strict=True)]
+
+
+@pytest.mark.parametrize("spoils", ["keys", "bags"])
+@pytest.mark.parametrize("in_parts", [False, True], ids=["at once", "in parts"])
+def test_a_rank_that_can_make_no_lookup_releases_the_others(spoils: str, in_parts: bool) -> None:
+    """The batch is skipped in all collections, and the next ones are paired with each other."""
+    (others, rows), (mine, _) = run_world(2, _cannot_look_up, spoils, in_parts,
+                                          env={"OPER_DEADLINE_S": "20"})
+    assert (others, mine) == (["PeerLostError"], ["InvalidInputError"])
+    assert all(torch.equal(got, want) for got, want in rows)
+
+
+def test_tables_know_those_of_their_model() -> None:
+    model = shard(Two())
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert set(one.users.tables.family) == {one.users.tables, one.bag.tables}
+        assert one.bag.tables.family is one.users.tables.family
