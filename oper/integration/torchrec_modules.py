@@ -57,6 +57,7 @@ from oper.integration.table_module import (
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
@@ -229,15 +230,29 @@ class _FusedOptimizer(FusedOptimizer):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` saved under any plan and world size. Collective."""
+        """Load a `state_dict` saved under any plan and world size. Collective. If a rank cannot
+        load it, all ranks raise an error and none loads it."""
         self._tables.barrier()  # peers may still be reading
-        self._loading = {}  # the base class fills it, then calls post_load_state_dict
+        loading: dict[str, _Entries] = {}  # keeps what the base class fills in until it is written
+        self._loading = loading
+        failed: Exception | None = None
         try:
             super().load_state_dict(state_dict)
+        except Exception as error:
+            failed = error
         finally:
             self._loading = None
+        errors = errors_of_all(self._tables.group, [], [str(failed)] if failed else [])
+        if failed is not None:
+            raise failed
+        if errors:
+            raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
+                                    errors[:8], "none on any rank", "correct the state_dict there")
+        self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
+        if self._loading is not None:  # a call of the base class; other ranks may yet fail
+            return
         self._tables.barrier()  # peers may still be reading
         for table in self._weights:
             entries = self._shown.pop(table, None)

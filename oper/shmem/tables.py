@@ -156,9 +156,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
-        # Makes autograd run the lookups' backward pass although the tables are not parameters.
-        self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
-        self.collected = CollectedPasses(self)
+        with torch.inference_mode(False):  # no inference tensor, which could not be trained
+            # Makes autograd run the lookups' backward pass although the tables are not parameters.
+            self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
+            self.collected = CollectedPasses(self)
         self.number = register(self)
         self._process = os.getpid()
         if is_new and self._begin_states(self.optimizers or {}):

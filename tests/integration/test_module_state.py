@@ -52,6 +52,14 @@ def test_deepcopy_is_independent(make: Callable[[], nn.Module]) -> None:
     assert not any(torch.equal(x, torch.zeros_like(x)) for x in model.state_dict().values())
 
 
+def test_copies_made_in_inference_mode_can_be_trained() -> None:
+    model = shard(bag())
+    with torch.inference_mode():
+        twin = copy.deepcopy(model)
+    twin(torch.tensor([[1]])).sum().backward()
+    assert torch.equal(twin.weight[1], model.weight[1] - LR)
+
+
 def test_tables_end_with_their_module() -> None:
     model = shard(collection())
     tables = weakref.ref(model.tables)
@@ -297,6 +305,27 @@ def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> No
         wanted = (f"missing only on rank 0 or 1=([], ['{lacks}'])" if k < 4
                   else "rank 1: cannot load")
         assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
+
+
+def _optimizer_state(rank: int, world_size: int) -> list[str]:
+    """Rank 1 loads damaged states of the fused optimizer, after which all ranks continue."""
+    model = shard(collection(), optimizer=oper.RowWiseAdagrad(lr=LR))
+    good = model.fused_optimizer.state_dict()
+    short = copy.copy(good["state"])
+    name, entries = short.popitem()
+    errors = []
+    for bad in (short, short | {name: {key: x[:3] for key, x in entries.items()}}):
+        with pytest.raises((ValueError, InvalidInputError)) as caught:
+            model.fused_optimizer.load_state_dict({"state": bad} if rank else good)
+        errors.append(str(caught.value))
+    model.fused_optimizer.load_state_dict(good)
+    return errors
+
+
+def test_all_ranks_get_the_error_of_a_rank_that_cannot_load_an_optimizer() -> None:
+    first, second = run_world(2, _optimizer_state, env={"OPER_DEADLINE_S": "20"})
+    for mine, theirs in zip(first, second, strict=True):
+        assert "cannot load the state" in mine and f"rank 1: {theirs[:30]}" in mine
 
 
 def _shard_other(rank: int, world_size: int, name: str) -> str:
