@@ -54,7 +54,6 @@ class Tables(Collection, Protocol):
     num_steps: int
     num_published: int
     lookups_at_once: bool
-    meets_peers: bool
     pull: Any
     trains_in_parts: bool
     bounds: Any  # `BoundsCheck`

@@ -118,8 +118,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
-        # Whether updates compare the ranks' settings. If so, lookups are followed by an update even
-        # if all tables are frozen here, since they might not be on other ranks.
+        # Whether other ranks can learn of a batch that this one refuses, see `_skip_in_family`.
         self.meets_peers = self.is_watched and group.world_size > 1
         # The tables of one model, see `_skip_in_family`.
         self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
@@ -251,7 +250,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch = self.bounds.repair(batch, self.device)
         try:
             if self.optimizers is not None and torch.is_grad_enabled():
-                trains = self.meets_peers or len(self.frozen) < len(self.specs)
+                trains = len(self.frozen) < len(self.specs)
                 if trains or (batch.weights is not None and batch.weights.requires_grad):
                     if os.getpid() != self._process or self._heap is None:
                         self._check_process()
@@ -315,8 +314,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def refuse_lookup(self, error: Exception) -> None:
         """Make all ranks skip a batch from which this rank can make no `Lookup`, due to `error`, as
         `lookup` does for invalid ones."""
-        collective = self.optimizers is not None and torch.is_grad_enabled() and (
-            self.meets_peers or len(self.frozen) < len(self.specs))
+        collective = self.optimizers is not None and (
+            torch.is_grad_enabled() and len(self.frozen) < len(self.specs))
         if self.turns.parts is not None:
             self.turns.parts.refuse(error)
             return

@@ -88,8 +88,6 @@ class TableUpdates:
                       else parts[0])
             if passed is None:
                 return
-            if len(passed.frozen) == len(self._skipped):
-                passed = passed.emptied()
             if self.turns.parts is not None:
                 self.turns.parts.leave(passed)
             else:

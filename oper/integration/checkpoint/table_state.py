@@ -234,6 +234,31 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
         tables.set_table_steps(name, int(entries[f"{label}.step"]))
 
 
+class Entries(dict[str, torch.Tensor]):
+    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
+    not support weak references."""
+
+
+class States(Mapping[torch.Tensor, Entries]):
+    """Optimizer state of all tables; every access reads the current values."""
+
+    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries]) -> None:
+        self._of = tables
+        self._show = show
+
+    def __getitem__(self, weight: torch.Tensor) -> Entries:
+        return self._show(self._of[weight])
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._of
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]
                  ) -> None:
     """Fill new tables with initial weights. Collective.
