@@ -88,7 +88,8 @@ def _rows(tables: ShardedTables) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("change", "wanted"), [
-    ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"), ((_freeze, "second"), "'frozen': ['second']")],
+    ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"),
+    ((_freeze, "second"), "'frozen': ['second']")],
     ids=["rate", "frozen"])
 @pytest.mark.parametrize("domains", [None, [0, 0, 1]], ids=["one domain", "two domains"])
 @pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
