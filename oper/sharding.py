@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,7 @@ def shard(
     held = {s.name: s for t in targets for s in t.specs}  # with the model's row types
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
     rules = _dynamic_tables(targets, dynamic)
+    check_same_arguments(group, "cannot shard", {"dynamic": sorted(rules.items())})
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and maps_keys:
@@ -206,6 +208,9 @@ def shard(
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]
         raise
+    family = weakref.WeakSet(new.tables for new in built)
+    for new in built:
+        new.tables.family = family  # type: ignore[union-attr]
     for target, new in zip(targets, built, strict=True):
         if target.path == "":
             return new

@@ -425,10 +425,12 @@ std::tuple<int64_t, int64_t> lookup_backward(
   return {status.code, status.detail};
 }
 
-// See `refuse_forward` and `refuse_backward` in host/context.h.
+// See `refuse_forward`, `skip` and `refuse_backward` in host/context.h.
 void lookup_refuse(int64_t handle, bool collective) {
   refuse_forward(context_of(handle), collective);
 }
+
+void lookup_skip(int64_t handle) { skip(context_of(handle)); }
 
 void lookup_refuse_update(int64_t handle) { refuse_backward(context_of(handle)); }
 
@@ -495,6 +497,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
                 "(Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, int batch_size, "
                 "Device device) -> bool");
   OPER_OPERATOR(lookup_refuse, "(int handle, bool collective) -> ()");
+  OPER_OPERATOR(lookup_skip, "(int handle) -> ()");
   OPER_OPERATOR(lookup_refuse_update, "(int handle) -> ()");
   OPER_OPERATOR(lookup_forget, "(int handle) -> ()");
 }

@@ -119,8 +119,8 @@ Status Barrier::wait() {
     failed_ = {kPeerGaveUp, r};
   }
   // Only when all are there do all of them see the same words.
-  if (failed_.code == kOk && other >= 0) failed_ = {kOtherPhase, other};
   if (failed_.code == kOk && refused >= 0) return {kRefused, refused};
+  if (failed_.code == kOk && other >= 0) failed_ = {kOtherPhase, other};
   for (int32_t r = 1; r < world_size_ && failed_.code == kOk; ++r) {
     const auto settings = [&](int32_t of) {
       return lines_[of].settings[target & 1].load(std::memory_order_relaxed);

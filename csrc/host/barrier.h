@@ -56,10 +56,10 @@ class Barrier {
   Barrier& operator=(const Barrier&) = delete;
 
   // Release-acquire: writes of any rank before arrive() are visible to all ranks after it returns.
-  // `phase` must be equal on all ranks. Returns a Result and, on failure, the rank that is missing
-  // or in another phase. A failed barrier stays failed. If any rank passes `refuses`, all ranks get
-  // kRefused and the lowest such rank; if `settings` differ, kOtherSettings and the lowest rank whose
-  // settings are not those of rank 0. The barrier stays usable after both.
+  // Returns a Result and, on failure, the rank that is missing or in another phase. A failed barrier
+  // stays failed. If any rank passes `refuses`, all ranks get kRefused and the lowest such rank;
+  // otherwise `phase` must be equal on all ranks. If `settings` differ, kOtherSettings and the lowest
+  // rank whose settings are not those of rank 0. The barrier stays usable after both.
   Status arrive(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   // The two halves of arrive(): in between, a rank may do work for which its peers need not wait.
   void come(uint32_t phase, bool refuses = false, uint32_t settings = 0);

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from oper.errors import InvalidInputError
 
@@ -20,9 +20,9 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
     """Split a batch by samples, in order.
 
     Args:
-        batch: tensors and arrays with one row per sample, `JaggedTensor`s with one bag per sample,
-            and `KeyedJaggedTensor`s, also within dataclasses (TorchRec's `Batch`), tuples, lists
-            and dicts; other values are passed to every part.
+        batch: tensors, arrays and `KeyedTensor`s with one row per sample, `JaggedTensor`s with one
+            bag per sample, and `KeyedJaggedTensor`s, also within dataclasses (TorchRec's `Batch`),
+            tuples, lists and dicts; other values are passed to every part.
         num_parts: number of parts; their sizes differ by at most one sample.
 
     Returns:
@@ -30,7 +30,8 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
     Raises:
         InvalidInputError: there are fewer samples than parts; tensors or features differ in their
-            numbers of samples; or features have a variable batch per feature.
+            numbers of samples; features have a variable batch per feature; or another object has
+            tensors as attributes.
     """
     sizes = {_num_samples(x) for x in _leaves(batch) if not isinstance(x, _ARRAYS) or x.ndim}
     if len(sizes) != 1 or min(sizes) < num_parts:
@@ -71,11 +72,13 @@ def features_in(batch: Any) -> list[KeyedJaggedTensor]:
 def _num_samples(value: Any) -> int:
     if isinstance(value, KeyedJaggedTensor):
         return value.stride()
+    if isinstance(value, KeyedTensor):  # keys side by side, or without rows of samples
+        return len(value.values()) if value.key_dim() else 0
     return value.lengths().numel() if isinstance(value, JaggedTensor) else len(value)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, _ARRAYS | KeyedJaggedTensor | JaggedTensor):
+    if isinstance(value, _ARRAYS | KeyedJaggedTensor | JaggedTensor | KeyedTensor):
         yield value
     else:
         for child in _children(value) or ():
@@ -87,10 +90,18 @@ def _split(value: Any, bounds: Sequence[int]) -> list[Any]:
         return _split_features(value, bounds)
     if isinstance(value, JaggedTensor):
         return _split_bags(value, bounds)
+    if isinstance(value, KeyedTensor):
+        return [KeyedTensor(value.keys(), value.length_per_key(), x, value.key_dim())
+                for x in _split(value.values(), bounds)]
     if isinstance(value, _ARRAYS) and value.ndim:
         return [value[a:b] for a, b in pairwise(bounds)]
     children = _children(value)
     if children is None or isinstance(value, _ARRAYS):
+        held = [k for k, x in getattr(value, "__dict__", {}).items() if isinstance(x, _ARRAYS)]
+        if held:  # passing all samples to every part would train them several times
+            raise InvalidInputError("cannot split a batch", f"tensors in {type(value).__name__}",
+                                    held[:8], "tensors in tuples, lists, dicts or dataclasses",
+                                    "pass split=")
         return [value] * (len(bounds) - 1)
     return [_like(value, list(of)) for of in zip(*(_split(c, bounds) for c in children),
                                                  strict=True)] or [value] * (len(bounds) - 1)

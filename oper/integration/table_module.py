@@ -170,6 +170,12 @@ class TableModules(nn.ModuleDict):
         return iter(())
 
 
+def refuse_lookup(tables: Any, error: Exception) -> None:
+    """Make all ranks skip a forward pass that ends with `error` before its lookup."""
+    if isinstance(tables, ShardedTables):  # else read-only, and not collective
+        tables.refuse_lookup(error)
+
+
 def leave_alone(module: nn.Module) -> None:
     """Make ``fully_shard`` of a model skip `module`, whose tables are synchronized already.
 

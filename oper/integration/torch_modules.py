@@ -10,7 +10,7 @@ from torch import nn
 
 from oper.errors import InvalidInputError
 from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
-from oper.integration.table_module import TableModule, refuse_script
+from oper.integration.table_module import TableModule, refuse_lookup, refuse_script
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
 from oper.tables import DTYPE_BYTES, TableSpec
@@ -124,6 +124,15 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
             InvalidInputError: an argument has another shape or dtype, or weights are given with
                 another mode.
         """
+        try:
+            batch = self._lookup_of(input, offsets, per_sample_weights)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        return self.tables.lookup(batch).to(self.dtype)
+
+    def _lookup_of(self, input: torch.Tensor, offsets: torch.Tensor | None,
+                   per_sample_weights: torch.Tensor | None) -> Lookup:
         if torch._C._get_tracing_state() is not None or not isinstance(
                 input, torch.Tensor) or input.dim() not in (1, 2):
             _refuse(self, input)
@@ -163,9 +172,8 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
         if self.padding_idx is not None:
             input, lengths, per_sample_weights = self._drop_padding(
                 input, lengths, per_sample_weights)
-        out = self.tables.lookup(Lookup(input.contiguous(), lengths.contiguous(), self._key_of,
-                                        lengths.numel(), per_sample_weights))
-        return out.to(self.dtype)
+        return Lookup(input.contiguous(), lengths.contiguous(), self._key_of, lengths.numel(),
+                      per_sample_weights)
 
     def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
                       weights: torch.Tensor | None
@@ -196,9 +204,13 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
 
         The row of ``padding_idx`` gets no gradient and no update.
         """
-        if torch._C._get_tracing_state() is not None or not isinstance(input, torch.Tensor):
-            _refuse(self, input)
-        ids = input.reshape(-1).contiguous()
+        try:
+            if torch._C._get_tracing_state() is not None or not isinstance(input, torch.Tensor):
+                _refuse(self, input)
+            ids = input.reshape(-1).contiguous()
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
         rows = self._rows(ids) if self.padding_idx is None else self._padded_rows(ids)
         return rows.view(*input.shape, self.embedding_dim).to(self.dtype)
 
@@ -209,6 +221,6 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
     def _padded_rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.padding_idx is not None
         with torch.no_grad():
-            padding = self._rows(ids.new_full((1,), self.padding_idx))
+            padding = self._rows(torch.full((1,), self.padding_idx, device=ids.device))
         at = (ids != self.padding_idx).nonzero()[:, 0]
         return padding.expand(ids.numel(), -1).index_copy(0, at, self._rows(ids[at]))

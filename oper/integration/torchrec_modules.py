@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias
 
@@ -43,6 +43,8 @@ from oper.errors import InvalidInputError
 from oper.integration.ahead import Ahead
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
+    Entries,
+    States,
     load_optimizer_entries,
     optimizer_entries,
 )
@@ -52,10 +54,12 @@ from oper.integration.table_module import (
     TableEmbedding,
     TableModules,
     leave_alone,
+    refuse_lookup,
     refuse_script,
 )
 from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem.batch import Lookup
+from oper.shmem.group.agreement import errors_of_all
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
@@ -152,31 +156,6 @@ class _Context(Multistreamable):
             self.features.record_stream(stream)
 
 
-class _Entries(dict[str, torch.Tensor]):
-    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
-    not support weak references."""
-
-
-class _States(Mapping[torch.Tensor, _Entries]):
-    """Optimizer state of all tables; every access reads the current values."""
-
-    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
-        self._of = tables
-        self._show = show
-
-    def __getitem__(self, weight: torch.Tensor) -> _Entries:
-        return self._show(self._of[weight])
-
-    def __contains__(self, weight: object) -> bool:
-        return weight in self._of
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-
 class _FusedOptimizer(FusedOptimizer):
     """Gives schedulers and checkpoints access to the tables' optimizers. Updates happen in the
     backward pass, so `step` does nothing. ``state_dict()`` has TorchRec's form, ``{"state":
@@ -191,8 +170,8 @@ class _FusedOptimizer(FusedOptimizer):
         own = {full: table for table, full in names.items()}
         for group in tables.param_groups:
             group["params"] = [weights[own[t]] for t in group["tables"]]
-        self._shown: weakref.WeakValueDictionary[str, _Entries] = weakref.WeakValueDictionary()
-        self._loading: dict[str, _Entries] | None = None
+        self._shown: weakref.WeakValueDictionary[str, Entries] = weakref.WeakValueDictionary()
+        self._loading: dict[str, Entries] | None = None
         super().__init__({parameters[t]: x for t, x in self._weights.items()}, {},
                          tables.param_groups)
         # `tables` holds the groups, they hold the weights, and a weight refers to `tables`: a cycle
@@ -209,34 +188,48 @@ class _FusedOptimizer(FusedOptimizer):
 
         `post_load_state_dict` writes copies that the caller still references back to the tables.
         """
-        return _States({x: table for table, x in self._weights.items()}, self._show)
+        return States({x: table for table, x in self._weights.items()}, self._show)
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
         """Ignore the empty state that the base class assigns at construction."""
 
-    def _show(self, table: str) -> _Entries:
+    def _show(self, table: str) -> Entries:
         if self._loading is None:
-            entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
+            entries = Entries(optimizer_entries(self._tables, self._names[table], table))
             self._shown[table] = entries
         elif table in self._loading:
             entries = self._loading[table]
         else:
             with rows_on_demand():  # loading into such entries writes directly to the tables
-                entries = _Entries(optimizer_entries(self._tables, self._names[table], table))
+                entries = Entries(optimizer_entries(self._tables, self._names[table], table))
             self._loading[table] = self._shown[table] = entries
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` saved under any plan and world size. Collective."""
+        """Load a `state_dict` saved under any plan and world size. Collective. If a rank cannot
+        load it, all ranks raise an error and none loads it."""
         self._tables.barrier()  # peers may still be reading
-        self._loading = {}  # the base class fills it, then calls post_load_state_dict
+        loading: dict[str, Entries] = {}  # keeps what the base class fills in until it is written
+        self._loading = loading
+        failed: Exception | None = None
         try:
             super().load_state_dict(state_dict)
+        except Exception as error:
+            failed = error
         finally:
             self._loading = None
+        errors = errors_of_all(self._tables.group, [], [str(failed)] if failed else [])
+        if failed is not None:
+            raise failed
+        if errors:
+            raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
+                                    errors[:8], "none on any rank", "correct the state_dict there")
+        self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
+        if self._loading is not None:  # a call of the base class; other ranks may yet fail
+            return
         self._tables.barrier()  # peers may still be reading
         for table in self._weights:
             entries = self._shown.pop(table, None)
@@ -444,7 +437,12 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled embeddings of all features; see the class."""
-        values = self.tables.lookup(self.lookup_of(features))
+        try:
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        values = self.tables.lookup(batch)
         if features.inverse_indices_or_none() is not None or self._converts:
             values = self._finish(values, features, self._shares)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
@@ -493,7 +491,12 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one embedding per id for every feature; see the class."""
-        return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
+        try:
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        return self._jagged(self.tables.lookup(batch), features)
 
     def output_dist(self, ctx: _Context, output: Any
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

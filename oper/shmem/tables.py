@@ -36,7 +36,7 @@ from oper.shmem.group.agreement import check_agreement
 from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
-from oper.shmem.group.status import NOT_BEGUN, Status
+from oper.shmem.group.status import NOT_BEGUN, PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -106,9 +106,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         #: Names of tables that are currently not updated; must be the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
-        # One group per distinct optimizer; shared with the code that schedules learning rates.
+        # One group per distinct optimizer, whose lr applies to its tables; shared with schedulers.
         self.param_groups: list[dict[str, Any]] = [
-            {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
+            {"lr": o.lr, "tables": tuple(n for n, x in (optimizers or {}).items() if x == o)}
             for o in dict.fromkeys((optimizers or {}).values())]
         self.gradient_scale = gradient_scale
         plan.check_for(tables, group.world_size)
@@ -118,6 +118,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       "gradient_scale": [gradient_scale]})
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
+        # Whether other ranks can learn of a batch that this one refuses, see `_skip_in_family`.
+        self.meets_peers = self.is_watched and group.world_size > 1
+        # The tables of one model, see `_skip_in_family`.
+        self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
         self.collection = register_of(group).add(self)
         self.directories = directories_of(plan)
         self._table_of = [d.table.name for d in self.directories]
@@ -151,9 +155,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
-        # Makes autograd run the lookups' backward pass although the tables are not parameters.
-        self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
-        self.collected = CollectedPasses(self)
+        with torch.inference_mode(False):  # no inference tensor, which could not be trained
+            # Makes autograd run the lookups' backward pass although the tables are not parameters.
+            self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
+            self.collected = CollectedPasses(self)
         self.number = register(self)
         self._process = os.getpid()
         if is_new and self._begin_states(self.optimizers or {}):
@@ -292,6 +297,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             shared and shared.bags, shared and shared.samples)
         if code:
             # No rank waits for an invalid id's lookup if all ranks read rows directly.
+            if collective and code not in PEER_FAILURES:
+                self._skip_in_family()
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
@@ -305,6 +312,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
         in lookups, its update."""
         if self.has_push or self._exchange is not None or not self._held.holders:
             torch.ops.oper.lookup_refuse(self.handle, collective)
+
+    def refuse_lookup(self, error: Exception) -> None:
+        """Make all ranks skip a batch from which this rank can make no `Lookup`, due to `error`, as
+        `lookup` does for invalid ones."""
+        collective = self.optimizers is not None and (
+            torch.is_grad_enabled() and len(self.frozen) < len(self.specs))
+        if self.turns.parts is not None:
+            self.turns.parts.refuse(error)
+            return
+        with self.turns.lock:
+            if collective:
+                self._skip_in_family()
+            self._tell_refused(collective or self._pools_far)
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.
@@ -480,6 +500,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
                              for group in other.param_groups]
+        self.family = memo.setdefault(id(other.family), weakref.WeakSet())
+        self.family.add(self)
         if other.pull is not False:
             choose_pull(self, other.pull)
 

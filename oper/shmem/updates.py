@@ -12,7 +12,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
-from oper.shmem.group.status import Status
+from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments
@@ -25,6 +25,9 @@ class TableUpdates:
     """The part of `ShardedTables` that trains them."""
 
     turns: Turns
+    family: Any
+    has_push: bool
+    meets_peers: bool
     frozen: frozenset[str]
     guard: GradientGuard
     num_steps: int
@@ -127,9 +130,25 @@ class TableUpdates:
     def refuse(self) -> None:
         """Make all ranks skip this update; called instead of `step` on a rank that cannot take
         part. Collective. Ranks of its memory domain can continue with the next update."""
+        self._skip_in_family()  # before this rank waits, since others may wait there
         torch.ops.oper.lookup_refuse_update(self.handle)
         if self.replicas is not None:
             self.replicas.refuse_update()
+
+    def _skip_in_family(self) -> None:
+        """Skip a batch that a rank has refused in all tables of the model, and drop gradients held
+        back for its update. All ranks do so, in whichever tables they learn of the refusal.
+
+        Otherwise a rank could wait in other tables for one that has refused, or be paired with
+        that rank's next batch.
+        """
+        if not self.meets_peers:
+            return
+        for tables in [t for t in self.family if t._heap is not None]:
+            if not tables.holds_gradients:
+                tables._held.drop()
+            if tables is not self and (tables.has_push or not tables.holds_gradients):
+                torch.ops.oper.lookup_skip(tables.handle)
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.
@@ -170,6 +189,8 @@ class TableUpdates:
         if code:
             if code == Status.OTHER_SETTINGS:
                 self._refuse_settings(detail, passed)
+            if code not in PEER_FAILURES:
+                self._skip_in_family()
             self._raise(code, detail, batch, offsets)
         if not updates:
             return

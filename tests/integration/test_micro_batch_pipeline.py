@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import oper
 from oper.errors import InvalidInputError
@@ -149,6 +150,17 @@ def test_parts_have_the_samples_of_the_batch_in_order(weighted: bool) -> None:
         assert torch.equal(torch.cat([x.values() for x in got]), want.values())
         if weighted:
             assert torch.equal(torch.cat([x.weights() for x in got]), want.weights())
+
+
+def test_pooled_rows_are_split_and_unknown_objects_are_refused() -> None:
+    values = torch.randn(5, 3)
+    parts, _ = split_batch((values, KeyedTensor(["a", "b"], [1, 2], values)), 2)
+    for dense, pooled in parts:
+        assert torch.equal(pooled.values(), dense) and torch.equal(pooled["b"], dense[:, 1:])
+    with pytest.raises(InvalidInputError, match="samples"):
+        split_batch((values, KeyedTensor(["a", "b"], [2, 3], values, key_dim=0)), 2)
+    with pytest.raises(InvalidInputError, match=r"tensors in SimpleNamespace=\['ids'\]"):
+        split_batch((values, SimpleNamespace(ids=torch.arange(5))), 2)
 
 
 def test_outputs_are_put_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -49,6 +50,14 @@ def test_deepcopy_is_independent(make: Callable[[], nn.Module]) -> None:
     for p in twin.parameters():
         p.data.zero_()
     assert not any(torch.equal(x, torch.zeros_like(x)) for x in model.state_dict().values())
+
+
+def test_copies_made_in_inference_mode_can_be_trained() -> None:
+    model = shard(bag())
+    with torch.inference_mode():
+        twin = copy.deepcopy(model)
+    twin(torch.tensor([[1]])).sum().backward()
+    assert torch.equal(twin.weight[1], model.weight[1] - LR)
 
 
 def test_tables_end_with_their_module() -> None:
@@ -270,7 +279,13 @@ def _load_different(rank: int, world_size: int, dynamic: bool) -> list[str]:
     good = {name: getattr(x, "full_tensor", x.clone)() for name, x in model.state_dict().items()}
     entry = "bag.keys" if dynamic else "bag.weight"
     errors = []
-    for bad in ({n: x for n, x in good.items() if n != entry}, good | {entry: good[entry][:3]}):
+    bad_values = [good[entry][:3], good[entry].to_sparse()]
+    if not dynamic:
+        bad_values.append(torch.quantize_per_tensor(good[entry], 0.1, 0, torch.qint8))
+        bad_values.append(torch.nested.as_nested_tensor([good[entry][0]]))
+    for bad in ({n: x for n, x in good.items() if n != entry},
+                good | {entry: model.state_dict()[entry]},  # distributed
+                *(good | {entry: value} for value in bad_values)):
         for strict in (True, False):
             with pytest.raises(RuntimeError) as caught:
                 model.load_state_dict(bad if rank else good, strict=strict)
@@ -286,17 +301,90 @@ def test_all_ranks_get_the_error_of_a_rank_that_cannot_load(dynamic: bool) -> No
     first, second = run_world(2, _load_different, dynamic, env={"OPER_DEADLINE_S": "20"})
     name = "bag.keys" if dynamic else "bag.weight"
     for k, (mine, theirs) in enumerate(zip(first, second, strict=True)):
-        wanted = f"missing only on rank 0 or 1=([], ['{name}'])" if k < 2 else "rank 1: cannot load"
+        lacks = f"{name} as a plain tensor" if k > 1 else name
+        wanted = (f"missing only on rank 0 or 1=([], ['{lacks}'])" if k < 4
+                  else "rank 1: cannot load")
         assert wanted in mine and wanted.removeprefix("rank 1: ") in theirs
 
 
+def _optimizer_state(rank: int, world_size: int) -> list[str]:
+    """Rank 1 loads damaged states of the fused optimizer, after which all ranks continue."""
+    model = shard(collection(), optimizer=oper.RowWiseAdagrad(lr=LR))
+    good = model.fused_optimizer.state_dict()
+    short = copy.copy(good["state"])
+    name, entries = short.popitem()
+    errors = []
+    for bad in (short, short | {name: {key: x[:3] for key, x in entries.items()}}):
+        with pytest.raises((ValueError, InvalidInputError)) as caught:
+            model.fused_optimizer.load_state_dict({"state": bad} if rank else good)
+        errors.append(str(caught.value))
+    model.fused_optimizer.load_state_dict(good)
+    return errors
+
+
+def test_all_ranks_get_the_error_of_a_rank_that_cannot_load_an_optimizer() -> None:
+    first, second = run_world(2, _optimizer_state, env={"OPER_DEADLINE_S": "20"})
+    for mine, theirs in zip(first, second, strict=True):
+        assert "cannot load the state" in mine and f"rank 1: {theirs[:30]}" in mine
+
+
 def _shard_other(rank: int, world_size: int, name: str) -> str:
-    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host"}
+    other = {"objective": "inference", "plan": striped("bag", world_size), "topology": "this-host",
+             "dynamic": {"bag": oper.DynamicTable(seed=1)}}
     with pytest.raises(InvalidInputError, match=r"since ranks \[1\] pass other") as caught:
         shard(Net(), **{name: other[name]} if rank else {})
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["objective", "plan", "topology"])
+@pytest.mark.parametrize("name", ["objective", "plan", "topology", "dynamic"])
 def test_arguments_that_only_some_ranks_pass_are_refused_on_all_ranks(name: str) -> None:
     assert all(f"{name} on this rank" in text for text in run_world(2, _shard_other, name))
+
+
+class Two(nn.Module):
+    """A collection and a bag, whose lookups can go wrong before the kernels see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.bag = collection(), bag()
+
+    def forward(self, keys: tuple[str, str], bags: Any) -> torch.Tensor:
+        ids = kjt(torch.tensor([1, 2]), keys)
+        return self.users(ids).values().sum() + self.bag(bags).sum()
+
+
+def _cannot_look_up(rank: int, world_size: int, spoils: str, in_parts: bool
+                    ) -> tuple[list[str], list[Any]]:
+    models = [shard(Two()) for _ in range(2)]
+    good: dict[str, Any] = {"keys": ("f_a", "f_b"), "bags": torch.tensor([[1, 2 + rank]])}
+    bad = {"keys": ("f_a", "f_c"), "bags": [[1, 2]]}
+    told = []
+    for model in models:
+        for step in range(3):
+            if model is models[1] and step == 1:
+                continue
+            try:
+                with oper.micro_batches(model) if in_parts else contextlib.nullcontext():
+                    model(**good | ({spoils: bad[spoils]} if rank and step == 1 else {})).backward()
+            except oper.OperError as error:
+                told.append(type(error).__name__)
+    return told, [(p.detach().clone(), q.detach().clone()) for p, q in zip(
+        *(m.parameters() for m in models), strict=True)]
+
+
+@pytest.mark.parametrize("spoils", ["keys", "bags"])
+@pytest.mark.parametrize("in_parts", [False, True], ids=["at once", "in parts"])
+def test_a_rank_that_can_make_no_lookup_releases_the_others(spoils: str, in_parts: bool) -> None:
+    """The batch is skipped in all collections, and the next ones are paired with each other."""
+    (others, rows), (mine, _) = run_world(2, _cannot_look_up, spoils, in_parts,
+                                          env={"OPER_DEADLINE_S": "20"})
+    assert (others, mine) == (["PeerLostError"], ["InvalidInputError"])
+    assert all(torch.equal(got, want) for got, want in rows)
+
+
+def test_tables_know_those_of_their_model() -> None:
+    model = shard(Two())
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert set(one.users.tables.family) == {one.users.tables, one.bag.tables}
+        assert one.bag.tables.family is one.users.tables.family

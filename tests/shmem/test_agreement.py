@@ -71,8 +71,8 @@ def _set_lr(tables: ShardedTables, lr: Any) -> None:
     tables.param_groups[0]["lr"] = lr
 
 
-def _freeze(tables: ShardedTables, name: str) -> None:
-    tables.frozen = frozenset({name})
+def _freeze(tables: ShardedTables, *names: str) -> None:
+    tables.frozen = frozenset(names)
 
 
 def _train(tables: ShardedTables) -> None:
@@ -89,7 +89,8 @@ def _rows(tables: ShardedTables) -> torch.Tensor:
 
 @pytest.mark.parametrize(("change", "wanted"), [
     ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"),
-    ((_freeze, "second"), "'frozen': ['second']")])
+    ((_freeze, "second"), "'frozen': ['second']")],
+    ids=["rate", "frozen"])
 @pytest.mark.parametrize("domains", [None, [0, 0, 1]], ids=["one domain", "two domains"])
 @pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
 def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: bool, change: Any,
@@ -102,7 +103,7 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
         _train(tables)
         before = None if domains else _rows(tables)
         if group.rank == 2:
-            change[0](tables, change[1])
+            change[0](tables, *change[1:])
         with pytest.raises(InvalidInputError, match="rank 2 has other settings") as caught:
             _train(tables)
         if before is not None:  # with several domains, training ends here
@@ -118,6 +119,25 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
 
     messages = run_ranks(3, body, domains=domains)
     assert wanted in messages[2] and wanted not in messages[0]
+
+
+def test_tables_follow_the_group_to_which_they_are_moved() -> None:
+    def body(group: ThreadGroup) -> None:
+        optimizers = {"first": SGD(lr=0.1), "second": SGD(lr=0.2)}
+        tables = ShardedTables(uniform_plan(TABLES, 1, "striped"), FEATURES, group, optimizers)
+        _train(tables)
+        before = tables.read("first")
+        slow, fast = tables.param_groups
+        slow["tables"], fast["tables"] = [], ["first", "second"]
+        _train(tables)
+        assert torch.equal(tables.read("first")[:2], before[:2] - 0.2)
+        slow["tables"].append("second")
+        with pytest.raises(InvalidInputError, match=r"\['first', 'second'\], each in one group"):
+            _train(tables)
+        fast["tables"].remove("second")
+        _train(tables)
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("lr", [float("nan"), -0.1, float("inf"), None, torch.ones(2)])

@@ -192,3 +192,43 @@ def test_a_batch_refused_between_domains_releases_the_others(
     found = run_ranks(2, body, domains=[0, 1])
     assert [kind for kind, _ in found] == [PeerLostError, InvalidInputError]
     assert max(s for _, s in found) < deadline_s() / 10
+
+
+def _train_both(both: list[ShardedTables], batches: list[Lookup]) -> None:
+    torch.stack([tables.lookup(batch).sum() for tables, batch in zip(both, batches, strict=True)]
+                ).sum().backward()
+
+
+@pytest.mark.parametrize("pushes", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
+def test_a_refused_batch_releases_the_others_in_all_tables_of_the_model(
+        pushes: tuple[bool, bool], refused: int, accumulates: bool) -> None:
+    """Wherever they wait; the next batch is trained as if the refused one, and what was accumulated
+    for its update, had not existed."""
+    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "striped")
+    good = [bags_of_one(_IDS)] * 2
+    bad = [bags_of_one(_IDS + 95) if k == refused else x for k, x in enumerate(good)]
+
+    def body(group: ThreadGroup) -> type:
+        both = [ShardedTables(pushed(plan) if push else plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+                for push in pushes]
+        both[0].family.update(both)
+        both[1].family = both[0].family
+        before = [tables.read("t", 0, 20) for tables in both]
+        start = time.monotonic()
+        if accumulates:
+            with both[0].no_sync(), both[1].no_sync():
+                _train_both(both, good)
+        with pytest.raises(OperError) as caught:
+            _train_both(both, bad if group.rank else good)
+        _train_both(both, good)
+        _train_both(both, good)
+        assert time.monotonic() - start < deadline_s() / 10
+        for tables, rows in zip(both, before, strict=True):
+            tables.barrier()
+            assert tables.num_steps == 2
+            assert torch.equal(tables.read("t", 0, 10), rows[:10] - 0.1 - 0.1)
+        return caught.type
+
+    assert run_ranks(2, body) == [PeerLostError, InvalidInputError]

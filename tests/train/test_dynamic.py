@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Prepared  # type: ignore[import-not-found]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
@@ -29,6 +28,7 @@ from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from tests.support import announced, run_oper, serving
 from tests.train import test_train
+from tests.train.conftest import Prepared
 from tests.train.test_train import run_ranks
 
 PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train import run_ranks  # type: ignore[import-not-found]
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.errors import InvalidInputError
@@ -20,6 +19,7 @@ from oper.train.loop import train
 from oper.train.model import load_state
 from oper.train.tasks import RecommenderTask
 from tests.support import ROOT
+from tests.train.test_train import run_ranks
 
 SMALL = {"catalogue.num_items": 300, "catalogue.num_users": 200, "catalogue.length": 12,
          "batch_size": 32, "epochs": 1, "log_every": 2, "optimizer.dense": "adam",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Prepared  # type: ignore[import-not-found]
 from tqdm import tqdm
 
 from oper.errors import FileFormatError, InvalidInputError
@@ -26,6 +25,7 @@ from oper.train.model import load_state
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
 from tests.support import ROOT, run_here, wait_for
+from tests.train.conftest import Prepared
 from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, words
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Prepared  # type: ignore[import-not-found]
-from test_train import config, run_ranks, words  # type: ignore[import-not-found]
 
 from oper.data import Folder
 from oper.errors import InvalidInputError
@@ -23,6 +21,8 @@ from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from tests.serve_support import value_of
 from tests.support import announced, serving, wait_for
+from tests.train.conftest import Prepared
+from tests.train.test_train import config, run_ranks, words
 
 SERVER = ("--json", "--workers", "1")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Prepared  # type: ignore[import-not-found]
 
 from oper.data import (
     PreprocessOptions,
@@ -23,6 +22,7 @@ from oper.rows.remap import load_remap
 from oper.train.loop import train
 from oper.train.model import load_state
 from tests.support import run_oper
+from tests.train.conftest import Prepared
 from tests.train.test_train import config, lines, words
 
 KAGGLE = load_recipe("criteo-kaggle")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Prepared  # type: ignore[import-not-found]
 
 from oper.errors import InvalidInputError
 from oper.shmem.counters.phases import PHASES
 from oper.train.loop import train
 from tests.support import read_trace
+from tests.train.conftest import Prepared
 from tests.train.test_train import config, lines, run_ranks, words
 
 

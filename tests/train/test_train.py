@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Prepared  # type: ignore[import-not-found]
 
 from oper.data import Folder
 from oper.errors import FileFormatError, InvalidInputError
@@ -28,6 +27,7 @@ from oper.train.resume import Checkpoints
 from oper.train.tasks import ClickTask, click_batches, evaluate_clicks
 from tests.forked import Forked
 from tests.support import ROOT, run_oper, wait_for
+from tests.train.conftest import Prepared
 
 FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
          "epochs": 2, "log_every": 5}

@@ -112,6 +112,11 @@ void refuse_forward(Context& context, bool collective) {
   });
 }
 
+void skip(Context& context) {
+  if (context.barrier && !context.exchange)
+    context.barrier->refuse(static_cast<uint32_t>(CollectivePhase::kRequests));
+}
+
 int64_t order_bytes(const Context& context, const Batch& batch) {
   return order_places(context, batch).back();
 }

@@ -17,6 +17,7 @@ from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.table_state import (
     chunks_of,
     distributed,
+    not_plain,
     noting,
     shard_range,
 )
@@ -63,7 +64,8 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     keys = tables.keys
     if keys is None or not wanted:
         return
-    absent = [f"{prefix}{part}" for part in wanted if f"{prefix}{part}" not in state_dict]
+    entries = [f"{prefix}{part}" for part in wanted]
+    absent = [key for key in entries if key not in state_dict]
     missing_keys += absent
     errors = []
     if absent and f"{prefix}weight" in state_dict:  # an error even if the load is not strict
@@ -73,7 +75,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     with noting(errors):
         if not absent:
             _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-    errors = errors_of_all(tables.group, absent, errors)
+    errors = errors_of_all(tables.group, [*absent, *not_plain(state_dict, entries)], errors)
     if absent and not errors:
         return
     for checks in (True, False):  # check all records before writing any
@@ -94,11 +96,13 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for entries of another shape, or an invalid clock."""
     for part in keys.parts(name):
-        wanted = torch.int64, (keys.num_records(name, RECORDS[part]), 3)
-        found = getattr(state[part], "dtype", None), tuple(getattr(state[part], "shape", ()))
+        # Sparse tensors also have these shapes.
+        wanted = torch.int64, (keys.num_records(name, RECORDS[part]), 3), torch.strided
+        found = (getattr(state[part], "dtype", None), tuple(getattr(state[part], "shape", ())),
+                 getattr(state[part], "layout", None))
         if found != wanted:
             raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
-                                    "dtype, shape", found, f"{wanted}",
+                                    "dtype, shape, layout", found, f"{wanted}",
                                     "load a checkpoint of a table with as many rows")
     try:
         clock = int(state["clock"])

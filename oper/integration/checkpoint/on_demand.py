@@ -107,12 +107,14 @@ class TableRows:
             raise InvalidInputError(
                 what, "value", "ShardedTensor", "a DTensor or a whole tensor",
                 "save and load with torch.distributed.checkpoint, which reshards")
-        found = tuple(getattr(value, "shape", ()))
+        # A nested tensor has no shape.
+        found = () if getattr(value, "is_nested", False) else tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
             raise InvalidInputError(what, "shape", found, f"{tuple(self.shape)}",
                                     "load a state_dict of this model")
         if isinstance(value, torch.Tensor) and (
-                value.is_meta or value.layout != torch.strided or value.is_complex()):
+                value.is_meta or value.layout != torch.strided or value.is_complex()
+                or value.is_quantized):
             raise InvalidInputError(what, "device, layout, dtype",
                                     (value.device.type, value.layout, value.dtype),
                                     "a dense tensor of real numbers", "convert it")

@@ -176,6 +176,13 @@ def noting(errors: list[str]) -> Iterator[None]:
         errors.append(str(error))
 
 
+def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]:
+    """Return for `errors_of_all` which entries are no plain tensors, since loading a ``DTensor`` is
+    collective."""
+    return [f"{key} as a plain tensor" for key in wanted
+            if hasattr(state_dict.get(key), "full_tensor")]
+
+
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
@@ -191,17 +198,17 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     """
     tables.barrier()  # peers may still be reading
     found = {n: state_dict[f"{prefix}{n}"] for n in names if f"{prefix}{n}" in state_dict}
-    missing = [f"{prefix}{name}" for name in names if name not in found]
+    wanted = [f"{prefix}{name}" for name in names]
+    missing = [key for key in wanted if key not in state_dict]
     missing_keys += missing
     errors: list[str] = []
     for name, value in found.items():
         with noting(errors):
             TableRows(tables, names[name]).check(value)
-    errors = errors_of_all(tables.group, missing, errors)
+    errors = errors_of_all(tables.group, [*missing, *not_plain(state_dict, wanted)], errors)
     error_msgs += errors
     for name, value in found.items() if not errors else ():
         load_entry(tables, names[name], value)
-    wanted = {f"{prefix}{name}" for name in names}
     unexpected_keys.extend(k for k in state_dict if k.startswith(prefix) and k not in wanted)
     tables.publish()
 
@@ -227,6 +234,31 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
         tables.set_table_steps(name, int(entries[f"{label}.step"]))
+
+
+class Entries(dict[str, torch.Tensor]):
+    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
+    not support weak references."""
+
+
+class States(Mapping[torch.Tensor, Entries]):
+    """Optimizer state of all tables; every access reads the current values."""
+
+    def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries]) -> None:
+        self._of = tables
+        self._show = show
+
+    def __getitem__(self, weight: torch.Tensor) -> Entries:
+        return self._show(self._of[weight])
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._of
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tensor, InitFn | None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +24,7 @@ from oper.shmem.optim.optimizers import (
 )
 from oper.tables import OPTIMIZERS, TableSpec
 
-_RATE = itemgetter("lr")
+_RATE, _TABLES = itemgetter("lr"), itemgetter("tables")
 
 
 def rounding_key(seed: int, table: str) -> tuple[int, int]:
@@ -72,7 +73,7 @@ def _check_rates(rates: Sequence[float], groups: Sequence[Mapping[str, Any]]) ->
     for rate, group in zip(rates, groups, strict=True):
         if not (is_fp32(rate) and rate >= 0):
             raise InvalidInputError("no rank updates the tables", f"lr of tables "
-                                    f"{group['tables'][:8]}", group.get("lr"),
+                                    f"{list(group['tables'][:8])}", group.get("lr"),
                                     "a number >= 0 that fp32 holds",
                                     "correct param_groups or the schedule that sets them")
 
@@ -110,20 +111,26 @@ class KernelArguments:
             step: number of the step, from 1.
             skipped: by table name, number of earlier steps in which the table was frozen.
             frozen: names of tables that are not updated.
-            groups: parameter groups ``{"lr": ..., "tables": [names]}``.
+            groups: parameter groups ``{"lr": ..., "tables": (names)}``; each table is in one group.
             tables: table name of each row of the result; names may repeat.
 
         Raises:
-            InvalidInputError: a learning rate is not a finite number >= 0.
+            InvalidInputError: a learning rate is not a finite number >= 0, or a table is not in one
+                group.
         """
         try:
             rates = [*map(float, map(_RATE, groups))]
         except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
             rates = [*map(_rate, groups)]
-        key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
+        named = [*map(tuple, map(_TABLES, groups))]
+        key = (rates, named, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             _check_rates(rates, groups)
-            rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
+            if sorted(chain(*named)) != sorted(self._optimizers):
+                raise InvalidInputError("no rank updates the tables", "tables of param_groups",
+                                        named, f"{sorted(self._optimizers)[:8]}, each in one group",
+                                        "move tables between groups, but leave none out")
+            rate = {name: r for r, names in zip(rates, named, strict=True) for name in names}
             own = {name: [*_column(o, rate[name], step - skipped[name]), o.max_row_norm or 0.0,
                           *self._rounding_keys[name], step]
                    for name, o in self._optimizers.items()}
