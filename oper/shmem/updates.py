@@ -195,7 +195,7 @@ class TableUpdates:
         if not updates:
             return
         if self.keys is not None:
-            self.keys.take()
+            self.keys.note_update()
         self.num_steps += 1
         for name in passed.frozen:
             self._skipped[name] += 1

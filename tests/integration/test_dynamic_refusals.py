@@ -233,6 +233,22 @@ def test_many_lookups_wait_for_one_update() -> None:
     assert not model.tables.keys._history._updates
 
 
+def test_new_rows_are_only_read_while_lookups_wait() -> None:
+    """Steps with one lookup each do not pay for the record of which rows have other keys."""
+    model = shard(bag(4), oper.DynamicTable())
+    history = model.tables.keys._history
+    read, reads = history._last, []
+    history._last = lambda: reads.append(history.num_updates) or read()
+    for key in range(5):
+        _train(model, key)
+    late = model(torch.tensor([[4]]))
+    _train(model, 4, 5)
+    assert not reads
+    _train(model, 4)
+    late.sum().backward()
+    assert reads == [6, 7]
+
+
 def test_tables_of_one_rule_admit_unlike() -> None:
     rule = oper.DynamicTable(admit_probability=0.5)
     model = shard(nn.ModuleDict({"user": bag(200), "item": bag(200)}), rule)

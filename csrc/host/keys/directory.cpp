@@ -11,8 +11,8 @@ namespace oper::host {
 
 namespace {
 
-constexpr size_t kAhead = 96;        // keys whose ages are prefetched together
-constexpr size_t kBucketsAhead = 8;  // keys whose buckets are prefetched
+constexpr size_t kAhead = 96;         // keys whose ages are prefetched together
+constexpr size_t kBucketsAhead = 16;  // keys whose buckets are prefetched
 constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
 // The first slot with `tag` for which body(slot) is true, or -1.
@@ -289,15 +289,16 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
 
 void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
                          KeyChanges& changes) const {
-  // Prefetches tags, the line of a key's home, and all ages, which decide evictions.
+  // Prefetches tags, the line of a key's home, and all ages, which decide evictions, to the
+  // second-level cache.
   const auto fetch = [&](size_t i) {
     if (i >= keys.size()) return;
     const int64_t bucket = bucket_of(keys[i].hash);
     const char* at = address_of(bucket);
-    __builtin_prefetch(at);
-    __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1);
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1, 2);
     for (int64_t slot = 0; slot < kBucketSlots; slot += kLineSlots)
-      __builtin_prefetch(ages_[rank_] + place_in(bucket, slot), 1);
+      __builtin_prefetch(ages_[rank_] + place_in(bucket, slot), 1, 2);
   };
   for (size_t i = 0; i < kBucketsAhead; ++i) fetch(i);
   std::vector<KeyCount> fresh;

@@ -45,7 +45,8 @@ void begin_pieces(const Context& context, const RowRules& rules, const Table& ta
     places[i] = {slot, owner};
     if (owner != context.rank) continue;
     char* const row = table.rows + slot * table.row_bytes();
-    for (int64_t at = 0; at < table.row_bytes(); at += 64) __builtin_prefetch(row + at, 1);
+    for (int64_t at = 0; at < table.row_bytes(); at += 64) __builtin_prefetch(row + at, 1, 2);
+    if (rules.widths[0] == StateWidth::kPerRow) __builtin_prefetch(table.momentum1 + slot, 1, 2);
   }
   std::vector<const Refresh*> replicas;
   for (const Refresh& part : context.refreshes)

@@ -119,9 +119,8 @@ class Keys:
             [self.tables.get(table, -1) for _, table in tables.features]))
         # Huge pages, since buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
-        self._history = RowHistory()
-        self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
-                                                     [0] * (len(rules) + 1))
+        handle = self._handle
+        self._history = RowHistory(lambda: torch.ops.oper.keys_new(handle))
         # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
@@ -187,6 +186,7 @@ class Keys:
             OperError: the keys do not fit the outbox; all ranks skip this batch.
         """
         try:
+            self._history.keep()
             for seen in batch.seen:
                 if seen.updates != self._history.num_updates:
                     self._history.check(seen, list(self.tables))
@@ -210,17 +210,16 @@ class Keys:
                         "8 bytes for each of its distinct keys, 16 for those without a row",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
 
-    def take(self) -> None:
-        """Record which rows the last update has given to new keys."""
-        self._new = torch.ops.oper.keys_new(self._handle)
-        self._history.note(*self._new)
+    def note_update(self) -> None:
+        """Record that an update has been made."""
+        self._history.num_updates += 1
 
     def new_rows(self) -> dict[str, np.ndarray]:
         """Return the rows, int64 [n], that the last update has given to new keys on any rank, by
         table."""
-        rows, bounds = self._new[0][:, 0].numpy(), self._new[1]
-        found = {name: rows[bounds[k]:bounds[k + 1]]
-                 for name, k in self.tables.items()}
+        new, bounds = torch.ops.oper.keys_new(self._handle)
+        rows = new[:, 0].numpy()
+        found = {name: rows[bounds[k]:bounds[k + 1]] for name, k in self.tables.items()}
         return {name: of[of > 0] for name, of in found.items() if (of > 0).any()}
 
     # ---- state -----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,16 @@ class _Update:
 class RowHistory:
     """Records which rows updates have given to other keys, while lookups await their backward pass.
 
+    Args:
+        last: returns the rows that the last update has given to new keys, int64 [n, 2] and bounds
+            by table: the result of the operator ``keys_new``.
+
     Attributes:
         num_updates: number of updates and loads of the directories so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: Callable[[], tuple[torch.Tensor, Sequence[int]]]) -> None:
+        self._last = last
         self.num_updates = 0
         self._loaded = 0  # `num_updates` at the last load
         self._waiting: weakref.WeakSet[SeenKeys] = weakref.WeakSet()
@@ -41,13 +46,15 @@ class RowHistory:
         """Record a lookup that may have a backward pass."""
         self._waiting.add(seen)
 
-    def note(self, new: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Record an update; `new` (int64 [n, 2]) and `bounds`: result of the operator ``keys_new``.
-        """
-        self.num_updates += 1
+    def keep(self) -> None:
+        """Record the rows of the last update if lookups before it still wait, and drop those of
+        updates for which none waits. Called before each further update; in a training loop whose
+        steps have one lookup, nothing is recorded."""
         oldest = min((s.updates for s in self._waiting), default=self.num_updates)
         self._updates = [u for u in self._updates if u.number > oldest]
-        if new.shape[0] and oldest < self.num_updates:
+        last = max((u.number for u in self._updates), default=self._loaded)
+        if oldest < self.num_updates != last:
+            new, bounds = self._last()
             self._updates.append(_Update(self.num_updates, new[:, 0].abs(), bounds))
 
     def load(self) -> None:
