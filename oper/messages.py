@@ -16,10 +16,11 @@ rows, of bags). A value in such a message takes
 All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
 stored in 16 bits or fewer. Within a memory domain nothing is rounded.
 
-Slots of pushed ids, of requested rows and of rows with gradients take ``slot_bits(num_rows)`` bits
-each, packed with the lowest bits first. An owner of only some rows could use fewer bits, but this
-way an id takes the same bytes under every plan, so that the cost model, its lower bound and replays
-are exact. Slots of squared norms and of changed rows take 4 bytes.
+A slot (the number of a row at its owner) takes ``slot_bits(num_rows)`` bits in messages of pushed
+ids, requested rows and gradients of rows; slots are packed with the lowest bits first. An owner of
+only some rows could use fewer bits, but this way an id takes the same bytes under every plan, so
+that the cost model, its lower bound and replays are exact. Slots sent with squared norms and with
+changed rows take 4 bytes.
 
 Host code rounds in csrc/host/exchange/packing.cpp, device code in csrc/device/kernels/exchange.cu;
 csrc/common/exchange.h defines the same sizes.
@@ -54,12 +55,13 @@ def slot_bits(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MessageBits:
-    """Bits per number in messages, for all tables or by table: 32, 16, 8 or 4.
+    """Bits per number in messages between memory domains: 32, 16, 8 or 4.
 
     Attributes:
-        answers: bits per number of answers to lookups, which are rows and partial sums.
-        gradients: bits per number of gradients of rows and of bags.
-        tables: (name, answers, gradients) of tables with other bits, sorted by name.
+        answers: bits of the numbers of answers to lookups (rows and partial sums).
+        gradients: bits of the numbers of gradients (of rows and of bags).
+        tables: (name, answers, gradients) of each table that does not use the bits above, sorted by
+            name.
     """
 
     answers: int = 32
@@ -92,7 +94,7 @@ class MessageBits:
 
     @staticmethod
     def by_table(found: Mapping[str, MessageBits]) -> MessageBits:
-        """Combine the bits of single tables, by name; tables that are not named are exact."""
+        """Combine bits given by table name; tables that are not named are exact."""
         names = sorted((name for name, x in found.items() if x != EXACT), key=str)
         return MessageBits(tables=tuple((n, found[n].answers, found[n].gradients) for n in names))
 
@@ -105,18 +107,19 @@ class MessageBits:
         parts = [part.rpartition("=")[::2] for part in text.split(";")]
         found = dict(parts)
         require("invalid bits of messages", "give the bits of a table once",
-                ("message_bits", text, len(found) == len(parts), "different tables"))
+                ("message_bits", text, len(found) == len(parts), "each table at most once"))
         return MessageBits.parse({name: _numbers(bits) for name, bits in found.items()})
 
     def to_json(self) -> list[int] | dict[str, list[int]]:
-        """Return [answers, gradients], or these by table; `parse` accepts both."""
+        """Return [answers, gradients], or a dict from table names to such lists if tables differ;
+        `parse` accepts both."""
         if not self.tables:
             return [self.answers, self.gradients]
         return {name: [answers, gradients] for name, answers, gradients in self.tables}
 
     def of(self, table: str) -> MessageBits:
         """Return the bits of one table, as an object whose `tables` is empty."""
-        if not self.tables:  # the cost model asks often
+        if not self.tables:  # a fast path for the cost model's many calls
             return self
         for name, answers, gradients in self.tables:
             if name == table:
@@ -138,7 +141,7 @@ class MessageBits:
             of = self.of(name)
             require("invalid bits of messages", "choose 8, or another number of columns", (
                 f"message_bits[{name!r}]", of.to_json(), dim % 2 == 0 or 4 not in of.to_json(),
-                f"no 4, with {dim} columns (an odd number)"))
+                f"32, 16 or 8 for a table with an odd number of columns ({dim})"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""

@@ -1,9 +1,13 @@
-"""The number of replica groups, planned with the modelled cost of their synchronization.
+"""Choice of the number of replica groups (`oper.shmem.replica_groups`).
 
-For every number of groups that divides the hosts, the planner plans one group's ranks, and adds the
-time of a synchronization divided by the number of updates between two. Each group's plan has a
-certified bound; with a lower bound on its synchronization it holds for that number of groups, and
-the least of these sums holds for all numbers that were compared.
+For every number of groups G that divides the number of hosts, the planner makes a plan for the
+ranks of one group. With a synchronization after every K updates,
+
+    modelled step = step of the plan + time of a synchronization / K,
+    lower bound = certified bound of the plan + least time of a synchronization / K.
+
+The G with the shortest modelled step is chosen. The smallest of the lower bounds holds for all G
+that were compared.
 """
 
 from __future__ import annotations
@@ -23,27 +27,28 @@ from oper.stats import AccessStats
 from oper.tables import OPTIMIZERS
 from oper.topology import Topology
 
-_SLOT_BYTES = 4
+_SLOT_BYTES = 4  # of a row's slot in a synchronization
 
 
 def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
                 make: Callable[[Topology], Plan]) -> Plan:
-    """Return the plan of one group for the number of groups with the shortest modelled step.
+    """Return a plan for the ranks of one group, for the best number of groups.
 
     Args:
         topology: all hosts.
         every: number of updates between two synchronizations.
-        stats: access statistics; None = equally hot rows.
-        make: plans training on a topology.
+        stats: access statistics; None = all rows of a table are equally hot.
+        make: returns a training plan for a topology.
 
     Returns:
-        The plan, for the ranks of one group, with `replica_groups` and `synchronize_every`. Its
-        step and bound are those of a group without synchronization; the note ``replica_groups``
-        has both sums for every number of groups.
+        The plan, with `replica_groups` and `synchronize_every`. Its `step_us` and `lower_bound_us`
+        exclude synchronization. The note ``replica_groups`` lists ``groups`` (their number),
+        ``step_us`` and ``bound_us`` with synchronization, and ``synchronization_us``.
 
     Raises:
-        InvalidInputError: `every` is below 1.
-        PlanInfeasibleError: no plan fits, even with one group.
+        InvalidInputError: `every` is not an integer of at least 1, or `make` raises this for one
+            group.
+        PlanInfeasibleError: no plan fits, whatever the number of groups.
     """
     require("cannot plan replica groups", "pass an integer >= 1",
             ("synchronize_every", every, type(every) is int and every >= 1, ">= 1"))
@@ -59,7 +64,7 @@ def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
         except InvalidInputError:
             if count == 1:
                 raise
-            continue  # groups would not be equal
+            continue  # unequal groups, or constraints that name ranks outside a group
         took_us, least_us = synchronization_us(plan, topology, count, every, stats)
         plans[count] = plan
         compared.append({
@@ -78,18 +83,19 @@ def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
 
 def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
                        stats: AccessStats | None) -> tuple[float, float]:
-    """Return the modelled time of a synchronization, and a lower bound over all plans of a group.
+    """Return the modelled microseconds of a synchronization: with this plan, and at least with any.
 
-    A rank sends the expected distinct rows that it owns and that its group updates between two
-    synchronizations to each of its counterparts, and receives as many; the slowest link counts,
-    then the processor time per byte, and the exchanges. With ``every = 1`` gradients are sent.
+    A rank sends to each counterpart the expected number of distinct rows that it owns and that its
+    group updates between two synchronizations, and receives as many; with ``every = 1``, their
+    gradients. The time is that of the slowest link, the processor time per byte, and the fixed cost
+    of the exchanges.
 
     Args:
         plan: the plan of a group.
         topology: all hosts.
-        count: number of groups.
+        count: number of groups; with 1, both times are 0.
         every: number of updates between two synchronizations.
-        stats: access statistics; None = equally hot rows.
+        stats: access statistics; None = all rows of a table are equally hot.
     """
     if count == 1:
         return 0.0, 0.0
@@ -109,24 +115,25 @@ def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
 
 
 def _samples(plan: Plan, optimizer: str, count: int, every: int) -> int:
-    """Return the samples per rank of a group whose distinct rows a synchronization sends."""
+    """Return the number of samples per rank of a group whose distinct rows a synchronization sends:
+    those of all groups if rows are averaged over all groups, see `Synchronizer.synchronize`."""
     union = count if every > 1 and OPTIMIZERS[optimizer].is_proportional else 1
     return plan.batch_size * every * union
 
 
 def _bytes(t: TableProblem, width: int, every: int) -> float:
-    """Return the bytes of `width` columns of a row in a synchronization, with its slot."""
+    """Return the bytes of `width` columns of one row, and of its slot, in a synchronization."""
     weights, gradient, state = row_bytes(t, width)
     return _SLOT_BYTES + (gradient if every == 1 else weights + state)
 
 
 def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
              is_bound: bool = False) -> float:
-    """Return the time of a synchronization in which each rank of a group sends `sent` bytes,
-    float64 [W / count], to each counterpart.
+    """Return the microseconds of a synchronization in which the ranks of a group send `sent` bytes,
+    float64 [W / count], to each of their counterparts.
 
-    With `is_bound`, the least time for any distribution of the same bytes among the ranks: no
-    distribution loads the slowest link less than the mean link.
+    With `is_bound`, return the least time over all distributions of the same bytes among the ranks:
+    the slowest link takes at least as long as if bytes were divided in proportion to bandwidth.
     """
     everyone = np.tile(sent, count) * (count - 1)
     links: dict[Any, list[float]] = {}  # [bytes, GB/s] by link
@@ -136,23 +143,22 @@ def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
                 ("host", domain.host) if topology.hosts_share_links else ("rank", rank), [0.0, 0.0])
             link[0] += everyone[rank]
             link[1] += domain.cross_gbps
-    uplinks = [list(x) for x in _uplinks(sent, topology, count)]
     slowest = 0.0
-    for group in (list(links.values()), uplinks):
+    for group in (list(links.values()), _uplinks(sent, topology, count)):
         if group and is_bound:
             slowest = max(slowest, sum(x[0] for x in group) / sum(x[1] for x in group))
         elif group:
             slowest = max(slowest, *(b / gbps for b, gbps in group))
-    # Gradients take a header and the data, and another phase within the group; rows take one
-    # exchange more. One `phase_us` is two exchanges.
+    # One `phase_us` is two exchanges. Gradients: counts and data, and an update within the group
+    # that is a phase of its own. Rows: counts, slots and data.
     phases = 2.0 if every == 1 else 1.5
     costs = topology.costs
     return (slowest * 1e-3 + 2 * float(everyone.max()) * costs.wire_ns * 1e-3
             + phases * costs.phase_us)
 
 
-def _uplinks(sent: np.ndarray, topology: Topology, count: int) -> list[tuple[float, float]]:
-    """Return the bytes that each rack sends to other racks, and its uplink's bandwidth."""
+def _uplinks(sent: np.ndarray, topology: Topology, count: int) -> list[list[float]]:
+    """Return, for each rack, the bytes that it sends to other racks, and the GB/s of its uplink."""
     rack_of: Mapping[int, int] = {h: k for k, rack in enumerate(topology.racks)
                                   for h in rack.hosts}
     if not rack_of:
@@ -162,4 +168,4 @@ def _uplinks(sent: np.ndarray, topology: Topology, count: int) -> list[tuple[flo
     leaves = np.zeros(len(topology.racks))
     for group in racks:
         np.add.at(leaves, group, sent * (racks != group).sum(axis=0))
-    return [(float(b), rack.uplink_gbps) for b, rack in zip(leaves, topology.racks, strict=True)]
+    return [[float(b), rack.uplink_gbps] for b, rack in zip(leaves, topology.racks, strict=True)]

@@ -1,1 +1,1 @@
-"""Groups of ranks that each hold all tables, and their synchronization."""
+"""Replica groups, each of which holds all tables, and their synchronization."""

@@ -1,8 +1,8 @@
-"""Replica groups: which ranks hold all tables together, and which are counterparts.
+"""Replica groups: groups of ranks, each of which holds all tables.
 
-Lookups and updates stay within a group. Rank r of a group exchanges rows only with its
-counterparts, the ranks with the same number in the other groups: all groups have the same plan, so
-counterparts own the same rows in the same slots.
+Lookups and updates stay within a group. All groups have the same plan, so rank r of every group
+owns the same rows, in the same slots. These ranks are called counterparts; a rank exchanges
+gradients and rows with its counterparts only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class ReplicaGroups:
 
     Attributes:
         whole: all ranks.
-        mine: the ranks of this rank's group.
-        counterparts: the ranks with this rank's number in all groups, by group.
+        mine: the ranks of this rank's replica group.
+        counterparts: one rank per replica group: this rank, and the ranks with the same number in
+            the other groups; its rank g is in replica group g.
         every: number of updates between two synchronizations.
     """
 
@@ -32,19 +33,21 @@ class ReplicaGroups:
 
     @property
     def count(self) -> int:
-        """Number of groups."""
+        """Number of replica groups."""
         return self.counterparts.world_size
 
     def gradient_scale(self, scale: float) -> float:
-        """Return the factor on a group's gradients, given that of one group with all ranks.
+        """Return the factor on the gradients that a group sums, given the factor `scale` that one
+        group of all ranks would use (1 / number of ranks for a mean).
 
-        A group that updates by itself takes its own samples as representative of all.
+        With ``every = 1`` the sums are added up over all groups, so the factor is `scale`. With
+        more, an update has the samples of one group only: the factor is `scale` times `count`.
         """
         return scale if self.every == 1 else scale * self.count
 
 
 def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
-    """Divide ranks into groups of consecutive ranks; None if `count` is 1. Collective.
+    """Divide ranks into groups of consecutive ranks; returns None if `count` is 1. Collective.
 
     Args:
         whole: all ranks, of ``torch.distributed``.
@@ -52,8 +55,9 @@ def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
         every: number of updates between two synchronizations, the same on all ranks.
 
     Raises:
-        InvalidInputError: an argument is invalid, or the groups are not equal in size and in their
-            memory domains.
+        InvalidInputError: a number is below 1, `count` does not divide the number of ranks,
+            `every` is not 1 although `count` is, or the groups' ranks are not divided into memory
+            domains in the same way.
     """
     what = "cannot form replica groups"
     for name, value in (("replica_groups", count), ("synchronize_every", every)):

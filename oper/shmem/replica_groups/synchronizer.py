@@ -1,10 +1,11 @@
-"""Synchronization of one collection's tables with those of the other replica groups.
+"""Synchronization of a collection's tables between replica groups.
 
-* ``every = 1``: before each update, counterparts exchange the summed gradients of their rows and
-  add them up in the order of the groups. All groups then make the same update: that of one group
-  with all ranks, up to the order of additions.
-* ``every > 1``: each group updates its rows by itself. After `every` updates, counterparts average
-  the rows that have changed since the last synchronization, and their optimizer states.
+* ``every = 1``: before each update, counterparts (see `groups`) exchange the summed gradients of
+  their rows and add them up in the order of the groups. All groups then make the update that one
+  group of all ranks would make, up to the order of additions.
+* ``every > 1``: each group updates its copy of the tables separately. After `every` updates,
+  counterparts average the rows that have changed since the last synchronization, and the optimizer
+  states of these rows.
 """
 
 from __future__ import annotations
@@ -35,24 +36,26 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
-_GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)  # what an exchange is for
+# Purposes of `_exchange_numbers`; _REFUSED: this rank's group skips the update.
+_GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)
 
 
 class Synchronizer:
-    """Synchronizes one collection's tables with those of the other replica groups.
+    """Synchronizes a collection's tables with those of the other replica groups. Construction and
+    methods are collective over all groups unless stated otherwise.
 
     Args:
-        tables: new tables of `groups.mine`, trained and in host memory. From now on, `publish`
-            copies the first group's rows to groups that have others. Collective over all groups.
-        groups: the groups.
+        tables: new `ShardedTables` of `groups.mine`, trained and in host memory. They get this
+            object as `replicas`; their `publish` then calls `agree`.
+        groups: the replica groups.
 
     Attributes:
-        sent_bytes: bytes that this rank has sent to its counterparts, which
-            `ShardedTables.sent_bytes` does not include.
+        sent_bytes: number of bytes that this rank has sent to its counterparts.
+            `ShardedTables.sent_bytes` does not include them.
 
     Raises:
-        InvalidInputError: the tables are read-only or in device memory, or the groups have other
-            plans or optimizers.
+        InvalidInputError: the tables are read-only or in device memory, or plans or optimizers
+            differ between the groups.
     """
 
     is_watched = False  # see `Collection`: errors describe this object by its name and tables
@@ -73,22 +76,24 @@ class Synchronizer:
         self._changed = ChangedRows(tables) if groups.every > 1 else None
         self.sent_bytes = 0
         self._since = 0  # updates since the last synchronization
-        self._is_inside = self._has_told = False
+        self._is_inside = self._has_refused = False
         if groups.every > 1:
             tables.on_update.append(self._count)
         tables.turns.is_alone = False  # also for groups of one rank
         tables.replicas = self
 
     def close(self) -> None:
-        """Release the transport."""
+        """Release the transport. Not collective."""
         self._release()
 
     def refuse(self, what: str, todo: str) -> NoReturn:
-        """Raise InvalidInputError for an operation that replica groups do not support."""
+        """Raise InvalidInputError, which begins with `what` and ends with the remedy `todo`, for an
+        operation that replica groups do not support. Not collective."""
         raise InvalidInputError(what, "replica groups", self._groups.count, "one", todo)
 
     def check_synchronized(self, what: str) -> None:
-        """Raise OperError, which begins with `what`, unless all groups have the same rows."""
+        """Raise OperError, which begins with `what`, if there were updates since the last
+        synchronization, so that rows may differ between groups. Not collective."""
         if self._since:
             raise OperError(what, "updates since the last synchronization of replica groups",
                             self._since, "0, after which all groups have the same rows",
@@ -97,18 +102,25 @@ class Synchronizer:
     # ---- every = 1: gradients --------------------------------------------------------------------
 
     def takes(self, passed: Backward, updates: bool) -> bool:
-        """Make an update with the gradients of all groups, and return True; return False, without
-        any effect, if the group updates its rows by itself. The arguments are those of `step`."""
+        """Make the update of `ShardedTables.step` with the gradients of all groups.
+
+        Args:
+            passed, updates: the arguments of `step`.
+
+        Returns:
+            Whether the update was made here. False, without any effect, if `step` is to continue:
+            with ``every > 1``, without `updates`, and when this method itself calls `step`.
+        """
         if self._groups.every > 1 or self._is_inside or not updates:
             return False
         tables = self._tables
-        self._has_told = False
+        self._has_refused = False
         self._is_inside = True
         try:
             try:
                 tables.step(passed, updates=False)
             except Exception:
-                if not self._has_told:
+                if not self._has_refused:
                     self.refuse_update()
                 raise
             try:
@@ -122,19 +134,21 @@ class Synchronizer:
         return True
 
     def refuse_update(self) -> None:
-        """Make the counterparts skip their update, because this rank's group skips it."""
+        """Make the counterparts skip their update too, after this rank's group has refused a batch.
+        Does nothing if ``every > 1``."""
         if self._groups.every == 1:
-            self._has_told = True
-            # This rank raises an error of its own.
+            self._has_refused = True
+            # The caller raises the error for which the batch was refused.
             with contextlib.suppress(OperError):
-                self._meet(_REFUSED, [0] * (2 * len(self._tables.directories)))
+                self._exchange_numbers(_REFUSED, [0] * (2 * len(self._tables.directories)))
 
     def _add_up(self) -> None:
-        """Replace the sums of gradients that this rank has kept by those over all groups."""
+        """Replace this rank's sums of gradients, which `step` has kept for the update, by the sums
+        over all groups."""
         tables = self._tables
         kept = [torch.ops.oper.context_kept(tables.handle, t)
                 for t in range(len(tables.directories))]
-        counts = self._meet(_GRADIENTS, [x.numel() for of in kept for x in of[::2]])
+        counts = self._exchange_numbers(_GRADIENTS, [x.numel() for of in kept for x in of[::2]])
         widths = [d.dim for d in tables.directories for _ in range(2)]
         found = self._exchange(
             [x.reshape(-1).view(torch.uint8) for of in kept for x in of],
@@ -161,12 +175,12 @@ class Synchronizer:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Average rows and optimizer states that have changed since the last synchronization.
-        Collective over all groups; does nothing if there was no update since.
+        """Average the rows that have changed since the last synchronization, and their optimizer
+        states. Does nothing without an update since then.
 
-        The average of a row is over all groups if its optimizer's step is proportional to the
-        gradient (SGD), and otherwise over the groups that have updated the row. It is computed in
-        float32 and rounded to nearest for rows of 16 bits.
+        The average is over all groups if the optimizer's step is proportional to the gradient
+        (SGD), and otherwise over the groups that have updated the row. It is computed in float32
+        and rounded to nearest for rows of 16 bits.
         """
         if not self._since:
             return
@@ -176,7 +190,7 @@ class Synchronizer:
         taken = self._changed.take()
         assert taken is not None  # `agree` has followed every other change of rows
         mine = [taken[k] for k in range(len(tables.directories))]
-        counts = self._meet(_ROWS, [x.size for x in mine])
+        counts = self._exchange_numbers(_ROWS, [x.size for x in mine])
         found = [_Reader(x) for x in self._exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
@@ -193,11 +207,12 @@ class Synchronizer:
         self._since = 0
 
     def _average(self, unions: list[np.ndarray], slots: list[list[np.ndarray]]) -> None:
-        """Write averages of this rank's rows.
+        """Replace rows and states of this rank by their averages over the groups.
 
         Args:
-            unions: slots to write, uint32 [n], ascending, by directory.
-            slots: by directory and group, the slots whose rows the group contributes.
+            unions: by directory, the slots to write, uint32 [n], ascending.
+            slots: by directory and group, the slots whose rows are in that group's part of the
+                average, uint32, ascending.
         """
         for some in self._chunks(unions):
             parts = [[_within(x, union) for x in of]
@@ -206,7 +221,8 @@ class Synchronizer:
                 view.index_copy_(0, _index(some[k]), _mean(some[k], parts[k], rows).to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-        """Divide slots, by directory, into as many parts as exchanges of `CHUNK_BYTES` need."""
+        """Divide the slots of each directory into equally many parts, such that the rows and states
+        of one part of every directory take about `CHUNK_BYTES` in all; yields these parts."""
         total = sum(x.size * sum(v.shape[1] * v.element_size() for v in self._views(k))
                     for k, x in enumerate(slots))
         count = -(-total // CHUNK_BYTES)
@@ -214,7 +230,8 @@ class Synchronizer:
             yield [x[x.size * c // count:x.size * (c + 1) // count] for x in slots]
 
     def _views(self, piece: int) -> list[torch.Tensor]:
-        """Return this rank's rows of a directory and their optimizer states."""
+        """Return views [rows, columns] of this rank's rows of a directory and of their optimizer
+        states."""
         tables = self._tables
         parts = ("rows", *(part for part, _ in STATE_PARTS[
             tables.directories[piece].table.optimizer]))
@@ -222,8 +239,15 @@ class Synchronizer:
 
     def _rows_of_all(self, slots: list[list[np.ndarray]]
                      ) -> Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]:
-        """Exchange the rows and states in some `slots`, by directory and group; yields for each
-        view of `_views` the view, its directory, and the contributions by group."""
+        """Exchange rows and states with the counterparts.
+
+        Args:
+            slots: by directory and group, the slots whose rows that group sends.
+
+        Yields:
+            For each view of `_views` of all directories: the view, the number of its directory, and
+            by group the rows received, [number of slots, columns].
+        """
         rank = self._groups.counterparts.rank
         views = [(view, k) for k in range(len(slots)) for view in self._views(k)]
         sent = []
@@ -243,11 +267,14 @@ class Synchronizer:
     # ---- written rows ----------------------------------------------------------------------------
 
     def agree(self, refresh: Callable[[], None]) -> None:
-        """Copy the first group's rows and states to groups with others, after rows were written.
-        Collective over all groups. `refresh` is called, on all ranks of a group, if its rows have
-        changed."""
+        """Copy rows and states of the first group to all groups, for directories whose checksums
+        differ between counterparts. Called after rows were written.
+
+        Args:
+            refresh: called on all ranks of a group, once, if rows of one of them were replaced.
+        """
         tables = self._tables
-        sums = self._meet(_COPIES, [
+        sums = self._exchange_numbers(_COPIES, [
             zlib.crc32(b"".join(zlib.crc32(_bytes(view)).to_bytes(4, "little")
                                 for view in self._views(k)))
             for k in range(len(tables.directories))])
@@ -266,24 +293,24 @@ class Synchronizer:
 
     # ---- exchanges -------------------------------------------------------------------------------
 
-    def _meet(self, kind: int, numbers: list[int]) -> list[list[int]]:
-        """Exchange `numbers` with the counterparts; returns those of all groups.
+    def _exchange_numbers(self, purpose: int, numbers: list[int]) -> list[list[int]]:
+        """Exchange `numbers`, equally many on all counterparts, and return those of every group.
 
         Raises:
-            PeerLostError: a counterpart's group skips this update.
-            DesyncError: a counterpart is at another exchange or update.
-            InvalidInputError: a counterpart has other learning rates or frozen tables.
+            PeerLostError: a counterpart's group has refused the batch of this update.
+            DesyncError: a counterpart exchanges numbers for another purpose, collection or update.
+            InvalidInputError: learning rates or frozen tables differ between the counterparts.
         """
         tables = self._tables
         settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()),
                          [float(group["lr"]) for group in tables.param_groups]))
-        head = [kind, self._number, tables.num_steps, zlib.crc32(settings.encode())]
+        head = [purpose, self._number, tables.num_steps, zlib.crc32(settings.encode())]
         mine = torch.tensor(head + numbers, dtype=torch.int64).view(torch.uint8)
         found = [x.view(torch.int64).tolist()
                  for x in self._exchange([mine], [mine.numel()] * self._groups.count)]
         for g, theirs in enumerate(found):
-            refused = kind == _GRADIENTS and theirs[0] == _REFUSED
-            if refused or (theirs[:3] != head[:3] and kind != _REFUSED):
+            refused = purpose == _GRADIENTS and theirs[0] == _REFUSED
+            if refused or (theirs[:3] != head[:3] and purpose != _REFUSED):
                 error = PeerLostError(
                     "another replica group has refused its batch, so no group has trained",
                     "rank", self._rank(g), "a valid batch on every rank",
@@ -294,7 +321,7 @@ class Synchronizer:
                     "make the same calls in the same order on all ranks")
                 error.rank = self._rank(g)
                 raise error
-        if kind in (_GRADIENTS, _ROWS):
+        if purpose in (_GRADIENTS, _ROWS):
             require("cannot synchronize replica groups",
                     "set lr and requires_grad by the same rule on every rank", *(
                         (f"learning rates and frozen tables of rank {self._rank(g)}", "others",
@@ -303,13 +330,17 @@ class Synchronizer:
         return [theirs[4:] for theirs in found]
 
     def _rank(self, group: int) -> int:
-        """Return the rank, among all ranks, of this rank's counterpart in a group."""
+        """Return the number, among all ranks, of this rank's counterpart in a group."""
         mine = self._groups.mine
         return group * mine.world_size + mine.rank
 
     def _exchange(self, data: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Send `data`, uint8 tensors, to all counterparts; returns what every group has sent,
-        `sizes` in bytes."""
+        """Send `data`, uint8 tensors, to all counterparts.
+
+        Returns:
+            By group, the bytes that its counterpart has sent (this rank's own group: `data`), uint8
+            [sizes[group]].
+        """
         count, rank = self._groups.count, self._groups.counterparts.rank
         mine = torch.cat([*data, torch.empty(0, dtype=torch.uint8)])
         there = [mine.numel() if g != rank else 0 for g in range(count)]
@@ -334,13 +365,13 @@ class Synchronizer:
 
 
 class _Reader:
-    """Takes rows from bytes, one after the other."""
+    """Reads consecutive matrices from a uint8 tensor."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data, self._at = data, 0
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next [rows, columns] of `dtype`."""
+        """Return the next matrix [rows, columns], of `dtype`."""
         begin, self._at = self._at, self._at + rows * columns * dtype.itemsize
         part = self._data[begin:self._at]
         if part.storage_offset() % dtype.itemsize:
@@ -357,17 +388,18 @@ def _index(slots: np.ndarray) -> torch.Tensor:
 
 
 def _union(slots: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the distinct slots, ascending."""
+    """Return the distinct slots of all arrays, ascending."""
     return np.unique(np.concatenate(slots))
 
 
 def _places(union: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-    """Return the indices of `slots` in `union`, int64."""
+    """Return the indices, int64, at which ascending `union` has the values `slots`."""
     return torch.from_numpy(np.searchsorted(union, slots).astype(np.int64))
 
 
 def _within(slots: np.ndarray, union: np.ndarray) -> np.ndarray:
-    """Return the part of ascending `slots` between the first and last slot of `union`."""
+    """Return those of the ascending `slots` that lie between the first and the last value of the
+    ascending `union`."""
     if not union.size:
         return union
     return slots[np.searchsorted(slots, union[0]):np.searchsorted(slots, union[-1], "right")]
@@ -375,10 +407,15 @@ def _within(slots: np.ndarray, union: np.ndarray) -> np.ndarray:
 
 def _mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Tensor]
           ) -> torch.Tensor:
-    """Return the mean of the groups' contributions to every row, float32 [n, columns].
+    """Return the means of rows over the groups that contribute them, float32 [n, columns].
 
-    Computed as x0 + sum(x - x0) / count with the first contribution x0, so that equal contributions
-    give exactly their value.
+    The mean of count rows x is computed as x0 + sum(x - x0) / count, where x0 is the first of them,
+    so that the mean of equal rows is exactly that row.
+
+    Args:
+        union: slots of the result's rows, ascending [n]; each is in at least one of `slots`.
+        slots: by group, the slots of `rows`.
+        rows: by group, the rows to average, [number of slots, columns].
     """
     first = torch.zeros(union.size, rows[0].shape[1])
     total, count = torch.zeros_like(first), torch.zeros(union.size, 1)
