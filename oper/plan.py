@@ -153,7 +153,7 @@ class Plan:
         notes: further information from the planner; values are JSON-serializable.
         message_bits: bits per number in messages between memory domains; the constructor takes any
             value that `MessageBits.parse` accepts, and drops tables that are not in the plan.
-        replica_groups: number of groups of `world_size` ranks that each execute the plan, see
+        replica_groups: number of groups, of `world_size` ranks each, that execute the plan, see
             `oper.shard`; `step_us` and `lower_bound_us` do not include their synchronization.
         synchronize_every: number of updates between two synchronizations of the groups.
     """

@@ -92,21 +92,22 @@ def shard(
             or a pair (answers to lookups, gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`. By default the plan's, or 32 without a plan.
             8 and 4 bits are supported for tables in host memory only.
-        message_variance: if given, and no plan is, the planner chooses these bits by table under
-            this limit of their rounding's mean relative squared error, see `oper.search.variance`;
-            8 and 4 bits for tables in host memory only. A given plan keeps its own bits.
+        message_variance: if given, the planner chooses the bits of messages by table, such that the
+            mean relative squared error of rounding is at most this number (float > 0), see
+            `oper.search.variance`. Not used with `plan`, which keeps its own bits. 8 and 4 bits are
+            supported for tables in host memory only.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
             that all ranks share.
-        replica_groups: number of groups into which the ranks are divided, each of consecutive
-            ranks. Each group holds all tables, by a plan for its ranks, and its lookups and updates
-            stay within it. By default the plan's, or 1 without a plan. Only for training static
-            tables in host memory.
-        synchronize_every: number of updates after which the groups' rows are synchronized, by
-            default the plan's, or 1. With 1, gradients are added up over all groups before every
-            update, which gives the numbers of one group up to the order of additions. With more,
-            groups update their rows separately, and changed rows and optimizer states are then
-            averaged; see docs/how-to/multi-host.md for what this costs.
+        replica_groups: number of groups of consecutive ranks into which the ranks are divided. Each
+            group holds all tables, placed by a plan for its ranks; lookups and updates stay within
+            it. By default the plan's, or 1 without a plan. Only for training, of tables in host
+            memory that are not dynamic.
+        synchronize_every: number of updates between two synchronizations of the groups; by default
+            the plan's, or 1. With 1, gradients are added up over all groups before every update:
+            results are those of one group, up to the order of additions. With more, groups update
+            their rows separately, and then average the rows that have changed and their optimizer
+            states; docs/how-to/multi-host.md describes the effect on results.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -449,9 +450,7 @@ def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[Tabl
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Plan | None, topology: Any,
               groups: tuple[Group, Group], options: Mapping[str, Any]) -> Plan:
     """Return the plan to execute. If none is given, rank 0 makes it with the `options` of
-    `make_plan` and sends it to all ranks.
-
-    `groups`: all ranks, and those that the plan is for.
+    `make_plan` and sends it to all ranks. `groups`: all ranks, and the ranks that the plan is for.
     """
     whole, group = groups
     if plan is not None:

@@ -213,10 +213,11 @@ class Topology:
         return [k for k, d in enumerate(self.domains) for _ in d.ranks]
 
     def divided(self, count: int) -> Topology:
-        """Return one of `count` equal groups of consecutive hosts.
+        """Return the topology of one of `count` equal groups of consecutive hosts.
 
         Raises:
-            InvalidInputError: hosts cannot be divided into that many equal groups.
+            InvalidInputError: `count` does not divide the number of hosts, or the groups would
+                differ in domains, bandwidths or racks.
         """
         if count == 1:
             return self

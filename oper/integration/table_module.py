@@ -171,8 +171,8 @@ class TableModules(nn.ModuleDict):
 
 
 def refuse_lookup(tables: Any, error: Exception) -> None:
-    """Make all ranks skip a forward pass that ends with `error` before its lookup."""
-    if isinstance(tables, ShardedTables):  # else read-only, and not collective
+    """Make all ranks skip a forward pass that raises `error` before its lookup."""
+    if isinstance(tables, ShardedTables):  # else read-only: lookups are not collective
         tables.refuse_lookup(error)
 
 

@@ -349,7 +349,7 @@ def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGro
     plan = replace(plan, tables=entries)
     seed: int | None = None
     if isinstance(groups, ReplicaGroups):
-        # All groups round alike, so that with one synchronization per update they stay equal.
+        # Equal seeds of stochastic rounding, so that all groups stay equal with ``every = 1``.
         group, seed = groups.mine, groups.whole.all_gather(torch.initial_seed())[0]
         scale = groups.gradient_scale(_gradient_scale(target, groups.whole))
     else:
@@ -406,7 +406,8 @@ def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
 
 
 def _gradient_scale(target: Target, group: Group) -> float:
-    """Return 1 / world_size, as DDP averages gradients, or 1 if TorchRec's division is off."""
+    """Return the factor on summed gradients: 1 / world_size, as in DDP, or 1 if TorchRec's
+    `set_gradient_division` is off."""
     if target.is_collection:
         from oper.integration.torchrec_modules import divides_gradients
 

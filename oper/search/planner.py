@@ -76,12 +76,12 @@ def make_plan(
         message_bits: bits per number in messages between hosts: 32 (exact), 16, 8 or 4, or a pair
             (for answers to lookups, for gradients), or a mapping from table names to either, with
             other tables exact; see `oper.messages`.
-        message_variance: if given, the planner chooses the bits by table, for a short step whose
-            rounding has at most this mean squared error, relative to the squares of all rows read
-            and of their gradients; see `oper.search.variance`. Default: use `message_bits`.
-        synchronize_every: if given, the planner chooses the number of replica groups that are
-            synchronized after so many updates, for training; the plan is for the ranks of a group,
-            see `oper.search.replica_groups`. Default: one group.
+        message_variance: if given, the planner chooses the bits by table, such that the step is
+            short and the mean squared error of rounding is at most this share of the mean square of
+            rows read and of their gradients; see `oper.search.variance`. Default: `message_bits`.
+        synchronize_every: number of updates between two synchronizations of replica groups. If
+            given, for training only, the planner chooses the number of groups, and the plan is for
+            the ranks of one group; see `oper.search.replica_groups`. Default: one group.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.

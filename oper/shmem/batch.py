@@ -238,12 +238,12 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     if peer is not None:
         peer.rank = detail
         raise peer
-    if code == Status.OTHER_SETTINGS:  # in device memory; `Updates` raises it for host memory
+    if code == Status.OTHER_SETTINGS:  # device memory; else `TableUpdates` raises it
         raise InvalidInputError(
             "ranks update the tables with different learning rates, frozen tables or, with Adam, "
             "steps", "rank that differs", detail, "the same on all ranks",
             "set lr and requires_grad by the same rule on every rank, and load a checkpoint, since "
-            "tables in the memory of devices may have been updated")
+            "tables in device memory may have been updated")
     if code == Status.OUTBOX_FULL:
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
                         "enough bytes for the gradients of the batch's distinct rows",

@@ -44,7 +44,8 @@ class Backward:
         self.grads = (value,)
 
     def without_samples(self) -> Backward:
-        """Return a backward pass of a batch without samples, which updates the same tables."""
+        """Return the backward pass of an empty batch for the same tables: a step with it applies
+        the gradients that are kept for the update, without adding any."""
         batch, grad = self.batch, self.grads[0]
         nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
                          None if batch.weights is None else batch.weights[:0], batch.pooled)

@@ -372,10 +372,11 @@ class LogicalRows:
                               copies[begin:begin + stop - start])
 
     def publish_some(self, written: Sequence[np.ndarray]) -> None:
-        """Make rows that ranks have written visible to all, as `publish` does for any rows.
+        """Make written rows visible to all ranks, as `publish` does, but copy to replicas only the
+        rows named here. Collective.
 
         Args:
-            written: by directory, the slots that this rank has written, uint32 [n].
+            written: by directory, the slots of this rank's rows that were written, uint32 [n].
         """
         self.num_published += 1
         tiers = [(k, x) for k, d in enumerate(self.directories) for x in d.tiers

@@ -106,7 +106,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         #: Names of tables that are currently not updated; must be the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
-        # One group per distinct optimizer, whose lr applies to its tables; shared with schedulers.
+        # One per distinct optimizer: learning rate, which schedulers may change, and tables.
         self.param_groups: list[dict[str, Any]] = [
             {"lr": o.lr, "tables": tuple(n for n, x in (optimizers or {}).items() if x == o)}
             for o in dict.fromkeys((optimizers or {}).values())]
@@ -120,7 +120,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.turns = Turns(group.world_size)
         # Whether other ranks can learn of a batch that this one refuses, see `_skip_in_family`.
         self.meets_peers = self.is_watched and group.world_size > 1
-        # The tables of one model, see `_skip_in_family`.
+        # The collections of the model that has these tables, see `_skip_in_family`.
         self.family: weakref.WeakSet[ShardedTables] = weakref.WeakSet([self])
         self.collection = register_of(group).add(self)
         self.directories = directories_of(plan)
@@ -314,8 +314,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             torch.ops.oper.lookup_refuse(self.handle, collective)
 
     def refuse_lookup(self, error: Exception) -> None:
-        """Make all ranks skip a batch from which this rank can make no `Lookup`, due to `error`, as
-        `lookup` does for invalid ones."""
+        """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
+        `error`; `lookup` does the same for an invalid `Lookup`."""
         collective = self.optimizers is not None and (
             torch.is_grad_enabled() and len(self.frozen) < len(self.specs))
         if self.turns.parts is not None:

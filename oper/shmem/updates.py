@@ -136,11 +136,12 @@ class TableUpdates:
             self.replicas.refuse_update()
 
     def _skip_in_family(self) -> None:
-        """Skip a batch that a rank has refused in all tables of the model, and drop gradients held
-        back for its update. All ranks do so, in whichever tables they learn of the refusal.
+        """Skip a batch, which some rank has refused in one collection, in all collections of the
+        model, and drop gradients held back for its update.
 
-        Otherwise a rank could wait in other tables for one that has refused, or be paired with
-        that rank's next batch.
+        Every rank calls this in the collection in which it learns of the refusal. Otherwise a rank
+        could wait in another collection for the rank that refused, or be paired with the next
+        batch of that rank.
         """
         if not self.meets_peers:
             return

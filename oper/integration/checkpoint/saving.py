@@ -165,7 +165,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
     `newest_rows` is the argument of `DeltaCheckpoints.load`; `remap` is the parsed re-map.
     """
     place = Path(folder).absolute()
-    synchronize(model)  # rows of replica groups may only be written when they are equal
+    synchronize(model)  # rows may only be written while all replica groups have the same rows
     path = complete(place)
     ranks = Ranks(model, "cannot load a checkpoint", path)
     numbers = remap or {}
@@ -257,7 +257,7 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Synchronize the replica groups of a model's tables now. Collective over all ranks.
+    """Synchronize the replica groups of a model's tables at once. Collective over all groups.
 
     Afterwards all groups have the same rows and optimizer states, see `oper.shard`
     (``replica_groups``). Does nothing without replica groups, or if there was no update since the

@@ -177,8 +177,8 @@ def noting(errors: list[str]) -> Iterator[None]:
 
 
 def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]:
-    """Return for `errors_of_all` which entries are no plain tensors, since loading a ``DTensor`` is
-    collective."""
+    """Return the entries of `wanted` that are DTensors, as texts for `errors_of_all`. Loading a
+    DTensor is collective, so an entry must be one on all ranks or on none."""
     return [f"{key} as a plain tensor" for key in wanted
             if hasattr(state_dict.get(key), "full_tensor")]
 
@@ -237,12 +237,12 @@ def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
 
 
 class Entries(dict[str, torch.Tensor]):
-    """Optimizer state of a table, ``{"<table>.momentum1": ...}``. A subclass because plain dicts do
-    not support weak references."""
+    """Optimizer state of one table, ``{"<table>.momentum1": ...}``. Unlike plain dicts, instances
+    support weak references."""
 
 
 class States(Mapping[torch.Tensor, Entries]):
-    """Optimizer state of all tables; every access reads the current values."""
+    """Mapping from weights to the optimizer states of their tables; reads the current values."""
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], Entries]) -> None:
         self._of = tables

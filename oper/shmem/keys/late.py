@@ -28,8 +28,8 @@ class RowHistory:
     """Records which rows updates have given to other keys, while lookups await their backward pass.
 
     Args:
-        last: returns the rows that the last update has given to new keys, int64 [n, 2] and bounds
-            by table: the result of the operator ``keys_new``.
+        last: calls the operator ``keys_new``, which returns the rows that the last update has given
+            to new keys, int64 [n, 2], and where the rows of each table begin.
 
     Attributes:
         num_updates: number of updates and loads of the directories so far.
@@ -47,9 +47,9 @@ class RowHistory:
         self._waiting.add(seen)
 
     def keep(self) -> None:
-        """Record the rows of the last update if lookups before it still wait, and drop those of
-        updates for which none waits. Called before each further update; in a training loop whose
-        steps have one lookup, nothing is recorded."""
+        """Record the rows of the last update if a lookup from before it still awaits its backward
+        pass, and drop rows of updates that no such lookup precedes. Called before each further
+        update; in a training loop with one lookup per step, nothing is recorded."""
         oldest = min((s.updates for s in self._waiting), default=self.num_updates)
         self._updates = [u for u in self._updates if u.number > oldest]
         last = max((u.number for u in self._updates), default=self._loaded)
