@@ -279,11 +279,12 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
        {count, unit});
 }
 
-// The sums that `leave` has kept for this rank's rows of a table: slots, uint32 [n] stored as int32,
-// and float32 [n, dim]; first of reduced rows, then of the rows of pushed tiers.
+// Returns the sums of gradients of this rank's rows of a table that a step without update has kept:
+// slots, uint32 [n] stored as int32, and float32 [n, dim]; first of reduced rows, then of the rows of
+// pushed tiers.
 std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
-  STD_TORCH_CHECK(context.num_left == 1, "internal: not the sums of one batch");
+  STD_TORCH_CHECK(context.num_left == 1, "internal: not the gradients of one batch");
   const Table& of = context.tables.at(table);
   Tensor out[4];
   for (const int pushed : {0, 1}) {
@@ -298,7 +299,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t 
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Replaces those sums, of reduced rows or of the rows of pushed tiers.
+// Replaces what context_kept returns, for reduced rows or (`pushed`) for rows of pushed tiers.
 void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tensor rows) {
   Context& context = context_of(handle);
   Table& of = context.tables.at(table);
@@ -306,7 +307,7 @@ void context_keep(int64_t handle, int64_t table, bool pushed, Tensor slots, Tens
   STD_TORCH_CHECK(context.num_left == 1 && slots.is_contiguous() && rows.is_contiguous() &&
                       slots.scalar_type() == ScalarType::Int &&
                       rows.scalar_type() == ScalarType::Float && rows.numel() == n * of.dim,
-                  "internal: sums that are not those of a batch");
+                  "internal: kept gradients of the wrong shape or type");
   PushedRows& kept = of.left[pushed][0];
   const float* floats = static_cast<const float*>(rows.data_ptr());
   const uint32_t* data = static_cast<const uint32_t*>(slots.data_ptr());

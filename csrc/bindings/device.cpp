@@ -95,8 +95,9 @@ std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
   return before;
 }
 
-// Bounds and memory; nothing is resolved yet. `may_wait`: whether to wait for the device to learn
-// how many ids belong to keys of several features; else all ids count as such, which slows sorting.
+// Prepares the memory of a lookup; its ids are resolved to addresses later. `may_wait`: whether to
+// wait until the device has counted the ids of keys that several features share; otherwise all ids
+// are assumed to be of such keys, which slows sorting.
 std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
                                   cudaStream_t stream, bool may_wait = false) {
   const Context& context = *tables.context;

@@ -220,7 +220,7 @@ class Messages {
     return found;
   }
 
-  // A phase begins; before its counts are filled in.
+  // Begins a phase; called before its counts are filled in.
   void begin(CollectivePhase phase) {
     round_ = phase == CollectivePhase::kSquares && phase_ == phase ? round_ + 1 : 0;
     phase_ = phase;

@@ -325,7 +325,7 @@ void refresh(const Launch& on);
 
 // Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's 3 W words, of which
 // rank r writes words r, W + r and 2 W + r; `epoch`: this rank's number of arrivals, in its memory;
-// `settings`: the hash of its optimizers' arguments, in its memory; another rank's must be equal.
+// `settings`: the hash of its optimizers' arguments, in its memory, which must be equal on all ranks.
 void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings, int32_t rank,
                      int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
                      cudaStream_t stream);

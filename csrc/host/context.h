@@ -465,9 +465,10 @@ void forward(Context& context, const Batch& batch, float* out, bool collective);
 // Called instead of `forward` by a rank that cannot take part; then no rank looks up this batch.
 void refuse_forward(Context& context, bool collective);
 
-// Called by all ranks of a memory domain after one of them has refused a batch in other tables of the
-// model: a rank that waits in these tables already, for whatever phase, gets kRefused. Does not wait
-// itself. Nothing is done between memory domains, where no rank continues after a refusal.
+// Called by all ranks of a memory domain after one of them has refused a batch in another
+// collection of the model: a rank that already waits in this collection, in any phase, gets
+// kRefused. Does not wait. Does nothing if there are several memory domains, where no rank
+// continues after a refusal.
 void skip(Context& context);
 
 // Copies pooled rows of bags, the output of `forward`, to rows of samples. `out` may equal `pooled`

@@ -1,9 +1,10 @@
-// Layouts of tables from which searches start, chosen without assigning ranks.
+// Simulated annealing over the layouts of all tables, without assigning pieces to ranks; its results are
+// initial states of the search in pack.cpp.
 //
-// Which rows of a table are pushed, the width of its pieces and their number of owners depend on those of
-// all other tables, and single moves of the search do not lead from one good combination to another. If
-// pieces could be packed evenly, a phase would last as long as the mean load of the ranks or as its largest
-// piece, whichever is longer; a search over layouts minimises that.
+// A good layout of one table depends on the layouts of all others, and the moves of that search, which change
+// one table at a time, do not lead from one good combination to another. If pieces could be packed evenly, a
+// phase would last as long as the larger of the mean load of the ranks and the load of the largest piece. The
+// sum of these times over the phases is what annealing minimises here.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +17,15 @@
 
 namespace oper::search {
 
+// How a table is cut: its candidate (which rows are pushed), columns per piece, and owners of each piece.
 struct Layout {
   int64_t candidate = 0, width = 0, owners = 1;
-  int64_t owner_class = 0;  // of all pieces of the table
+  int64_t owner_class = 0;  // class of the ranks that own the table's pieces
 };
 
 class Layouts {
  public:
-  // Searches from `layouts`, one per table; a table has at most `most_owners` owners per piece.
+  // `layouts`: the initial ones, [tables]; `most_owners`: limits of the owners of a piece, [tables].
   Layouts(const OperPacking& p, std::vector<Layout> layouts, std::vector<int64_t> most_owners, Random& random)
       : p_(p), layouts_(std::move(layouts)), most_owners_(std::move(most_owners)), random_(random) {
     const int64_t n = p.num_classes * p.num_loads;
@@ -38,7 +40,7 @@ class Layouts {
     add_up();
   }
 
-  // Try `moves` changes, unless `is_over()` becomes true; returns the layouts reached.
+  // Tries `moves` changes, or fewer if `is_over()` becomes true, and returns the layouts reached.
   template <class IsOver>
   const std::vector<Layout>& anneal(int64_t moves, const IsOver& is_over) {
     const double each = 1.0 / double(std::max<int64_t>(p_.num_tables, 1));
@@ -70,13 +72,14 @@ class Layouts {
   }
 
  private:
-  // First and last temperature, as shares of a table's mean part of the step, and limit of the last as a
-  // share of the step. Colder, they would fit layouts more closely than pieces can be packed.
+  // First and last temperature, as shares of the step per table; the last is at most kMostCold of the step.
+  // Lower temperatures would improve layouts by less than the error of assuming even packing.
   static constexpr double kHot = 0.3, kCold = 0.01, kMostCold = 1e-4;
-  static constexpr int64_t kExactly = 32;  // accepted changes, after which rounding errors are removed
+  static constexpr int64_t kExactly = 32;  // accepted changes between two calls of add_up
   static constexpr int kPower = 4;  // the largest piece is a power mean with exponent 2^kPower
 
-  // By class and load: mean over the ranks, its part on ranks without pieces, and powers of pieces' loads.
+  // By class and load: mean over the class's ranks; the part of it that ranks without pieces also have; and
+  // the sum over pieces of their loads to the power 2^kPower.
   struct Loads {
     std::vector<double> mean, reader, power;
     Loads() = default;
@@ -94,11 +97,13 @@ class Layouts {
     }
   };
 
-  void add_up() {  // anew, because differences of powers are inexact
+  // Computes total_ from all tables: after many exchanges, rounding errors of the powers have grown.
+  void add_up() {
     total_.mean = base_, total_.reader = base_, total_.power.assign(base_.size(), 0.0);
     for (const Loads& x : of_table_) total_.add(x);
   }
 
+  // The step, had pieces been packed evenly, with a penalty for memory beyond the capacity.
   double step(const Loads& x) const {
     const int64_t G = p_.num_loads;
     double sum = 0, over = 0;
@@ -119,6 +124,7 @@ class Layouts {
 
   bool pushes(int64_t k, const Layout& x) const { return p_.pushes[p_.first[k] + x.candidate]; }
 
+  // Changes a table's layout at random; returns false if it is equal or not allowed afterwards.
   bool change(int64_t k, Layout& x) {
     const Layout old = x;
     const int64_t columns = p_.part_width[k];
@@ -148,6 +154,7 @@ class Layouts {
            x.owner_class != old.owner_class;
   }
 
+  // Sets `to` to the loads of table k with layout x.
   void set_loads(int64_t k, const Layout& x, Loads& to) const {
     const int64_t C = p_.num_classes, G = p_.num_loads, n = p_.first[k] + x.candidate, c = x.owner_class;
     const double columns = double(p_.part_width[k]), owners = double(x.owners);

@@ -167,7 +167,7 @@ class PackMoves : protected PackState {
     }
     return out;
   }
-  // Layouts for which even packing would give a short step.
+  // Layouts annealed from the relaxed solution, see pack_layouts.h.
   template <class IsOver>
   std::vector<Layout> annealed_layouts(int64_t moves, const IsOver& is_over) {
     std::vector<int64_t> most;
@@ -175,7 +175,7 @@ class PackMoves : protected PackState {
     return Layouts(p_, relaxed_layouts(), std::move(most), random_).anneal(moves, is_over);
   }
 
-  // Start a state with pieces as in `layouts`.
+  // Starts a new state with the pieces of `layouts`, [tables].
   void construct_all(const std::vector<Layout>& layouts) {
     initial_.resize(T);
     for (int64_t k = 0; k < T; ++k) initial_[k] = layouts[k % whole_].candidate;

@@ -90,5 +90,6 @@ def _load(name: str, what: str, torch_version: str) -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise MissingDependencyError(f"cannot load {what}", "torch", torch_version, "torch >= 2.11",
+        raise MissingDependencyError(f"cannot load {what}", "library", str(path),
+                                     f"one that torch {torch_version} can load (torch >= 2.11)",
                                      f"build it again ({error})") from None

@@ -24,8 +24,8 @@ OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 // One block; thread r waits for rank r, unless that rank's memory cannot be addressed. The kernel
 // itself increments the count in device memory, so that a captured step can be replayed. After one
 // wait in vain a rank does not wait again: the step ends, and the host raises the error. Ranks also
-// compare the hashes of their optimizers' arguments, in two sets of words used by turns, since a peer
-// may already be at the next barrier.
+// compare the hashes of their optimizers' arguments. Successive barriers alternate between two sets
+// of words for them, since a peer may already be at the next barrier.
 __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings,
                               int32_t rank, int32_t world_size, int64_t deadline_ns,
                               ErrorSink error) {

@@ -27,8 +27,8 @@ OPER_INLINE void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
-// How a row is coded: its numbers are least + step * code. A step of 0: all numbers are the least
-// one, or differ from it by almost nothing. NaN: some number is not finite.
+// A row's numbers are coded as least + step * code. The step is 0 if all numbers are equal, or nearly
+// so; both are NaN if a number is not finite.
 struct Code {
   float step, least;
 
@@ -63,8 +63,8 @@ struct Code {
   }
 };
 
-// Codes of 8 bits, or of 4: two in a byte, the first in its lower half. `name`: of the row, used
-// only by `draws`.
+// Writes a row's step, least number and codes: of 8 bits, or of 4 bits, two in a byte, the first in
+// its lower half. `name`: identifies the row to `draws`, the random numbers; unused without them.
 template <int kBits>
 OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws* draws,
                           uint32_t name) {

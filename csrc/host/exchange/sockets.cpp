@@ -32,11 +32,11 @@ constexpr double kRateDecay = 0.9;              // of the rate's estimate, per e
 
 int64_t now_ns() { return PhaseTimes::now_ns(); }
 
-// What the kernel knows of a connection.
+// The kernel's estimates for a connection.
 struct Path {
   int64_t round_trip_us;  // the shortest so far
-  int64_t least_window;
-  // Whether we set the window: not on long round trips, and not without the kernel's estimate.
+  int64_t least_window;   // bytes
+  // Whether `Sockets` sets the window: only if the kernel has an estimate, and it is short.
   bool sets_window() const { return round_trip_us <= kWideUs; }
 };
 

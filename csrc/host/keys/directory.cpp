@@ -289,8 +289,8 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
 
 void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
                          KeyChanges& changes) const {
-  // Prefetches tags, the line of a key's home, and all ages, which decide evictions, to the
-  // second-level cache.
+  // Prefetches to the second-level cache: a bucket's tags, the key's home line, and all ages of the
+  // bucket, which decide evictions.
   const auto fetch = [&](size_t i) {
     if (i >= keys.size()) return;
     const int64_t bucket = bucket_of(keys[i].hash);

@@ -325,8 +325,16 @@ class _Runner(Run):
 
 def wire(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains: bool
          ) -> dict[str, Any]:
-    """Bytes of a step of OPER under a plan, counted on all hosts' interfaces and simulated; empty
-    on ranks other than 0. Collective."""
+    """Return the bytes of a step under a plan: as counted by the network interfaces of all hosts,
+    and as simulated. Ranks other than 0 return an empty dict. Collective.
+
+    Args:
+        run: the case's run.
+        links: the emulated cluster.
+        step: makes step k under the plan.
+        plan: the plan, for the simulation.
+        trains: whether a step includes the backward pass and the update.
+    """
     is_first = run.rank % links.ranks_per_host == 0
     dist.barrier()
     before = record.interface_counters(INTERFACE)

@@ -1,4 +1,4 @@
-"""Messages of fewer bits under a variance budget: executed steps and bytes, quality on a log."""
+"""Measure messages of fewer bits: steps and bytes of a workload, and a model's quality."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from oper.train.tasks import click_batches
 
 EXACT, FEWER = "oper", "oper-fewer-bits"
 _ROUNDS = (6, 4)  # rounds, and steps per contender and round
-# Largest error of a number relative to the sum of the magnitudes from which it is computed.
+# By bits: largest rounding error of a number, relative to the largest magnitude in its row.
 _ERROR = {32: 0.0, 16: 2.0**-8, 8: 1 / 255, 4: 1 / 15}
-_ADDITIONS = 1e-5  # error by another order of additions
+_ADDITIONS = 1e-5  # relative error due to another order of additions
 LOG = "movietweetings*/ratings.dat*"
-_BLOCKS = 32  # of validation samples, each with an AUC of its own
+_BLOCKS = 32  # blocks of validation samples; the AUC of each block is one observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class FewerBits(WithWorkload):
     message_variance: float = 5e-4
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan, build, compare and time both; rank 0 returns the record's entry. Collective."""
+        """Make, compare and time both plans; rank 0 returns the record's entry. Collective."""
         progress("measuring the links")
         topology, measured = measured_topology(self.links, self.constants)
         run = Run(self, progress)
@@ -101,13 +101,13 @@ class FewerBits(WithWorkload):
 
 
 def _rounding(sides: Mapping[str, Side], checks: Checks, plan: Plan) -> tuple[float, float]:
-    """Compare the first lookups of both sides, whose rows are equal. Collective.
+    """Compare lookups of both sides before training, when their rows are equal. Collective.
 
     Returns:
-        The mean squared difference of the pooled rows relative to the exact ones' squares; and the
-        largest difference relative to its limit. A bag of L ids whose rows have numbers of at most
-        m can be off by L m / 255 with 8 bits, L m / 15 with 4 bits, since each answer is off by at
-        most half a step.
+        The squared difference of all pooled rows relative to their squares; and the largest
+        difference of a number relative to its limit. In a bag of L ids whose rows have magnitudes
+        of at most m, the limit is L m / 255 with 8 bits and L m / 15 with 4 bits: a step is at most
+        2 m / 255 or 2 m / 15, and a number in an answer is off by at most half a step.
     """
     ours, exact = (joint(sides[n].lookup(checks.batch(0, checks.rank).sparse_features))
                    for n in (FEWER, EXACT))
@@ -126,15 +126,16 @@ def _rounding(sides: Mapping[str, Side], checks: Checks, plan: Plan) -> tuple[fl
 class LogQuality(OnHosts):
     """AUC and log loss of a DLRM on MovieTweetings, with exact messages and under a budget.
 
-    Both are trained from equal weights on equal batches, once per seed, and then score the last
-    tenth of the log.
+    Both models are trained from equal weights on equal batches, once per seed, and then score the
+    last tenth of the log.
 
     Attributes:
         message_variance: the budget, see `oper.search.variance`.
-        num_seeds, epochs: runs of each model, and passes over the training part.
+        num_seeds: number of runs of each model.
+        epochs: number of passes over the training part of the log in a run.
         batch_size: samples per rank and step.
         dim: columns of the tables.
-        max_steps: limit of the steps of a run; 0 = none.
+        max_steps: maximum number of steps of a run; 0 = no limit.
     """
 
     message_variance: float = 5e-4
@@ -148,7 +149,7 @@ class LogQuality(OnHosts):
         """Train and score; rank 0 returns the record's entry. Collective."""
         progress("measuring the links")
         topology, measured = measured_topology(self.links, self.constants)
-        limit(self.links, False)  # results do not depend on them
+        limit(self.links, False)  # quality does not depend on the speed of links
         folder = tempfile.TemporaryDirectory(prefix="oper-cluster-") if ranks()[0] == 0 else None
         try:
             data = gather(folder and folder.name)[0]
@@ -167,7 +168,7 @@ class LogQuality(OnHosts):
                     runs.logits[name].append(runs.train(name, seed))
             progress("repeating a run")
             repeated = runs.train(FEWER, 1)
-        finally:  # all ranks have read it: scoring is collective
+        finally:  # all ranks have read the folder, since scoring is collective
             if folder:
                 folder.cleanup()
         return {} if ranks()[0] else {
@@ -179,8 +180,8 @@ class LogQuality(OnHosts):
 
 
 class _Runs:
-    """Trained models of `LogQuality`: logits [N] of every run, and bytes that all ranks sent
-    in the last one."""
+    """Runs of `LogQuality`: logits [N] of each run, and the bytes that all ranks have sent in the
+    last run of each model."""
 
     def __init__(self, case: LogQuality, topology: Topology, config: TrainConfig) -> None:
         self._given: dict[str, dict[str, Any]] = {
@@ -197,7 +198,7 @@ class _Runs:
             self._folder.tables(config.model.dim, optimizer=config.optimizer.tables),
             len(self._folder.dense), config.model, seed), config, **self._given[name])
         tables, = tables_of(engine.bare, "cannot measure")
-        self._given[name] = {"plan": tables.plan}  # also for the next seeds
+        self._given[name] = {"plan": tables.plan}  # reused for the next seeds
         batches, step = click_batches(config, "train"), 0
         for epoch in range(config.epochs):
             batches.set_epoch(epoch)
@@ -215,7 +216,8 @@ class _Runs:
         return logits
 
     def figures(self) -> dict[str, Any]:
-        """Metrics of both models and their differences, paired by seed and sample."""
+        """Return metrics of both models, and their differences paired by seed and sample (for the
+        AUC, by seed and block)."""
         y = self._labels
         losses = {n: np.stack([np.logaddexp(0.0, z.astype(float)) - y * z for z in runs])
                   for n, runs in self.logits.items()}
@@ -233,5 +235,5 @@ class _Runs:
 
 
 def _areas(scores: np.ndarray, labels: np.ndarray) -> Sequence[float]:
-    """AUC of every block of samples; each block has every `_BLOCKS`-th sample."""
+    """Return the AUC of each block; block k has the samples k, k + _BLOCKS, k + 2 _BLOCKS, ..."""
     return [auc(scores[k::_BLOCKS], labels[k::_BLOCKS]) for k in range(_BLOCKS)]

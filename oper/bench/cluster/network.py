@@ -107,7 +107,7 @@ class OnHosts:
 
 @dataclass(frozen=True, slots=True)
 class WithWorkload(OnHosts):
-    """Base of those cases that look up and train the tables of a workload.
+    """Base of the cases that look up and train the tables of a workload.
 
     Attributes:
         work: the workload.

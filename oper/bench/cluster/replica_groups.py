@@ -22,12 +22,12 @@ from oper.rl_rec.intervals import difference
 
 _ROUNDS = 8
 _CHECKED = 3  # steps before rows are compared
-_TOLERANCE = 1e-4  # relative error of rows; the order of additions differs
+_TOLERANCE = 1e-4  # of rows, relative to the table's largest; the order of additions differs
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroupsCase(WithWorkload):
-    """A case in which OPER's plan for all hosts is compared with its choice of replica groups.
+    """OPER's plan for all hosts as one group against its plan for replica groups.
 
     Attributes:
         every: number of steps between two synchronizations.
@@ -36,7 +36,8 @@ class ReplicaGroupsCase(WithWorkload):
     every: int = 4
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan, compare rows and time; rank 0 returns the record's entry. Collective."""
+        """Make both plans, compare their rows and time them; rank 0 returns the record's entry.
+        Collective."""
         progress("measuring the links")
         links = self.links
         topology, measured = measured_topology(links, self.constants)
@@ -98,12 +99,11 @@ class _Run(Run):
         dist.barrier()
         assert side.tables is not None
         side.tables.close()
-        del side
         gc.collect()
 
     def difference(self, plans: dict[str, Plan]) -> float:
-        """Return the largest relative difference between rows trained in one group and in groups
-        whose gradients are added up in every step. Collective."""
+        """Return the largest difference between rows trained in one group and in replica groups
+        synchronized in every step, relative to the table's largest number. Collective."""
         rows = []
         for plan in (plans["one"], replace(plans["groups"], synchronize_every=1)):
             side = self.side(plan)

@@ -167,7 +167,8 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
     """Entries of an earlier record by case name, without failed and skipped cases.
 
-    An entry from another machine or other versions gets these as ``machine`` and ``versions``.
+    If the record was made on another machine or with other versions of the software, its entries
+    get the keys ``machine`` and ``versions`` with those of the record.
 
     Args:
         path: file of the earlier record; ``""`` = no record, which gives no entries. A missing file

@@ -91,7 +91,8 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        may: by way of holding rows, bool [T, C]: whether owners of a class may hold the table so.
+        may: for each of `KINDS`, bool [T, C]: whether ranks of a class may own rows of the table
+            that are held in this way, see `may_hold`.
         sizes: int64 [C], number of ranks in each class.
     """
 

@@ -287,8 +287,9 @@ class CandidatePool:
 
 
 def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
-    """Candidates that mix the given ones, each in the share `weight` (float64 [N]) of the rows in
-    which they differ."""
+    """Return up to four mixtures of N candidates of one table: rows that the candidates place
+    differently are divided among them in the shares `weight`, float64 [N]. The mixtures differ in
+    which candidate gets the hotter of these rows, see `at_share`."""
     rest, mixed = float(weight[0]), [candidates[0]]
     for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
         rest += more

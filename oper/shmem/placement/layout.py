@@ -131,9 +131,11 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
     """Return the first arguments of the operators that create a kernel context, see
     csrc/bindings/lookup.cpp.
 
-    A map of P entries gives ``base[k] + n * step[k]`` for row n * P + k of a tier. In the home map
-    this is the row's home key (`oper.rows.directory`); in the read map the address from which
-    `rank` reads the row, or ``-1 - home key`` if `rank` cannot address it.
+    Rows of a tier repeat a pattern of P ranks (P: the sum of its stripe's weights), so a map stores
+    two numbers for each place k in the pattern: its value for row ``n * P + k`` of the tier is
+    ``base[k] + n * step[k]``. In the home map the value is the row's home key
+    (`oper.rows.directory`). In the read map it is the address from which `rank` reads the row, or
+    ``-1 - home key`` if `rank` cannot address it.
 
     Args:
         directories: one per column piece of each table.
