@@ -141,7 +141,7 @@ class MessageBits:
             of = self.of(name)
             require("invalid bits of messages", "choose 8, or another number of columns", (
                 f"message_bits[{name!r}]", of.to_json(), dim % 2 == 0 or 4 not in of.to_json(),
-                f"32, 16 or 8 for a table with an odd number of columns ({dim})"))
+                f"32, 16 or 8 for a table with {dim} columns (odd)"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""

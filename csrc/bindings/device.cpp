@@ -266,7 +266,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   const Tensor out = torch::stable::new_empty(*tables.like, {output_rows(call, x), columns},
                                               ScalarType::Float);
   const Output output{static_cast<float*>(out.data_ptr()), columns};
-  // Staging needs the batch's plan; else it is made at times, to measure how often rows repeat.
+  // The batch's plan is needed for staging, and in every kMeasuredEvery-th step for measuring how
+  // often rows repeat.
   if (prepared->by_pair || tables.counts ||
       (call.context.view.world_size > 1 && tables.num_forward % kMeasuredEvery == 0))
     plan(call);
@@ -343,7 +344,8 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   }
 }
 
-// The id-only work for a backward pass: made ahead, in the forward pass, or now.
+// Returns what a backward pass needs and only the ids determine, from `lookup_resolve`, from the
+// forward pass, or prepared now.
 std::shared_ptr<Prepared> known_or_new(Tables& tables, const Lookup& x, const Tensor& offsets,
                                        const std::optional<Tensor>& addresses,
                                        cudaStream_t stream) {
@@ -428,7 +430,7 @@ void exchange_gradients(Call& call, float scale) {
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
-  // Kept again only when the step is complete: a step that fails leaves chains in it.
+  // Reused by later steps only if this one succeeds: a failed step leaves chains in this memory.
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);

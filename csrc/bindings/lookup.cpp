@@ -59,7 +59,7 @@ const int64_t* ascending(int64_t count) {
   return blocks->back()->data();
 }
 
-// What identifies a batch of lookups in the operators below.
+// The batch of a lookup, as the operators below get it.
 struct Lookup {
   Tensor ids, offsets, key_of;  // offsets int64 [num_keys * batch_size + 1], key_of int64 [F]
   std::optional<Tensor> weights;
@@ -231,7 +231,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       are_in_order &= kind.are_in_order;
     }
   }
-  // Only if nothing but pooling reads the bounds; it does not compute those of padding.
+  // Whether pooling computes the bounds of bags: only if nothing else reads them, since it omits
+  // those of padding.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&

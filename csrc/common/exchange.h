@@ -228,7 +228,7 @@ class Messages {
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
-  // Note the backward pass of the oldest forward pass without one. The same on all ranks.
+  // Records the backward pass of the oldest forward pass without one. All ranks call this alike.
   void pass_back() {
     for (uint32_t age = kKept; age-- > 0;) {
       bool& has = has_passed_back_[kept(kAsBefore - age)];

@@ -3,8 +3,8 @@
 //
 // A good layout of one table depends on the layouts of all others, and the moves of that search, which change
 // one table at a time, do not lead from one good combination to another. If pieces could be packed evenly, a
-// phase would last as long as the larger of the mean load of the ranks and the load of the largest piece. The
-// sum of these times over the phases is what annealing minimises here.
+// phase would last as long as the mean load of the ranks, or as a rank that reads rows and owns only the largest
+// piece, whichever is longer. Annealing minimises the sum of these times over the phases.
 #pragma once
 
 #include <algorithm>

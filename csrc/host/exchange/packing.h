@@ -23,16 +23,17 @@ struct WireArray {
   const Draws* draws = nullptr;  // null: rounds to nearest, as bfloat16 always does
 };
 
-// Packs entries `rows` of `from` (null: 0..n) contiguously.
+// Writes the entries `rows` of `from` (null: entries 0 to n - 1) one after the other.
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array);
 void unpack(char* to, const char* from, const WireArray& array);
 
-// Slots below 2^bits, uint32 [n], as `packed_bytes` has them; bits: 1 to 32.
+// Convert slots below 2^bits, uint32 [n], to `bits` (1 to 32) bits each, packed from the lowest bit
+// on, and back.
 void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
 void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
 
-// The bags of consecutive ids, uint32 [n], as one bit per id: set if another bag begins.
-// Unpacking numbers the bags 0, 1, ...
+// Convert the bags of consecutive ids, uint32 [n], to one bit per id, which is set if the id's bag
+// is not that of the id before; and back, to bags numbered 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);
 void unpack_runs(uint32_t* bags, const char* from, int64_t n);
 

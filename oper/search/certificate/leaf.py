@@ -80,8 +80,8 @@ class Checker:
                 "tq,cqpg->tcpg", self.per_byte, owned[:, :-1]), owned[:, -1])
 
     def _more(self, x: Loads) -> np.ndarray:
-        """Load of a piece on its owner; of own time, only the excess over the least loaded reader.
-        """
+        """Return loads of a piece on its owner; of the owner's own work, only the excess over that
+        of the least loaded reader."""
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
     def bound(self, leaf: Node, fixed_us: float) -> float:

@@ -69,8 +69,9 @@ class Asked:
     """Prices of the units of load that tables consume, for C classes of owners.
 
     Attributes:
-        cost: by way of holding rows, float64 [2, T, C, 4]: price of a unit of each feature in a
-            piece of all columns, and of the part that does not depend on the width.
+        cost: for each of `KINDS`, float64 [2, T, C, 4]: price of a unit of each feature in a piece
+            of all columns whose rows are held in this way, and the part of it that does not depend
+            on the number of columns.
         partial: float64 [T, C], price of a byte of partial sums.
         own: float64 [C], price of an id that a rank pushes to itself.
         piece: price of one more piece of a table.
@@ -224,8 +225,8 @@ class TableCosts:
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The least cost of pieces that push nothing, float64 [N], and of each of their blocks,
-        float64 [N, B]; `cost` has arrays [N, B, C] by way of holding rows."""
+        """Return the least cost of pieces that push nothing, float64 [N], and of each of their
+        blocks, float64 [N, B]; `cost` has costs [N, B, C] for each of `KINDS` except push."""
         stay = np.full((self.of.size, self.blocks.shape[1]), np.inf)
         one = np.full(self.of.size, np.inf)
         for x in cost.values():
@@ -238,8 +239,9 @@ class TableCosts:
     # -- pushed pieces ----------------------------------------------------------------------------
 
     def _sums(self, of: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Lower bound of the bytes of partial sums, for all columns, that an owner of the share
-        `share` of the lookups of tables `of` (int64 [N]) sends; float64, shape of `share`."""
+        """Return a lower bound of the bytes of partial sums that one owner sends, for all columns,
+        if it owns the share `share` [N, ...] of the lookups of tables `of`, int64 [N]; float64,
+        shape of `share`."""
         of = of.reshape(-1, *(1,) * (share.ndim - 1))
         ratio = np.log(self.grid[1] / self.grid[0])
         at = np.log(np.maximum(share, _LEAST_SHARE) / _LEAST_SHARE) / ratio
@@ -250,8 +252,8 @@ class TableCosts:
         return np.asarray(inside * np.minimum(share / _LEAST_SHARE, 1.0))
 
     def _owners(self, of: np.ndarray, share: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Lower bound as by `_sums` if the share has several owners that hold at most `most` each.
-        """
+        """Return the bound of `_sums` for all owners of `share` together, each of which owns at
+        most the share `most`."""
         full = _full(share, most)
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
