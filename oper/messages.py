@@ -48,6 +48,11 @@ def number_bytes(bits: int, width: int) -> int:
     return width * bits // 8
 
 
+def bits_of(dim: int) -> tuple[int, ...]:
+    """Return the bits that messages of a table with `dim` columns may have."""
+    return BITS[:-1] if dim % 2 else BITS
+
+
 def slot_bits(num_rows: int) -> int:
     """Return the bits of a slot of a table of `num_rows` rows in a message (in memory: 32 bits)."""
     return min(max(1, (num_rows - 1).bit_length()), 32)
@@ -131,17 +136,18 @@ class MessageBits:
         return replace(self, tables=tuple(x for x in self.tables if x[0] in tables))
 
     def check_for(self, tables: Iterable[TableSpec]) -> None:
-        """Raise InvalidInputError if the bits name a table other than `tables`, or if a table with
-        4 bits has an odd number of columns."""
+        """Raise InvalidInputError if the bits name a table other than `tables`, or are not in
+        `bits_of` the number of a table's columns."""
         dims = {t.name: t.dim for t in tables}
         unknown = [name for name, *_ in self.tables if name not in dims]
         require("invalid bits of messages", "name tables of the model",
                 ("message_bits", unknown[:8], not unknown, f"some of {sorted(dims)[:8]}"))
         for name, dim in dims.items():
-            of = self.of(name)
-            require("invalid bits of messages", "choose 8, or another number of columns", (
-                f"message_bits[{name!r}]", of.to_json(), dim % 2 == 0 or 4 not in of.to_json(),
-                f"32, 16 or 8 for a table with {dim} columns (odd)"))
+            pair = self.of(name)
+            require("invalid bits of messages", "choose 8, or an even number of columns", (
+                f"message_bits[{name!r}]", [pair.answers, pair.gradients],
+                {pair.answers, pair.gradients} <= {*bits_of(dim)},
+                f"one of {bits_of(dim)} for a table with {dim} columns"))
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
         """Return the size in bytes of `width` columns of a row in an answer to a lookup."""

@@ -72,7 +72,7 @@ def features_in(batch: Any) -> list[KeyedJaggedTensor]:
 def _num_samples(value: Any) -> int:
     if isinstance(value, KeyedJaggedTensor):
         return value.stride()
-    if isinstance(value, KeyedTensor):  # keys side by side, or without rows of samples
+    if isinstance(value, KeyedTensor):  # keys in columns (key_dim 1), or in rows: no samples
         return len(value.values()) if value.key_dim() else 0
     return value.lengths().numel() if isinstance(value, JaggedTensor) else len(value)
 

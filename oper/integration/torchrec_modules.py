@@ -210,7 +210,7 @@ class _FusedOptimizer(FusedOptimizer):
         """Load a `state_dict` saved under any plan and world size. Collective. If a rank cannot
         load it, all ranks raise an error and none loads it."""
         self._tables.barrier()  # peers may still be reading
-        loading: dict[str, Entries] = {}  # keeps what the base class fills in until it is written
+        loading: dict[str, Entries] = {}  # keeps entries alive until they are written to the tables
         self._loading = loading
         failed: Exception | None = None
         try:
@@ -224,11 +224,12 @@ class _FusedOptimizer(FusedOptimizer):
             raise failed
         if errors:
             raise InvalidInputError("cannot load the state of the tables' optimizers", "errors",
-                                    errors[:8], "none on any rank", "correct the state_dict there")
+                                    errors[:8], "none on any rank",
+                                    "pass the state_dict of a model with these tables on all ranks")
         self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
-        if self._loading is not None:  # a call of the base class; other ranks may yet fail
+        if self._loading is not None:  # by the base class; loading may still fail on a rank
             return
         self._tables.barrier()  # peers may still be reading
         for table in self._weights:

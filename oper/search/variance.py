@@ -33,7 +33,7 @@ import highspy
 import numpy as np
 
 from oper.errors import OperError, require
-from oper.messages import BITS, EXACT, MessageBits, number_bytes
+from oper.messages import EXACT, MessageBits, bits_of, number_bytes
 from oper.plan import Plan
 from oper.search.certificate.carried import proof_of, with_bound
 from oper.search.cost.model import CostModel, evaluate, is_ordered
@@ -109,7 +109,7 @@ def fewest_bits(problem: Problem) -> MessageBits:
     """The bits with the shortest messages of uncut rows: 4 (8 for an odd number of columns), or 16
     for few columns."""
     def fewest(dim: int) -> int:
-        return min(BITS[:-1] if dim % 2 else BITS, key=lambda bits: number_bytes(bits, dim))
+        return min(bits_of(dim), key=lambda bits: number_bytes(bits, dim))
 
     return MessageBits.parse({t.spec.name: fewest(t.spec.dim) for t in problem.tables})
 
@@ -132,7 +132,7 @@ def choose_bits(plan: Plan, problem: Problem, budget: float) -> MessageBits:
     choices, loads, variances = [], [], []
     for t in problem.tables:
         for direction in range(1 + problem.training):  # answers, gradients
-            for fewer in BITS[1:-1] if t.spec.dim % 2 else BITS[1:]:
+            for fewer in bits_of(t.spec.dim)[1:]:
                 bits = MessageBits(32, fewer) if direction else MessageBits(fewer, 32)
                 saved = model.group_us(_saved(plan, model, t, bits))
                 if saved.min() < 0:

@@ -23,8 +23,8 @@ from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-# By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, kKeys, and
-# that of `Synchronizer`.
+# Names of phases, by number: CollectivePhase and kSharing of csrc/common/exchange.h, STATE_ACCESS,
+# MIGRATION, kKeys of the same file, and SYNCHRONIZATION.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys", "synchronization of replica groups")
 FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, SYNCHRONIZATION = (0, 1, 2), 3, 7, 8, 10
