@@ -228,7 +228,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
 // Lets owners pool the rows that they hold of each bag, and adds their sums to `out`.
 void forward_push(const Call& call, const Output& out) {
   Tables& tables = call.tables;
-  // Not the batch plan's memory, which may hold a batch that was resolved ahead.
+  // Memory of its own, since the batch plan's memory may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
   Workspace work = lay_out(call.context, call.batch, memory.data_ptr());
   PushPlan& push = work.push;

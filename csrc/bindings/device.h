@@ -101,7 +101,7 @@ struct Tables {
   bool all_row_wise_adagrad = false;  // whether all tables have this one
   std::optional<Tensor> inbox;      // its memory
   std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
-  // Of the step under way.
+  // State of the step under way.
   ReceivedRows received;
   const Call* current = nullptr;
 

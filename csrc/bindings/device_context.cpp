@@ -131,7 +131,7 @@ void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hoo
   tables->num_squares = num_squares;
 }
 
-// Sets the addresses of push mode's messages, int64 [W] each; within a step, for this step only.
+// Sets the addresses of push mode's messages, int64 [W] each; within a step, for that step only.
 void device_context_set_push(int64_t handle, Tensor requests, Tensor partials, int64_t bytes) {
   const auto tables = tables_of(handle);
   tables->requests = requests;

@@ -224,7 +224,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   return memory;
 }
 
-// As the operators of tables in host memory.
+// Same interface as the operator of tables in host memory.
 std::vector<int64_t> device_exchange_sent_bytes(int64_t handle, bool reset) {
   const auto tables = tables_of(handle);
   return reset ? messages_of(*tables).take_sent() : messages_of(*tables).sent_bytes;

@@ -1,4 +1,4 @@
-// What the operators of the host back end share.
+// Types and functions that several operators of the host back end use.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags
   return {out, own};
 }
 
-// Whether sample b has row b of every feature; rows int64 [F, B].
+// Whether every sample b has row b of each feature; `rows`: int64 [F, B].
 bool are_own_rows(Tensor rows) {
   const Samples samples{rows_of(rows, rows.size(0)), rows.size(0), rows.size(1)};
   for (int64_t f = 0; f < samples.num_features; ++f)

@@ -7,5 +7,5 @@
 #else
 #define OPER_CLONES
 #endif
-// For what such functions call: only inlined code is compiled for their vector width.
+// For functions that they call: only inlined code is compiled for the vector width of the caller.
 #define OPER_INLINE __attribute__((always_inline)) inline

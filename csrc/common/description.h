@@ -118,7 +118,7 @@ inline uint32_t settings_of(const double* rows, size_t num_rows) {
   uint64_t hash = 0;
   for (size_t t = 0; t < num_rows; ++t)
     for (int k = 0; k <= kMaxNorm; ++k) {
-      // As kernels use it; -0 becomes 0.
+      // float32, as kernels use the value; adding 0 turns -0 into 0.
       const float value = static_cast<float>(rows[t * kOptimizerWidth + k]) + 0.0f;
       hash = (hash ^ std::bit_cast<uint32_t>(value)) * 0x9E3779B97F4A7C15u;
       hash ^= hash >> 32;

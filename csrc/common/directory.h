@@ -56,7 +56,7 @@ OPER_HD int popcount32(uint32_t x) {
 #endif
 }
 
-// Without branches, because a branch predictor cannot learn which ids are hot.
+// Has no branches that depend on the id, because a predictor cannot learn which ids are hot.
 OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   if (head.words == nullptr) return id;
   const uint64_t word = head.words[id >> 5];

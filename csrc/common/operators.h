@@ -16,7 +16,7 @@ inline torch::stable::detail::StableLibrary& kernels_for_all_devices() {
 
 }  // namespace oper
 
-// In a block of STABLE_TORCH_LIBRARY with library `m`: registers a function under its own name.
+// Registers a function under its own name, in a block of STABLE_TORCH_LIBRARY with library `m`.
 #define OPER_OPERATOR(function, signature) \
   m.def(#function signature);              \
   oper::kernels_for_all_devices().impl(#function, TORCH_BOX(&function))

@@ -46,7 +46,7 @@ OPER_HD bool is_row_wise(Optimizer kind) {
          kind == Optimizer::kLarsSgd || kind == Optimizer::kPartialRowWiseLamb;
 }
 
-// Whether it is momentum SGD, LARS-SGD or a LAMB. Kernels handle these in separate loops, so that
+// Whether `kind` is momentum SGD, LARS-SGD or a LAMB. Kernels handle these in separate loops, so that
 // the loops of the remaining optimizers stay short.
 OPER_HD bool has_velocity_or_trust(Optimizer kind) { return kind >= Optimizer::kMomentumSgd; }
 

@@ -23,7 +23,7 @@ int64_t now_ms() { return PhaseTimes::now_ns() / 1000000; }
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t ms) {
   const timespec timeout{ms / 1000, (ms % 1000) * 1000000};
-  // Not the private form: the word is shared between processes.
+  // FUTEX_WAIT, not FUTEX_WAIT_PRIVATE: the word is shared between processes.
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
 
@@ -118,7 +118,7 @@ Status Barrier::wait() {
     if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
     failed_ = {kPeerGaveUp, r};
   }
-  // Only when all are there do all of them see the same words.
+  // Checked after the wait: all ranks see the same words only when all have arrived.
   if (failed_.code == kOk && refused >= 0) return {kRefused, refused};
   if (failed_.code == kOk && other >= 0) failed_ = {kOtherPhase, other};
   for (int32_t r = 1; r < world_size_ && failed_.code == kOk; ++r) {
@@ -147,7 +147,7 @@ std::vector<int64_t> Barrier::positions() const {
   for (int32_t r = 0; r < world_size_; ++r) {
     const BarrierLine& line = lines_[r];
     const uint32_t epoch = line.epoch.load(std::memory_order_seq_cst);
-    // In this order: an update that has ended had begun.
+    // Read in this order, so that an update that ends meanwhile counts as ended.
     const int64_t begun = line.begun.load(), ended = line.ended.load();
     const uint32_t word = line.phase[epoch & 1].load();
     found.insert(found.end(),

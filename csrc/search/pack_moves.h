@@ -380,7 +380,8 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Not if ranks share links: then a rank's pulled rows also load its mates, so they stay even.
+  // Does nothing if ranks share links: a rank's pulled rows then also load its mates, so all ranks of a
+  // class keep equally many.
   bool refill() {
     if (p_.mate_first[W] > 0) return false;
     const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);

@@ -95,7 +95,7 @@ class Pricing {
     kinds_.assign(2 * num_types, Kind{});
     gain_.resize(n_), order_.resize(n_), slope_.resize(n_);
     const double still = p_.pushes[k] > kStill ? kInfinity : still_cost(1.0);
-    // Only configurations cheaper than the known one are searched for; at most prices there is none.
+    // Only configurations cheaper than the known one are searched for; for most prices there is none.
     const double known = p_.known[k];
     best_ = std::min(known, still), best_kind_ = -1, least_ = kInfinity;
     for (const Mode mode : {kAllPushed, kTiersPushed})

@@ -247,7 +247,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
-    """The plan and the problem given by the arguments of ``oper explain``, with a valid bound."""
+    """Return the plan and the problem that the arguments of ``oper explain`` state. The plan has a
+    bound for this problem: its own or, if that is for another problem, a new one."""
     from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound

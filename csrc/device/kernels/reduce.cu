@@ -441,7 +441,8 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-// At most one per lane, and few enough that all warps have work for some turns.
+// Number of runs that a warp takes at once: at most one per lane, and so few that each warp takes
+// runs several times.
 int32_t runs_per_warp(const Batch& batch) {
   const int64_t warps = std::max<int64_t>(1, 6 * resident_threads() / 32);
   return static_cast<int32_t>(std::clamp<int64_t>(batch.max_pairs / warps, 1, 32));

@@ -18,7 +18,7 @@ enum Phase {
   kWaitForUpdates,
   kRefresh,
   kNumPhases,
-  // In traces only: ids that are resolved ahead, possibly on another thread; and, within phases, waits
+  // Recorded in traces only: resolving ids ahead, possibly on another thread; and, within phases, waits
   // at the barrier of a memory domain and exchanges of bytes between domains.
   kResolve = kNumPhases,
   kBarrier,

@@ -1,4 +1,4 @@
-// What a rank reads and from whose arena: counters that run with every batch.
+// Counters of what a rank reads in every batch, by the rank whose arena it reads.
 //
 // Ranks exchange by reading, so that a transfer is counted once, by its reader. Counts are units
 // (rows, ids, numbers); oper/rows/traffic.py says what a unit is and how many bytes it has.

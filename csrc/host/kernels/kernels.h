@@ -3,8 +3,8 @@
 // the register width, no contraction of multiply and add, fixed reduction trees.
 #pragma once
 
-// What kernels.inl needs, in front of the target pragmas: inline functions must stay callable on any
-// processor.
+// Headers that kernels.inl needs. They precede the target pragmas, because inline functions must stay
+// callable on any processor.
 #include <algorithm>
 #include <bit>
 #include <cmath>

@@ -50,7 +50,8 @@ class Outbox {
     slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_++) * dim_;
   }
-  // The same for the next key or, if not `is_next`, the last one again, without a branch on it.
+  // Returns the same for `key` if `is_next`, otherwise the place of the last key again; does not
+  // branch on `is_next`.
   OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     count_ += is_next;

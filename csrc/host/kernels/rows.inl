@@ -4,9 +4,9 @@
 
 #if defined(OPER_KERNELS_AVX512)
 
-// Loads by mask: copying a part into whole lanes would read it back before it has left the store
-// buffer. Four and eight columns are moved by their size: a masked move of a whole register reaches
-// into the next cache line, which has not been fetched.
+// Loads `count` columns, with a mask: if they were copied to an array of whole lanes first, loading
+// it would wait for the store buffer. Four and eight columns have loads of that size, because a
+// masked load of a whole register touches the next cache line, which has not been fetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));
@@ -254,7 +254,7 @@ OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 2);
 }
 
-// As `prefetch_row`, for rows that may begin within a line and so touch one line more.
+// Does the same as `prefetch_row` for rows that may begin within a line and so touch one line more.
 OPER_INLINE void prefetch_codes(const void* p, int64_t bytes) {
   prefetch_row(p, bytes);
   __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 0, 2);

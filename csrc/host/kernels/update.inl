@@ -227,8 +227,8 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
   }
 }
 
-// What all ranks have just left for this rank's rows, in rank order: reduced rows or, if `pushed`,
-// the rows of pushed tiers.
+// Returns what each rank's reduction has written for this rank's rows, in rank order: gradients of
+// reduced rows or, if `pushed`, of the rows of pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
   // If this rank owns all rows of a pushed table, its own rows are among the reduced ones.
@@ -250,8 +250,8 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
   return in;
 }
 
-// As merge_rows, first over reduced rows, then over pushed rows, which are in other tiers; what was
-// kept precedes what has just been left.
+// Calls merge_rows first for reduced rows, then for pushed rows, which are in other tiers. Gradients
+// kept from earlier micro-batches precede those of this one.
 template <int N, class Body>
 void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
