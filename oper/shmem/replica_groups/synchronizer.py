@@ -324,8 +324,8 @@ class Synchronizer:
         if purpose in (_GRADIENTS, _ROWS):
             require("cannot synchronize replica groups",
                     "set lr and requires_grad by the same rule on every rank", *(
-                        (f"learning rates and frozen tables of rank {self._rank(g)}", "others",
-                         theirs[3] == head[3], "the same on all ranks")
+                        (f"learning rates and frozen tables of rank {self._rank(g)}", "different",
+                         theirs[3] == head[3], "equal to those of this rank")
                         for g, theirs in enumerate(found)))
         return [theirs[4:] for theirs in found]
 
