@@ -315,11 +315,7 @@ class _Runner(Run):
 
     def close(self, name: str) -> None:
         """Close a side and free its memory. Collective."""
-        side = self.sides.pop(name)
-        if side.tables is not None:
-            dist.barrier()
-            side.tables.close()
-        del side
+        self.sides.pop(name).close()
         gc.collect()
 
 

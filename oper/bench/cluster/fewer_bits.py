@@ -77,8 +77,7 @@ class FewerBits(WithWorkload):
         times = run.time(steps, dist.barrier, rounds=_ROUNDS)
         sent = {n: wire(run, self.links, steps[n], plan, True) for n, plan in plans.items()}
         for side in sides.values():
-            dist.barrier()
-            side.tables.close()  # type: ignore[union-attr]
+            side.close()
         if run.rank:
             return {}
         found = {name: {

@@ -70,8 +70,7 @@ class LinkChange(WithWorkload):
         after = {n: float(np.median(t)) * 1e3 for n, t in times.items()}
         steps = slowest(begun.step_ms)
         for x in both.values():
-            dist.barrier()
-            x.tables.close()  # type: ignore[union-attr]
+            x.close()
         if begun.rank:
             return {}
         before_ms = statistics.median(steps[changed_at - 2 * _WINDOW:changed_at])
@@ -150,6 +149,5 @@ class _Run(Run):
             moved, stayed = side.tables.read(table), other.tables.read(table)
             found = float((moved - stayed).abs().max() / stayed.abs().max())
             worst = max(worst, found if math.isfinite(found) else math.inf)
-        dist.barrier()
-        other.tables.close()
+        other.close()
         return max(gather(worst))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -58,7 +57,7 @@ class ReplicaGroupsCase(WithWorkload):
         # A round has one synchronization.
         rounds = {n: t.reshape(_ROUNDS, self.every).mean(axis=1) * 1e3 for n, t in times.items()}
         for side in sides.values():
-            run.close(side)
+            side.close()
         if run.rank:
             return {}
         ratio = difference(np.log(rounds["one"]), np.log(rounds["groups"]))
@@ -94,13 +93,6 @@ class _Run(Run):
         """Run step `k` (batch `k` modulo the number of batches)."""
         side.step(self.given[k % len(self.given)])
 
-    def close(self, side: Side) -> None:
-        """Close a side and free its memory. Collective."""
-        dist.barrier()
-        assert side.tables is not None
-        side.tables.close()
-        gc.collect()
-
     def difference(self, plans: dict[str, Plan]) -> float:
         """Return the largest difference between rows trained in one group and in replica groups
         synchronized in every step, relative to the table's largest number. Collective."""
@@ -111,6 +103,6 @@ class _Run(Run):
                 self.step(side, k)
             assert side.tables is not None
             rows.append({t: side.tables.read(t) for t in side.tables.specs})
-            self.close(side)
+            side.close()
         return max(gather(max(float((rows[1][t] - x).abs().max() / x.abs().max())
                               for t, x in rows[0].items())))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from oper.bench.core.planning import rows_by_placement
@@ -102,6 +103,12 @@ class Side:
             if self.gradient is not None:
                 return self.model(batch.sparse_features).values()
             return self.model(batch)[1][1]
+
+    def close(self) -> None:
+        """Close OPER's tables, if this is OPER's contender. Collective."""
+        if self.tables is not None:
+            dist.barrier()
+            self.tables.close()
 
     def traced_step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """A step that also returns the collection's output and its gradient.
