@@ -137,7 +137,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
         self._leaves_rows = trains or (self._pools_far and self.has_push)
         bits = [plan.message_bits.of(t.name) for t in tables]
-        rounds = num_domains > 1 and any(x.gradients == 8 for x in bits)
+        rounds = num_domains > 1 and any(x.gradients <= 8 for x in bits)
         rounds |= any(t.dtype != "float32" for t in tables)
         if rounds:
             seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
