@@ -325,6 +325,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if collective:
                 self._skip_in_family()
             self._tell_refused(collective or self._pools_far)
+            if collective and self.replicas is not None:
+                self.replicas.refuse_update()
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

@@ -193,9 +193,9 @@ def test_three_groups_of_one_rank() -> None:
     assert_exact(case, trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 1, count=3), fp32, fp64)
 
 
-@pytest.mark.parametrize("at_lookup", [True, False], ids=["bad id", "refused gradient"])
+@pytest.mark.parametrize("refused", ["no lookup", "id", "gradient"])
 @pytest.mark.parametrize("plan", ["striped", "rich"])
-def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
+def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
     case = dlrm_case()
     steps, fp32, fp64 = references(case, 4, "rowwise_adagrad", 4)
 
@@ -206,10 +206,14 @@ def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
             if k == 2:
                 batch = steps[0][rank]
                 looked_up = batch.lookup(case)
-                if rank == 3 and at_lookup:
+                if rank == 3 and refused == "id":
                     looked_up = Lookup(looked_up.ids + 10**6, looked_up.lengths, case.key_of,
                                        batch.size)
                 with pytest.raises(InvalidInputError if rank == 3 else PeerLostError):
+                    if rank == 3 and refused == "no lookup":
+                        error = InvalidInputError("a batch of another type")
+                        tables.refuse_lookup(error)
+                        raise error
                     out = tables.lookup(looked_up)
                     out.backward(torch.full_like(out, torch.inf if rank == 3 else 1.0))
             outputs.append([train(tables, case, batches[rank])])
