@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from oper.tracing import trace
 from tests.optimizer_formulas import first_states
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
@@ -321,5 +323,7 @@ def test_what_replica_groups_do_not_support() -> None:
             pass
         with pytest.raises(InvalidInputError, match="replica groups=2"):
             tables.__deepcopy__({})
+        with pytest.raises(InvalidInputError, match="replica groups=2"):
+            trace(SimpleNamespace(modules=lambda: [SimpleNamespace(tables=tables)]), "t.json")
 
     run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 2, body)
