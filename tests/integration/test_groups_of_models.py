@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import oper
@@ -104,6 +105,21 @@ def train_once(rank: int, world_size: int) -> torch.Tensor:
 def test_two_groups_train_as_one_table() -> None:
     for rows in run_world(4, train_once, labels="aabb"):
         assert torch.allclose(rows, reference(3, 4), rtol=1e-5, atol=1e-6)
+
+
+def shard_often(rank: int, world_size: int) -> None:
+    held = []
+    for step in range(4):
+        model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
+        train(model, step, rank)
+        dist.barrier()
+        model.tables.close()
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert held[3] <= held[1]
+
+
+def test_process_groups_are_made_once() -> None:
+    run_world(4, shard_often)
 
 
 def refuse(rank: int, world_size: int) -> None:
