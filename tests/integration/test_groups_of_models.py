@@ -16,7 +16,9 @@ from torch import nn
 
 import oper
 from oper.plan import Plan, uniform_plan
+from oper.stats import AccessStats
 from oper.tables import TableSpec
+from oper.topology import Topology
 from tests.runtime_support import whole
 from tests.world_support import report, run_world, told, world
 
@@ -144,6 +146,8 @@ def refuse(rank: int, world_size: int) -> None:
     model = oper.shard(table(), optimizer=oper.SGD(), plan=replace(plan, synchronize_every=3))
     with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
         oper.migrate(model, plan)
+    with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
+        oper.Replanner(model, AccessStats(1, {}, "none"), Topology.this_host(4))
 
 
 def test_groups_that_cannot_be_formed() -> None:
