@@ -48,8 +48,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
         done: number of the last step before the block, so that the block's first is `done` + 1.
 
     Raises:
-        InvalidInputError: the model has no sharded tables, is not trained, or is being traced;
-            `path` is a folder; or `steps` is not a range after `done`.
+        InvalidInputError: the model has no sharded tables, is not trained, is in replica groups,
+            or is being traced; `path` is a folder; or `steps` is not a range after `done`.
         OperError: the tables are in device memory.
         OSError: the file cannot be written; raised on all ranks.
 
@@ -75,6 +75,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
         if t.optimizers is None:
             raise InvalidInputError(what, "objective", "inference", "training",
                                     "trace a model that is trained")
+        if t.replicas is not None:  # each group would write the file
+            t.replicas.refuse(what, "trace a model without replica groups")
     if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
         raise InvalidInputError(what, "ranks", [t.group.world_size for t in tables],
                                 "one process group for all tables",

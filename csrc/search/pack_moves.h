@@ -195,7 +195,8 @@ class PackMoves : protected PackState {
   }
 
   int max_owners(int64_t k) const {
-    return p_.may_stripe[k] ? int(std::min<int64_t>(kMaxOwners, p_.num_may[k])) : 1;
+    // A table that may not be pushed has no rank that may own pieces, and is not pushed.
+    return p_.may_stripe[k] ? int(std::clamp<int64_t>(p_.num_may[k], 1, kMaxOwners)) : 1;
   }
 
   // -- moves --------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ class Replanner:
 
     Raises:
         InvalidInputError: there is only one host, the topology has another number of ranks, the
-            tables use several process groups, or the plan does not state its batch size.
+            tables use several process groups or are in replica groups, or the plan does not state
+            its batch size.
 
     Example::
 
@@ -123,6 +124,9 @@ class Replanner:
         from oper.shmem.group.desync import register_of
 
         self._tables = tables_of(model, "nothing to plan again")
+        for t in self._tables:
+            if t.replicas is not None:
+                t.replicas.refuse(_WHAT, "train with the plan as it is")
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size)
         require(_WHAT, "create a Replanner for each part of the model that uses one group", (

@@ -137,7 +137,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
         self._leaves_rows = trains or (self._pools_far and self.has_push)
         bits = [plan.message_bits.of(t.name) for t in tables]
-        rounds = num_domains > 1 and any(x.gradients == 8 for x in bits)
+        rounds = num_domains > 1 and any(x.gradients <= 8 for x in bits)
         rounds |= any(t.dtype != "float32" for t in tables)
         if rounds:
             seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
@@ -325,6 +325,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if collective:
                 self._skip_in_family()
             self._tell_refused(collective or self._pools_far)
+            if collective and self.replicas is not None:
+                self.replicas.refuse_update()
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

@@ -145,11 +145,17 @@ class TableUpdates:
         """
         if not self.meets_peers:
             return
+        self.drop_in_family()
         for tables in [t for t in self.family if t._heap is not None]:
-            if not tables.holds_gradients:
-                tables._held.drop()
             if tables is not self and (tables.has_push or not tables.holds_gradients):
                 torch.ops.oper.lookup_skip(tables.handle)
+
+    def drop_in_family(self) -> None:
+        """Drop the gradients held back in all tables of the model, for an update that is skipped.
+        """
+        for tables in [*self.family]:
+            if not tables.holds_gradients:
+                tables._held.drop()
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.

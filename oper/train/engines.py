@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.saving import tables_of
 from oper.shmem.optim import optimizers
 from oper.shmem.optim.optimizers import Optimizer
 from oper.stats import AccessStats
@@ -33,7 +34,7 @@ class Engine:
         bare: the same model for evaluation, without DistributedDataParallel.
         optimizers: optimizers whose ``step`` is called after the backward pass, which updates
             sharded tables itself.
-        collective: whether evaluation is collective.
+        collective: whether evaluation is collective: all ranks must evaluate as many batches.
         guard: `TrainConfig.guard`.
         num_steps: number of training steps so far.
     """
@@ -144,7 +145,9 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
         # The settings of TorchRec's wrapper, except that DLRMs have no buffers to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
         average_in_shared_memory(module)
-    return Engine(module, sharded, [dense_optimizer(o, sharded)], guard=config.guard)
+    # Between hosts, lookups are collective.
+    return Engine(module, sharded, [dense_optimizer(o, sharded)],
+                  any(not tables.is_one_domain for tables in tables_of(sharded)), config.guard)
 
 
 def table_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import oper
 from oper.plan import Plan, uniform_plan
+from oper.stats import AccessStats
 from oper.tables import TableSpec
+from oper.topology import Topology
 from tests.runtime_support import whole
 from tests.world_support import report, run_world, told, world
 
@@ -106,6 +109,21 @@ def test_two_groups_train_as_one_table() -> None:
         assert torch.allclose(rows, reference(3, 4), rtol=1e-5, atol=1e-6)
 
 
+def shard_often(rank: int, world_size: int) -> None:
+    held = []
+    for step in range(4):
+        model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
+        train(model, step, rank)
+        dist.barrier()
+        model.tables.close()
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert held[3] <= held[1]
+
+
+def test_process_groups_are_made_once() -> None:
+    run_world(4, shard_often)
+
+
 def refuse(rank: int, world_size: int) -> None:
     def shard(match: str, **options: Any) -> None:
         with pytest.raises(oper.OperError, match=match):
@@ -128,6 +146,8 @@ def refuse(rank: int, world_size: int) -> None:
     model = oper.shard(table(), optimizer=oper.SGD(), plan=replace(plan, synchronize_every=3))
     with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
         oper.migrate(model, plan)
+    with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
+        oper.Replanner(model, AccessStats(1, {}, "none"), Topology.this_host(4))
 
 
 def test_groups_that_cannot_be_formed() -> None:

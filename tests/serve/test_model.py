@@ -155,9 +155,9 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    ("{}", "train again"), ("rubbish", "config.*expected JSON"), ("[]", "train again"),
-    ('{"config": {"model": {}}, "model": {}}', "train again"),
-    ('{"config": {"model": []}, "model": {}}', "train again")])
+    ("{}", "trained with this release"), ("rubbish", "config.*expected JSON"), ("[]", "train again"),
+    ('{"config": {"model": {}}, "model": {}}', "trained with this release"),
+    ('{"config": {"model": []}, "model": {}}', "trained with this release")])
 def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(FileFormatError, match=words):

@@ -140,6 +140,25 @@ def test_tables_follow_the_group_to_which_they_are_moved() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("added", [
+    {"lr": 0.1}, {"lr": 0.1, "params": []}, {"lr": 0.1, "tables": None},
+    {"lr": 0.1, "tables": [1]}, {"lr": 0.1, "tables": ["first"]}], ids=str)
+def test_a_group_that_is_not_the_tables_own_is_an_error_on_all_ranks(added: Any) -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
+        before = _rows(tables)
+        if group.rank:
+            tables.param_groups.append(added)
+        with pytest.raises(InvalidInputError if group.rank else PeerLostError,
+                           match="each in one group" if group.rank else "peer"):
+            _train(tables)
+        assert torch.equal(_rows(tables), before)
+        del tables.param_groups[1:]
+        _train(tables)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("lr", [float("nan"), -0.1, float("inf"), None, torch.ones(2)])
 def test_an_invalid_learning_rate_is_an_error_on_all_ranks(lr: Any) -> None:
     def body(group: ThreadGroup) -> None:

@@ -329,14 +329,15 @@ def test_senders_do_not_share_their_draws() -> None:
 # ---- repeatable ----------------------------------------------------------------------------------
 
 
-def test_draws_depend_on_seed_and_step_alone() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_draws_depend_on_seed_and_step_alone(bits: int) -> None:
     gradient = rows_of(500, 24)
-    first, second = received(gradient, 8, steps=2)
-    again = received(gradient, 8, steps=2, num_threads=3)
+    first, second = received(gradient, bits, steps=2)
+    again = received(gradient, bits, steps=2, num_threads=3)
     assert_bitwise([first, second], again, "two runs, one and three threads")
-    assert not torch.equal(first, received(gradient, 8, seed=1)[0])
+    assert not torch.equal(first, received(gradient, bits, seed=1)[0])
     # The sum of two steps has been rounded to float32; most codes are others all the same.
-    step = step_of(gradient)
+    step = step_of(gradient, bits)
     assert ((first - second).abs() > 0.5 * step).float().mean() > 0.2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.micro_batches import MicroBatches
-from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Optimizer, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
 from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
+from oper.tracing import trace
 from tests.optimizer_formulas import first_states
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
@@ -193,9 +196,9 @@ def test_three_groups_of_one_rank() -> None:
     assert_exact(case, trained(case, plan, steps, ALL_OPTIMIZERS["sgd"], 1, count=3), fp32, fp64)
 
 
-@pytest.mark.parametrize("at_lookup", [True, False], ids=["bad id", "refused gradient"])
+@pytest.mark.parametrize("refused", ["no lookup", "id", "gradient"])
 @pytest.mark.parametrize("plan", ["striped", "rich"])
-def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
+def test_a_refused_batch_trains_no_group(plan: str, refused: str) -> None:
     case = dlrm_case()
     steps, fp32, fp64 = references(case, 4, "rowwise_adagrad", 4)
 
@@ -206,10 +209,14 @@ def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
             if k == 2:
                 batch = steps[0][rank]
                 looked_up = batch.lookup(case)
-                if rank == 3 and at_lookup:
+                if rank == 3 and refused == "id":
                     looked_up = Lookup(looked_up.ids + 10**6, looked_up.lengths, case.key_of,
                                        batch.size)
                 with pytest.raises(InvalidInputError if rank == 3 else PeerLostError):
+                    if rank == 3 and refused == "no lookup":
+                        error = InvalidInputError("a batch of another type")
+                        tables.refuse_lookup(error)
+                        raise error
                     out = tables.lookup(looked_up)
                     out.backward(torch.full_like(out, torch.inf if rank == 3 else 1.0))
             outputs.append([train(tables, case, batches[rank])])
@@ -224,6 +231,55 @@ def test_a_refused_batch_trains_no_group(plan: str, at_lookup: bool) -> None:
     got = Result([[r.outputs[s][0] for r in ranks] for s in range(4)], ranks[3].weights,
                  ranks[3].states)
     assert_exact(case, got, fp32, fp64)
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("num_tables", [(3, 1), (1, 40)])
+def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
+        num_tables: tuple[int, int], size: int, accumulates: bool) -> None:
+    """Groups may learn of it in another collection, which has another number of tables."""
+    mine = [ThreadGroup.create(size, 30.0) for _ in range(2)]
+    across = [ThreadGroup.create(2, 30.0) for _ in range(size)]
+    every = [[TableSpec(f"t{k}", 20, 4, (f"f{k}",), "sum", optimizer="sgd") for k in range(n)]
+             for n in num_tables]
+
+    def step(both: list[ShardedTables], bad: bool) -> None:
+        batches = [Lookup(torch.arange(n) % 20 + 20 * (bad and k == 1),
+                          torch.ones(n, dtype=torch.int64), torch.arange(n), 1)
+                   for k, n in enumerate(num_tables)]
+        torch.stack([t.lookup(x).sum() for t, x in zip(both, batches, strict=True)]
+                    ).sum().backward()
+
+    def on_rank(whole: ThreadGroup) -> None:
+        number, rank = divmod(whole.rank, size)
+        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], 1)
+        both = []
+        for specs in every:
+            tables = ShardedTables(uniform_plan(specs, size, "striped"),
+                                   [(t.features[0], t.name) for t in specs], groups.mine,
+                                   SGD(lr=1.0), groups.gradient_scale(1.0 / whole.world_size))
+            Synchronizer(tables, groups)
+            tables.publish()
+            both.append(tables)
+        both[0].family.update(both)
+        both[1].family = both[0].family
+        step(both, False)
+        if accumulates:
+            with both[0].no_sync(), both[1].no_sync():
+                step(both, False)
+        is_bad = whole.rank == whole.world_size - 1
+        with pytest.raises(InvalidInputError if is_bad else PeerLostError):
+            step(both, is_bad)
+        step(both, False)
+        for tables in both:
+            tables.barrier()
+            assert tables.num_steps == 2
+            assert tables.read("t0", 0, 2).tolist() == [[-2.0] * 4, [0.0] * 4]
+            tables.barrier()
+            tables.close()
+
+    run_ranks(2 * size, on_rank)
 
 
 def test_rows_are_written_only_after_a_synchronization() -> None:
@@ -267,5 +323,7 @@ def test_what_replica_groups_do_not_support() -> None:
             pass
         with pytest.raises(InvalidInputError, match="replica groups=2"):
             tables.__deepcopy__({})
+        with pytest.raises(InvalidInputError, match="replica groups=2"):
+            trace(SimpleNamespace(modules=lambda: [SimpleNamespace(tables=tables)]), "t.json")
 
     run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 2, body)

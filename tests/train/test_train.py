@@ -17,6 +17,7 @@ import torch
 
 from oper.data import Folder
 from oper.errors import FileFormatError, InvalidInputError
+from oper.plan import uniform_plan
 from oper.shmem.settings import deadline_s
 from oper.support.processes import free_port
 from oper.train.config import TrainConfig, load_config
@@ -43,13 +44,15 @@ def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:
     return ["train", *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
 
 
-def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[str]]:
-    """Start one process per rank, as torchrun would."""
+def start_ranks(arguments: list[str], world_size: int, labels: str = ""
+                ) -> list[subprocess.Popen[str]]:
+    """Start one process per rank, as torchrun would; `labels` as in `World`."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return [Forked(
         [sys.executable, "-m", "oper", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank)})
+        stderr=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank),
+                                     "OPER_DOMAIN": labels[rank:rank + 1]})
         for rank in range(world_size)]
 
 
@@ -61,9 +64,10 @@ def finish(ranks: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[t
             p.kill()
 
 
-def run_ranks(arguments: list[str], world_size: int = 2) -> list[tuple[str, str]]:
+def run_ranks(arguments: list[str], world_size: int = 2, labels: str = ""
+              ) -> list[tuple[str, str]]:
     """Run all ranks, which must succeed, and return their outputs."""
-    ranks = start_ranks(arguments, world_size)
+    ranks = start_ranks(arguments, world_size, labels)
     texts = finish(ranks)
     assert [p.returncode for p in ranks] == [0] * world_size, texts
     return texts
@@ -104,6 +108,20 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
     state = load_state(tmp_path / "oper" / "state.pt")
     for name, value in load_state(tmp_path / "none" / "state.pt").items():
         assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
+
+
+def test_validation_between_hosts_with_a_rank_without_samples(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    split = Folder.open(prepared.folder).rows["valid"]
+    size, left = divmod(split, 3)
+    assert left > 0  # a second global batch with fewer samples than ranks
+    plan = uniform_plan(Folder.open(prepared.folder).tables(8, optimizer="rowwise_adagrad"), 3,
+                        "striped")
+    plan.save(tmp_path / "plan.json")
+    flags = {"batch_size": size, "max_steps": 2, "plan": tmp_path / "plan.json"}
+    run_ranks(words(prepared, tmp_path / "run", **flags), 3, "abc")
+    assert lines(tmp_path / "run")[-1]["samples"] == split
 
 
 def test_metrics_lines_cover_all_steps_and_no_other_work(

@@ -68,12 +68,18 @@ def _rate(group: Mapping[str, Any]) -> float:
         return math.nan
 
 
+def _names(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the names of a group's tables, or another value in their place."""
+    names = group.get("tables")
+    return tuple(names) if isinstance(names, list | tuple) else (names,)
+
+
 def _check_rates(rates: Sequence[float], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise InvalidInputError for the first learning rate that optimizers do not accept."""
     for rate, group in zip(rates, groups, strict=True):
         if not (is_fp32(rate) and rate >= 0):
             raise InvalidInputError("no rank updates the tables", f"lr of tables "
-                                    f"{list(group['tables'][:8])}", group.get("lr"),
+                                    f"{list(_names(group)[:8])}", group.get("lr"),
                                     "a number >= 0 that fp32 holds",
                                     "correct param_groups or the schedule that sets them")
 
@@ -122,11 +128,14 @@ class KernelArguments:
             rates = [*map(float, map(_RATE, groups))]
         except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError):
             rates = [*map(_rate, groups)]
-        named = [*map(tuple, map(_TABLES, groups))]
+        try:
+            named = [*map(tuple, map(_TABLES, groups))]
+        except (TypeError, LookupError):
+            named = [*map(_names, groups)]
         key = (rates, named, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             _check_rates(rates, groups)
-            if sorted(chain(*named)) != sorted(self._optimizers):
+            if sorted(chain(*named), key=str) != sorted(self._optimizers):
                 raise InvalidInputError("no rank updates the tables", "tables of param_groups",
                                         named, f"{sorted(self._optimizers)[:8]}, each in one group",
                                         "move tables between groups, but leave none out")

@@ -7,11 +7,17 @@ gradients and rows with its counterparts only.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from oper.errors import require
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import Group, ProcessGroup
+
+# By process group of all ranks, and number of groups: a rank's group and counterparts. Process
+# groups hold sockets and threads, so that new ones for every sharded model would add up.
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +80,15 @@ def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
     import torch.distributed as dist
 
     assert isinstance(whole, ProcessGroup)
-    ranks = dist.get_process_group_ranks(whole.process_group or dist.group.WORLD)
+    key = whole.process_group or dist.group.WORLD
+    ranks, known = dist.get_process_group_ranks(key), _KNOWN.setdefault(key, {})
     each = size // count
     number, place = divmod(whole.rank, each)
-    mine, counterparts = (
-        ProcessGroup(dist.new_group(some, use_local_synchronization=True))
-        for some in (ranks[number * each:(number + 1) * each], ranks[place::each]))
+    if count not in known:
+        mine, others = (dist.new_group(some, use_local_synchronization=True)
+                        for some in (ranks[number * each:(number + 1) * each], ranks[place::each]))
+        known[count] = mine, others
+    mine, counterparts = map(ProcessGroup, known[count])
     domains = whole.all_gather(find_domains(mine))[::each]
     require(what, "give every group the same number of hosts, and every host the same number of "
             "ranks", ("memory domains of the ranks, by group", domains,

@@ -38,6 +38,9 @@ from oper.tables import OPTIMIZERS
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
 # Purposes of `_exchange_numbers`; _REFUSED: this rank's group skips the update.
 _GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)
+# Numbers of the first message. It has this size for all collections, since a group may refuse its
+# batch in another collection than the one whose update its counterparts make.
+_FIRST = 60
 
 
 class Synchronizer:
@@ -79,7 +82,7 @@ class Synchronizer:
         self._is_inside = self._has_refused = False
         if groups.every > 1:
             tables.on_update.append(self._count)
-        tables.turns.is_alone = False  # also for groups of one rank
+        tables.turns.is_alone, tables.meets_peers = False, True  # also for groups of one rank
         tables.replicas = self
 
     def close(self) -> None:
@@ -127,6 +130,7 @@ class Synchronizer:
                 self._add_up()
             except BaseException:
                 torch.ops.oper.lookup_forget(tables.handle)
+                tables.drop_in_family()
                 raise
             tables.step(passed.without_samples())
         finally:
@@ -140,7 +144,7 @@ class Synchronizer:
             self._has_refused = True
             # The caller raises the error for which the batch was refused.
             with contextlib.suppress(OperError):
-                self._exchange_numbers(_REFUSED, [0] * (2 * len(self._tables.directories)))
+                self._exchange_numbers(_REFUSED, [])
 
     def _add_up(self) -> None:
         """Replace this rank's sums of gradients, which `step` has kept for the update, by the sums
@@ -305,9 +309,7 @@ class Synchronizer:
         settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()),
                          [float(group["lr"]) for group in tables.param_groups]))
         head = [purpose, self._number, tables.num_steps, zlib.crc32(settings.encode())]
-        mine = torch.tensor(head + numbers, dtype=torch.int64).view(torch.uint8)
-        found = [x.view(torch.int64).tolist()
-                 for x in self._exchange([mine], [mine.numel()] * self._groups.count)]
+        found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
             refused = purpose == _GRADIENTS and theirs[0] == _REFUSED
             if refused or (theirs[:3] != head[:3] and purpose != _REFUSED):
@@ -327,7 +329,15 @@ class Synchronizer:
                         (f"learning rates and frozen tables of rank {self._rank(g)}", "different",
                          theirs[3] == head[3], "equal to those of this rank")
                         for g, theirs in enumerate(found)))
-        return [theirs[4:] for theirs in found]
+        rest = self._all_numbers(numbers[_FIRST:]) if len(numbers) > _FIRST else [[]] * len(found)
+        return [[*theirs[4:], *more][:len(numbers)]
+                for theirs, more in zip(found, rest, strict=True)]
+
+    def _all_numbers(self, mine: list[int]) -> list[list[int]]:
+        """Return the numbers, as many as `mine`, that every group has sent."""
+        data = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
+        return [x.view(torch.int64).tolist()
+                for x in self._exchange([data], [data.numel()] * self._groups.count)]
 
     def _rank(self, group: int) -> int:
         """Return the number, among all ranks, of this rank's counterpart in a group."""
