@@ -39,6 +39,10 @@ from tests.runtime_support import (
     train_virtual,
 )
 
+without_gpu = pytest.mark.skipif(has_gpu(), reason=(
+    "kernels of one process that wait for each other could block each other on a GPU; "
+    "test_on_gpu.py has processes"))
+
 
 def assert_same(host: Result, device: Result) -> None:
     assert_bitwise(vars(host), vars(device), "result")
@@ -340,8 +344,7 @@ def test_an_outbox_that_is_too_small_is_an_error(emulation: pytest.MonkeyPatch) 
         train_virtual(case, plans_for(case.tables, 2)["striped"], make_steps(case, 2, 2), SGD(lr=1))
 
 
-@pytest.mark.skipif(has_gpu(), reason="kernels of one process that wait for each other could "
-                    "block each other on a GPU; test_on_gpu.py has processes")
+@without_gpu
 def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.MonkeyPatch) -> None:
     emulation.setenv("OPER_DEADLINE_S", "1")
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
@@ -374,7 +377,7 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
         t.close()
 
 
-@pytest.mark.skipif(has_gpu(), reason="as the test before")
+@without_gpu
 def test_a_barrier_finds_ranks_with_other_learning_rates(emulation: pytest.MonkeyPatch) -> None:
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
     case = small_case("sgd")

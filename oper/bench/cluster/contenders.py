@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 
-from oper.bench.cluster.network import Links
+from oper.bench.cluster.network import Links, WithWorkload
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Run
 from oper.bench.core.planning import gather
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
@@ -175,6 +178,44 @@ def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: D
                ) -> Side:
     """OPER's side of a workload under a plan, with the dense part `dense` if any. Collective."""
     return build_oper(work, dense, plan, False, objective, _collection(work))[0]
+
+
+class PlannedRun(Run):
+    """A `Run` that trains sides under several plans on the case's batches."""
+
+    def __init__(self, case: WithWorkload, progress: Progress) -> None:
+        super().__init__(case, progress)
+        self.given = self.batches()
+
+    def side(self, plan: Plan) -> Side:
+        """Build the tables under a plan. Collective."""
+        side = build_plan(self.work, plan)
+        self.set_gradient([side], self.given[0])
+        return side
+
+    def step(self, side: Side, k: int) -> None:
+        """Run step `k` (batch `k` modulo the number of batches)."""
+        side.step(self.given[k % len(self.given)])
+
+    def trained(self, plan: Plan, num_steps: int) -> Side:
+        """Build the tables under a plan and train the first steps. Collective."""
+        side = self.side(plan)
+        for k in range(num_steps):
+            self.step(side, k)
+        return side
+
+
+def largest_difference(side: Side, expected: Side) -> float:
+    """Return the maximum over tables of max|a - b| / max|b|, where b are the rows of `expected`;
+    infinite if it is not a number. Closes `expected`. Collective."""
+    worst = 0.0
+    assert side.tables is not None and expected.tables is not None
+    for table in side.tables.specs:
+        rows, others = side.tables.read(table), expected.tables.read(table)
+        found = float((rows - others).abs().max() / others.abs().max())
+        worst = max(worst, found if math.isfinite(found) else math.inf)
+    expected.close()
+    return max(gather(worst))
 
 
 @functools.lru_cache(maxsize=1)

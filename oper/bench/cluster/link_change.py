@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,12 +12,11 @@ import numpy as np
 import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import build_plan
+from oper.bench.cluster.contenders import PlannedRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run
-from oper.bench.core.planning import gather, joint_stats, planned, slowest
+from oper.bench.core.planning import joint_stats, planned, slowest
 from oper.bench.tables.sides import Side
 from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
@@ -59,7 +57,7 @@ class LinkChange(WithWorkload):
         moved_at = len(begun.step_ms)
         limit(slower, False)
         progress("comparing rows with a run that never moved")
-        error = begun.difference(side, first)
+        error = largest_difference(side, begun.trained(first, len(begun.step_ms)))
         limit(slower)
         progress("comparing step times with those of a plan made for these links")
         now, _ = measured_topology(slower, self.constants)
@@ -100,26 +98,15 @@ class LinkChange(WithWorkload):
         return entry
 
 
-class _Run(Run):
+class _Run(PlannedRun):
     def __init__(self, case: LinkChange, progress: Progress) -> None:
         super().__init__(case, progress)
-        self.given = self.batches()
         self.stats = joint_stats(self.work, case.num_stats_batches)
         self.step_ms: list[float] = []
 
     def plan(self, topology: Topology) -> Plan:
         """OPER's plan for a topology. Collective."""
         return planned(self.work, self.stats, "training", topology)[0]
-
-    def side(self, plan: Plan) -> Side:
-        """Build the tables under a plan. Collective."""
-        side = build_plan(self.work, plan)
-        self.set_gradient([side], self.given[0])
-        return side
-
-    def step(self, side: Side, k: int) -> None:
-        """Run step `k` (batch `k` modulo the number of batches)."""
-        side.step(self.given[k % len(self.given)])
 
     def train(self, side: Side, watch: Replanner, num_steps: int,
               until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
@@ -136,18 +123,3 @@ class _Run(Run):
                 if until(event):
                     break
         return events
-
-    def difference(self, side: Side, first: Plan) -> float:
-        """Repeat all steps under the plan `first` and compare the tables. Collective. Returns the
-        maximum over tables of max|a - b| / max|b|, where b is the repeated run's."""
-        other = self.side(first)
-        for k in range(len(self.step_ms)):
-            self.step(other, k)
-        worst = 0.0
-        assert side.tables is not None and other.tables is not None
-        for table in side.tables.specs:
-            moved, stayed = side.tables.read(table), other.tables.read(table)
-            found = float((moved - stayed).abs().max() / stayed.abs().max())
-            worst = max(worst, found if math.isfinite(found) else math.inf)
-        other.close()
-        return max(gather(worst))

@@ -6,18 +6,14 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
+from oper.bench.cluster.case import paired
 from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import build_plan
+from oper.bench.cluster.contenders import PlannedRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Run
-from oper.bench.core.planning import gather, joint_stats, planned
-from oper.bench.tables.sides import Side
-from oper.plan import Plan
-from oper.rl_rec.intervals import difference
+from oper.bench.core.planning import joint_stats, planned
 
 _ROUNDS = 8
 _CHECKED = 3  # steps before rows are compared
@@ -40,7 +36,7 @@ class ReplicaGroupsCase(WithWorkload):
         progress("measuring the links")
         links = self.links
         topology, measured = measured_topology(links, self.constants)
-        run = _Run(self, progress)
+        run = PlannedRun(self, progress)
         stats = joint_stats(self.work, self.num_stats_batches)
         plans = {"one": planned(self.work, stats, "training", topology)[0],
                  "groups": planned(self.work, stats, "training", topology,
@@ -48,7 +44,9 @@ class ReplicaGroupsCase(WithWorkload):
         compared = plans["groups"].notes["replica_groups"]
         progress("comparing rows with those of one group")
         limit(links, False)
-        error = run.difference(plans)
+        exact = run.trained(replace(plans["groups"], synchronize_every=1), _CHECKED)
+        error = largest_difference(exact, run.trained(plans["one"], _CHECKED))
+        exact.close()
         limit(links)
         progress("timing")
         sides = {name: run.side(plans[name]) for name in ("one", "groups")}
@@ -60,7 +58,7 @@ class ReplicaGroupsCase(WithWorkload):
             side.close()
         if run.rank:
             return {}
-        ratio = difference(np.log(rounds["one"]), np.log(rounds["groups"]))
+        ratio = paired(rounds["one"], rounds["groups"])
         of = {x["groups"]: x for x in compared}
         step_ms = {n: round(float(t.mean()), 3) for n, t in rounds.items()}
         count = plans["groups"].replica_groups
@@ -74,35 +72,5 @@ class ReplicaGroupsCase(WithWorkload):
             "predicted_groups_ms": round(of[count]["step_us"] / 1e3, 3),
             "other_busy_cores": run.others[""],
             "compared": compared,
-            "ratio_groups": round(float(np.exp(ratio.mean)), 4),
-            "ratio_groups_interval": [round(float(np.exp(x)), 4) for x in (ratio.low, ratio.high)]}
-
-
-class _Run(Run):
-    def __init__(self, case: ReplicaGroupsCase, progress: Progress) -> None:
-        super().__init__(case, progress)
-        self.given = self.batches()
-
-    def side(self, plan: Plan) -> Side:
-        """Build the tables under a plan. Collective."""
-        side = build_plan(self.work, plan)
-        self.set_gradient([side], self.given[0])
-        return side
-
-    def step(self, side: Side, k: int) -> None:
-        """Run step `k` (batch `k` modulo the number of batches)."""
-        side.step(self.given[k % len(self.given)])
-
-    def difference(self, plans: dict[str, Plan]) -> float:
-        """Return the largest difference between rows trained in one group and in replica groups
-        synchronized in every step, relative to the table's largest number. Collective."""
-        rows = []
-        for plan in (plans["one"], replace(plans["groups"], synchronize_every=1)):
-            side = self.side(plan)
-            for k in range(_CHECKED):
-                self.step(side, k)
-            assert side.tables is not None
-            rows.append({t: side.tables.read(t) for t in side.tables.specs})
-            side.close()
-        return max(gather(max(float((rows[1][t] - x).abs().max() / x.abs().max())
-                              for t, x in rows[0].items())))
+            "ratio_groups": ratio["mean"],
+            "ratio_groups_interval": [ratio["low"], ratio["high"]]}
