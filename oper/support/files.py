@@ -80,7 +80,8 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
             file.flush()
             os.fsync(fd)
             if uncached and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                with contextlib.suppress(OSError):  # it is only advice
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         # mkstemp creates files with mode 0600; use the default permissions under the umask.
         umask = os.umask(0)
         os.umask(umask)
