@@ -20,7 +20,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, PlanError, differing_names
+from oper.errors import FileFormatError, PlanError, differing_names
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
+from oper.support.settings import Reader
 from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"
@@ -40,10 +41,6 @@ MODES = ("pull", "push")
 MEMORIES = ("device", "host")
 OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
-_PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
-              "lower_bound_us", "message_bits", "replica_groups", "synchronize_every", "notes",
-              "tables", "orders"}
-_TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "dtype", "sbp"}
 MAX_PATTERN = 4096  # largest sum of a stripe's weights, after which its sequence of ranks repeats
 _EMPTY = np.zeros(0, np.int64)
 
@@ -302,33 +299,29 @@ class Plan:
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(what, "kind, version", (kind, version),
                                   f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release")
-        try:
-            _check_keys(what, "keys", value, _PLAN_KEYS)
-            orders = dict(value["orders"])
-            tables = []
-            for entry in value["tables"]:
-                _check_keys(what, "keys of a table", entry, {"table", "pieces"})
-                spec = TableSpec.from_json(entry["table"])
-                pieces = tuple(_piece_from_json(what, spec, p) for p in entry["pieces"])
-                packed = orders.pop(spec.name, None)
-                head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
-                tables.append(TablePlan(spec, pieces, head))
-            if orders:
-                raise PlanError(what, "orders of unknown tables", sorted(orders),
-                                "hotness orders of the plan's tables only",
-                                "give each order the name of its table")
-            bits = MessageBits.parse(value.get("message_bits", EXACT))
-            bits.check_for(t.table for t in tables)
-            return Plan(
-                _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
-                _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
-                _number(value["lower_bound_us"]), _mapping(value["notes"]), bits,
-                _whole(value.get("replica_groups", 1)), _whole(value.get("synchronize_every", 1)))
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-            if isinstance(error, PlanError | FileFormatError | InvalidInputError):
-                raise
-            raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
-                                  "a complete plan", "regenerate it") from None
+
+        def error(name: str, value: object, expected: str) -> FileFormatError:
+            return FileFormatError(what, name, value, expected, "correct it, or plan again")
+
+        file = Reader(error).build(_File, value)
+        orders = dict(file.orders)
+        tables = []
+        for entry in file.tables:
+            spec = TableSpec.from_json(entry.table)
+            pieces = tuple(Piece(*piece.columns, tuple(x.tier() for x in piece.tiers))
+                           for piece in entry.pieces)
+            packed = orders.pop(spec.name, None)
+            tables.append(TablePlan(
+                spec, pieces, _EMPTY if packed is None else _unpack_ids(what, spec, packed)))
+        if orders:
+            raise PlanError(what, "orders of unknown tables", sorted(orders),
+                            "hotness orders of the plan's tables only",
+                            "give each order the name of its table")
+        bits = MessageBits.parse(file.message_bits)
+        bits.check_for(t.table for t in tables)
+        return Plan(file.world_size, tuple(tables), file.objective, file.batch_size, file.topology,
+                    file.step_us, file.lower_bound_us, file.notes, bits, file.replica_groups,
+                    file.synchronize_every)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -338,19 +331,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [k for k, _ in pairs]
         raise ValueError(f"keys given twice: {sorted({k for k in names if names.count(k) > 1})}")
     return value
-
-
-def _check_keys(what: str, name: str, value: Mapping[str, Any], known: set[str]) -> None:
-    """Raise PlanError for unknown keys, because a misspelt key would otherwise be ignored."""
-    unknown = set(value) - known
-    if unknown:
-        raise PlanError(what, name, sorted(unknown), f"some of {sorted(known)}",
-                        "correct or remove them")
-
-
-def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Piece:
-    _check_keys(what, f"keys of a piece of table {spec.name!r}", value, {"columns", "tiers"})
-    return Piece(*_range(value["columns"]), tuple(tier_from_json(x) for x in value["tiers"]))
 
 
 def tier_to_json(tier: Tier) -> dict[str, Any]:
@@ -366,53 +346,71 @@ def tier_to_json(tier: Tier) -> dict[str, Any]:
     return value
 
 
-def tier_from_json(value: Mapping[str, Any]) -> Tier:
-    """Parse a tier of a plan file; its `sbp` (`Tier.notation`) is redundant and may be left out."""
-    _check_keys("invalid tier", "keys", value, _TIER_KEYS)
-    tier = Tier(*_range(value["rows"]), _text(value["place"]),
-                tuple(_whole(r) for r in value["ranks"]),
-                tuple(_whole(w) for w in value.get("weights", ())),
-                _text(value.get("mode", "pull")), _text(value.get("memory", "device")),
-                _text(value.get("dtype", "")))
-    known = tier.placement in PLACEMENTS and tier.mode in MODES  # `check_tiers` refuses others
-    if "sbp" in value and known and value["sbp"] != tier.notation():
-        raise PlanError("invalid tier", "sbp", value["sbp"],
-                        f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
-                        "leave sbp out: it follows from placement and mode")
-    return tier
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """A tier of a plan file: `tier_to_json`'s keys and values."""
+
+    rows: tuple[int, int]
+    place: str
+    ranks: tuple[int, ...]
+    mode: str = "pull"
+    weights: tuple[int, ...] = ()
+    memory: str = "device"
+    dtype: str = ""
+    sbp: str | None = None
+
+    def tier(self) -> Tier:
+        """Return the tier; raises PlanError if `sbp` (`Tier.notation`), which is redundant, differs
+        from the placement and mode."""
+        tier = Tier(*self.rows, self.place, self.ranks, self.weights, self.mode, self.memory,
+                    self.dtype)
+        known = tier.placement in PLACEMENTS and tier.mode in MODES  # `check_tiers` refuses others
+        if self.sbp is not None and known and self.sbp != tier.notation():
+            raise PlanError("invalid tier", "sbp", self.sbp,
+                            f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
+                            "leave sbp out: it follows from placement and mode")
+        return tier
 
 
-def _range(value: Any) -> tuple[int, int]:
-    start, stop = value
-    return _whole(start), _whole(stop)
+@dataclass(frozen=True, slots=True)
+class _PieceEntry:
+    columns: tuple[int, int]
+    tiers: tuple[TierEntry, ...]
 
 
-def _whole(value: Any) -> int:
-    """Return an integer field; raises TypeError for 1.5 or "1", which are mistakes in the file."""
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
-    return value
+@dataclass(frozen=True, slots=True)
+class _TableEntry:
+    table: dict[str, Any]
+    pieces: tuple[_PieceEntry, ...]
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The first ids of a table's hotness order, compressed."""
+
+    num_ids: int
+    crc32: int
+    zlib_base64: str
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("an integer that no float holds") from None
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The keys of a plan file."""
 
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not an object")
-    return value
+    kind: str
+    version: int
+    world_size: int
+    objective: str
+    batch_size: int
+    topology: str
+    step_us: float
+    lower_bound_us: float
+    notes: dict[str, Any]
+    tables: tuple[_TableEntry, ...]
+    orders: dict[str, _Order]
+    message_bits: Any = EXACT
+    replica_groups: int = 1
+    synchronize_every: int = 1
 
 
 def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
@@ -421,19 +419,18 @@ def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
             "zlib_base64": base64.b64encode(zlib.compress(raw, 6)).decode()}
 
 
-def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray:
-    name = f"orders[{spec.name!r}]"
-    count = _whole(value["num_ids"])
+def _unpack_ids(what: str, spec: TableSpec, order: _Order) -> np.ndarray:
+    name, count = f"orders[{spec.name!r}]", order.num_ids
     if not 0 <= count <= spec.num_rows:
         raise FileFormatError(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
                               "regenerate it")
     try:
-        packed = base64.b64decode(value["zlib_base64"], validate=True)
+        packed = base64.b64decode(order.zlib_base64, validate=True)
         raw = zlib.decompressobj().decompress(packed, count * 8 + 1)
     except (ValueError, zlib.error) as error:
         raise FileFormatError(what, name, str(error), "packed ids", "regenerate it") from None
-    if len(raw) != count * 8 or zlib.crc32(raw) != _whole(value["crc32"]):
-        raise FileFormatError(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
+    if len(raw) != count * 8 or zlib.crc32(raw) != order.crc32:
+        raise FileFormatError(what, f"{name}.crc32", zlib.crc32(raw), f"{order.crc32}",
                               "the file is damaged, regenerate it")
     return np.frombuffer(raw, "<i8").astype(np.int64)
 

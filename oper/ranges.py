@@ -1,4 +1,7 @@
-"""Allowed values of dataclass fields, declared in the field's type: ``dim: Positive = 64``."""
+"""Allowed values of dataclass fields, declared in the field's type: ``dim: Positive = 64``.
+
+`oper.support.settings.build` makes such dataclasses of the values in files.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import numbers
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
 # Abstract types, which NumPy's scalars match as well.
@@ -21,16 +25,25 @@ class Rule:
     holds: Callable[[Any], bool]
     expected: str
 
-    def allows(self, value: object, kind: object = None) -> bool:
+    def allows(self, value: Any, kind: object = None) -> bool:
         """Return whether `holds(value)` is true and, if `kind` is int or float, `value` is a number
         of that kind (bool is not)."""
         number = _NUMBERS.get(kind)
         if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
             return False
         try:
-            return bool(self.holds(value))
-        except (TypeError, ValueError):  # ValueError: the truth value of an array is ambiguous
+            return bool(self.holds(float(value) if kind is float else value))
+        except (TypeError, ValueError, OverflowError):  # ValueError: arrays have no truth value
             return False
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """How a field is read from a file that has it in another form: `parse` converts the value, or
+    raises ValueError or TypeError; `expected` describes accepted values in an error."""
+
+    parse: Callable[[Any], Any]
+    expected: str
 
 
 def one_of(*names: str) -> Rule:
@@ -47,14 +60,21 @@ ShareBelowOne = Annotated[float, Rule(lambda x: 0 <= x < 1, ">= 0 and < 1")]
 PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 
+@lru_cache
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name, with annotations."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
     """Yield the checks for `oper.errors.require_fields`, (name, whether the value is valid,
     expected), for every field of the dataclass instance `of` whose type has a `Rule`. None is valid
     if the type allows it."""
-    for name, hint in typing.get_type_hints(type(of), include_extras=True).items():
+    for name, hint in hints_of(type(of)).items():
         value, parts = getattr(of, name), typing.get_args(hint)
         for part in (hint, *parts):
             for rule in getattr(part, "__metadata__", ()):
-                is_unset = value is None and type(None) in parts
-                kind = typing.get_origin(part) and part.__origin__
-                yield name, is_unset or rule.allows(value, kind), rule.expected
+                if isinstance(rule, Rule):
+                    is_unset = value is None and type(None) in parts
+                    kind = typing.get_origin(part) and part.__origin__
+                    yield name, is_unset or rule.allows(value, kind), rule.expected

@@ -30,19 +30,30 @@ with several processes. Ranks are numbered consecutively, domain by domain. The 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from numbers import Real
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require, require_fields
+from oper.ranges import (
+    Amount,
+    Count,
+    Parsed,
+    Positive,
+    PositiveAmount,
+    Rule,
+    Share,
+    one_of,
+    rules_of,
+)
 from oper.support.files import read_toml
 from oper.support.kernel import memory_bytes
+from oper.support.settings import Reader
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = "bytes >= 0, or text like '80GB'"
 MAX_RANKS = 1 << 16  # in a topology file, since a typo in `copies` could ask for far too many
 
 
@@ -56,10 +67,13 @@ def parse_bytes(value: int | float | str) -> int:
     except (KeyError, ValueError):
         size = -1.0
     if not 0 <= size < 1 << 63 or isinstance(value, bool):
-        raise InvalidInputError("cannot read a size", "value", value,
-                                "a number >= 0 or text like '80GB'",
+        raise InvalidInputError("cannot read a size", "value", value, _SIZE,
                                 "write bytes, or a number with B, kB, MB, GB or TB (KiB, MiB, ...)")
     return int(size)
+
+
+Bytes = Annotated[int, Parsed(parse_bytes, _SIZE)]
+Source = Annotated[str, one_of("measured", "published", "assumed")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +108,26 @@ class Costs:
             next (0 = every batch begins with cold caches).
     """
 
-    phase_us: float = 5.0
-    id_ns: float = 0.0
-    sort_ns: float = 0.0
-    reduce_ns: float = 0.0
-    update_ns: float = 0.0
-    run_ns: float = 0.0
-    refresh_ns: float = 0.0
-    tier_ns: float = 0.0
-    push_tier_ns: float = 0.0
-    push_ns: float = 0.0
-    push_bag_ns: float = 0.0
-    odd_ns: float = 0.0
-    table_us: float = 0.0
-    sort_table_us: float = 0.0
-    far_ns: float = 0.0
-    wire_ns: float = 0.0
-    warm_share: float = 0.0
+    phase_us: Amount = 5.0
+    id_ns: Amount = 0.0
+    sort_ns: Amount = 0.0
+    reduce_ns: Amount = 0.0
+    update_ns: Amount = 0.0
+    run_ns: Amount = 0.0
+    refresh_ns: Amount = 0.0
+    tier_ns: Amount = 0.0
+    push_tier_ns: Amount = 0.0
+    push_ns: Amount = 0.0
+    push_bag_ns: Amount = 0.0
+    odd_ns: Amount = 0.0
+    table_us: Amount = 0.0
+    sort_table_us: Amount = 0.0
+    far_ns: Amount = 0.0
+    wire_ns: Amount = 0.0
+    warm_share: Share = 0.0
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            _check_number("invalid costs", f.name, getattr(self, f.name), at_least=0)
-        require_fields(self, "invalid costs", "state a share of the cache",
-                       ("warm_share", self.warm_share <= 1, "0..1"))
+        require_fields(self, "invalid costs", "correct this number", *rules_of(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +137,12 @@ class Domain:
 
     ranks: tuple[int, ...]
     host: int
-    memory_bytes: int
-    read_gbps: float
-    cache_gbps: float
-    cache_bytes: int
-    link_gbps: float
-    cross_gbps: float
+    memory_bytes: Positive
+    read_gbps: PositiveAmount
+    cache_gbps: PositiveAmount
+    cache_bytes: Count
+    link_gbps: PositiveAmount
+    cross_gbps: PositiveAmount
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,7 @@ class Rack:
     """Hosts that share one uplink to all other racks; fields as in the TOML file."""
 
     hosts: tuple[int, ...]
-    uplink_gbps: float
+    uplink_gbps: PositiveAmount
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +175,10 @@ class Topology:
     name: str
     domains: tuple[Domain, ...]
     costs: Costs = field(default_factory=Costs)
-    source: str = "assumed"
-    host_memory_bytes: int = 0
-    host_gbps: float = 0.0
-    hosts_share_links: bool = False
+    source: Source = "assumed"
+    host_memory_bytes: Count = 0
+    host_gbps: Amount = 0.0
+    hosts_share_links: Annotated[bool, Rule(lambda x: type(x) is bool, "true or false")] = False
     racks: tuple[Rack, ...] = ()
 
     def __post_init__(self) -> None:
@@ -176,27 +187,19 @@ class Topology:
         if not numbered or numbered != list(range(len(numbered))):
             raise InvalidInputError(what, "ranks", numbered, "0..W-1 in order, at least one",
                                     "list the domains")
-        for k, domain in enumerate(self.domains):
-            for name in ("memory_bytes", "read_gbps", "cache_gbps", "link_gbps", "cross_gbps"):
-                _check_number(what, f"domain[{k}].{name}", getattr(domain, name), above=0)
-            _check_number(what, f"domain[{k}].ranks", len(domain.ranks), at_least=1)
-            _check_number(what, f"domain[{k}].cache_bytes", domain.cache_bytes, at_least=0)
-        for k, rack in enumerate(self.racks):
-            _check_number(what, f"rack[{k}].uplink_gbps", rack.uplink_gbps, above=0)
+        require(what, "correct this field", *(
+            (f"{name}[{k}].{field}", getattr(part, field), is_right, expected)
+            for name, parts in (("domain", self.domains), ("rack", self.racks))
+            for k, part in enumerate(parts) for field, is_right, expected in rules_of(part)))
         listed = sorted(h for rack in self.racks for h in rack.hosts)
         require(what, "list every host in exactly one rack, or remove all [[rack]] entries", (
             "hosts of racks", listed,
             not self.racks or listed == sorted({d.host for d in self.domains}),
             "the hosts of the domains, each once"))
-        _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
-        _check_number(what, "host_gbps", self.host_gbps, at_least=0)
         require_fields(
-            self, what, "correct this field",
+            self, what, "correct this field", *rules_of(self),
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
-             "> 0 GB/s when host_memory_bytes > 0"),
-            ("source", self.source in ("measured", "published", "assumed"),
-             "measured, published or assumed"),
-            ("hosts_share_links", isinstance(self.hosts_share_links, bool), "true or false"))
+             "> 0 GB/s when host_memory_bytes > 0"))
 
     @property
     def world_size(self) -> int:
@@ -255,20 +258,16 @@ class Topology:
     def from_dict(value: dict[str, Any]) -> Topology:
         """Make a topology from a parsed TOML file; raises InvalidInputError as `from_toml` does."""
         what = f"invalid topology {value.get('name', '')!r}"
-        _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
-                                  "host_gbps", "hosts_share_links", "rack"}, {"name", "domain"})
-        _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
-        if not isinstance(value["domain"], list):
-            raise InvalidInputError(what, "domain", value["domain"], "[[domain]] entries",
-                                    "write [[domain]], with two brackets, before each entry")
+
+        def error(name: str, value: object, expected: str) -> InvalidInputError:
+            return InvalidInputError(what, name, value, expected, "correct the topology file")
+
+        file = Reader(error).build(_File, value)
         domains: list[Domain] = []
-        for entry in value["domain"]:
-            domains += _domains_of(what, entry, sum(len(d.ranks) for d in domains))
-        return Topology(
-            str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
-            str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
-            value.get("host_gbps", 0.0), value.get("hosts_share_links", False),
-            _racks_of(what, value.get("rack", [])))
+        for entry in file.domain:
+            domains += entry.domains(sum(len(d.ranks) for d in domains))
+        return Topology(file.name, tuple(domains), file.costs, file.source, file.host_memory_bytes,
+                        file.host_gbps, file.hosts_share_links, file.rack)
 
     @staticmethod
     def this_host(world_size: int) -> Topology:
@@ -311,67 +310,44 @@ class Topology:
                        hosts_share_links=len(starts) < len(domain_of))
 
 
-_DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",
-                "cache_bytes", "link_gbps", "cross_gbps"}
+@dataclass(frozen=True, slots=True)
+class _DomainEntry:
+    """A ``[[domain]]`` entry of a topology file, see the module."""
+
+    memory_bytes: Bytes
+    read_gbps: PositiveAmount
+    copies: Positive = 1
+    ranks: Positive = 1
+    per_host: Positive | None = None
+    host: Count = 0
+    cache_gbps: PositiveAmount | None = None
+    cache_bytes: Bytes = 0
+    link_gbps: PositiveAmount | None = None
+    cross_gbps: PositiveAmount | None = None
+
+    def domains(self, first_rank: int) -> list[Domain]:
+        """Return the domains, whose ranks start at `first_rank`."""
+        stop = first_rank + self.copies * self.ranks
+        require("invalid topology", "reduce copies or ranks of the domains",
+                ("number of ranks", stop, stop <= MAX_RANKS, f"<= {MAX_RANKS}"))
+        link = self.link_gbps or self.read_gbps
+        return [
+            Domain(tuple(range(start, start + self.ranks)),
+                   self.host + k // (self.per_host or self.copies), self.memory_bytes,
+                   self.read_gbps, self.cache_gbps or self.read_gbps, self.cache_bytes, link,
+                   self.cross_gbps or link)
+            for k, start in enumerate(range(first_rank, stop, self.ranks))]
 
 
-def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
-    """Return the domains of one ``[[domain]]`` entry, whose ranks start at `first_rank`."""
-    _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
-    copies, ranks = entry.get("copies", 1), entry.get("ranks", 1)
-    per_host, host = entry.get("per_host", copies), entry.get("host", 0)
-    require(what, "correct this field of [[domain]]", *(
-        (name, value, type(value) is int and value >= low, f"an integer >= {low}")
-        for name, value, low in (("copies", copies, 1), ("ranks", ranks, 1),
-                                 ("per_host", per_host, 1), ("host", host, 0))))
-    stop = first_rank + copies * ranks
-    require(what, "reduce copies or ranks of the domains",
-            ("number of ranks", stop, stop <= MAX_RANKS, f"<= {MAX_RANKS}"))
-    read = entry["read_gbps"]
-    link = entry.get("link_gbps", read)
-    return [
-        Domain(tuple(range(first_rank + k * ranks, first_rank + (k + 1) * ranks)),
-               host + k // per_host, parse_bytes(entry["memory_bytes"]), read,
-               entry.get("cache_gbps", read), parse_bytes(entry.get("cache_bytes", 0)), link,
-               entry.get("cross_gbps", link))
-        for k in range(copies)]
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A topology file, see the module."""
 
-
-def _racks_of(what: str, entries: Any) -> tuple[Rack, ...]:
-    """Parse the ``[[rack]]`` entries."""
-    out = []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        _check_keys(what, entry, {"hosts", "uplink_gbps"}, {"hosts", "uplink_gbps"})
-        hosts = entry["hosts"]
-        require(what, "write for example hosts = [0, 1]", (
-            "hosts of a rack", hosts,
-            isinstance(hosts, list) and all(type(h) is int for h in hosts), "a list of integers"))
-        out.append(Rack(tuple(hosts), entry["uplink_gbps"]))
-    return tuple(out)
-
-
-def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,
-                  at_least: float = -math.inf) -> None:
-    """Raise InvalidInputError unless `value` is a finite number within its limit."""
-    is_number = isinstance(value, Real | int) and value is not True and value is not False
-    try:
-        number = float(value) if is_number else math.nan
-    except OverflowError:  # an integer that no float holds
-        number = math.nan
-    if math.isfinite(number) and number > above and number >= at_least:
-        return
-    limit = f">= {at_least}" if above == -math.inf else f"> {above}"
-    raise InvalidInputError(what, name, value, f"a finite number {limit}", "correct this number")
-
-
-def _check_keys(what: str, value: Any, known: set[str], needed: set[str]) -> None:
-    if not isinstance(value, dict):
-        raise InvalidInputError(what, "entry", value, f"a TOML table with keys of {sorted(known)}",
-                                "write the entry as a table")
-    keys = set(value)
-    if keys - known:
-        raise InvalidInputError(what, "unknown keys", sorted(keys - known),
-                                f"keys of {sorted(known)}", "rename or remove them")
-    if needed - keys:
-        raise InvalidInputError(what, "keys", sorted(keys), f"also {sorted(needed - keys)}",
-                                "add the missing keys")
+    name: str
+    domain: tuple[_DomainEntry, ...]
+    source: Source = "assumed"
+    costs: Costs = field(default_factory=Costs)
+    host_memory_bytes: Bytes = 0
+    host_gbps: Amount = 0.0
+    hosts_share_links: bool = False
+    rack: tuple[Rack, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import os
@@ -45,30 +44,16 @@ def test_past_the_cache_the_file_is_the_same(path: Path, tmp_path: Path) -> None
             assert {x.date_time for x in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 1 << 22, (1 << 22) + 1, (9 << 20) + 4097])
-def test_whole_blocks_go_past_the_cache(size: int, refuses: bool, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest does not, nor anything where the file system wants another alignment."""
-    data = random.Random(size).randbytes(size)
-    seen, original = [], os.write
-
-    def write(fd: int, block: Any) -> int:
-        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        if refuses and is_direct:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        seen.append((len(block), is_direct))
-        return original(fd, block)
-
-    monkeypatch.setattr(os, "write", write)
+def test_a_file_that_leaves_the_cache_is_written_to_disk_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops only pages that are on the disk already."""
+    calls = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("fsync", os.fstat(fd).st_size)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *args: calls.append(args))
     with atomic_write(tmp_path / "x", uncached=True) as file:
-        can = bool(fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT)  # type: ignore[attr-defined]
-        for begin in range(0, size, 1_000_003):
-            assert file.write(memoryview(data)[begin:begin + 1_000_003]) > 0
-    monkeypatch.undo()
-    assert (tmp_path / "x").read_bytes() == data
-    whole, rest = divmod(size, 1 << 22)
-    assert seen == [(1 << 22, can and not refuses)] * whole + [(rest, False)] * (rest > 0)
+        file.write(bytes(10_000))
+    assert calls == [("fsync", 10_000), (0, 0, os.POSIX_FADV_DONTNEED)]
 
 
 def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
@@ -87,16 +72,14 @@ def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_past_the_cache_leaves_the_old_file(tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_text("old")
 
-    def full(fd: int, block: Any) -> int:
+    def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left"), \
-            atomic_write(tmp_path / "x", uncached=True) as file:
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), atomic_write(tmp_path / "x") as file:
         file.write(b"new")
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -73,12 +73,13 @@ def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ('memory_bytes = "80GB"\n', "", r"keys=.*expected also \['memory_bytes'\]"),
-    ('memory_bytes = "80GB"', "memory_bytes = 0", r"domain\[0\]\.memory_bytes=0, .*> 0"),
-    ('memory_bytes = "80GB"', 'memory_bytes = "lots"', "cannot read a size: value='lots'"),
-    ('memory_bytes = "80GB"', 'memory_bytes = "-1GB"', "cannot read a size"),
-    ('memory_bytes = "80GB"', "memory_bytes = inf", "cannot read a size"),
-    ("read_gbps = 2000\n", "", "'read_gbps'"),
+    ('memory_bytes = "80GB"\n', "", r"missing keys=\['domain\[0\]\.memory_bytes'\]"),
+    ('memory_bytes = "80GB"', "memory_bytes = 0", r"domain\[0\]\.memory_bytes=0, .*>= 1"),
+    ('memory_bytes = "80GB"', 'memory_bytes = "lots"',
+     r"domain\[0\]\.memory_bytes='lots', expected bytes >= 0, or text like '80GB'"),
+    ('memory_bytes = "80GB"', 'memory_bytes = "-1GB"', r"domain\[0\]\.memory_bytes='-1GB'"),
+    ('memory_bytes = "80GB"', "memory_bytes = inf", r"domain\[0\]\.memory_bytes=inf"),
+    ("read_gbps = 2000\n", "", r"missing keys=\['domain\[0\]\.read_gbps'\]"),
     ("read_gbps = 2000", "read_gbps = nan", r"domain\[0\]\.read_gbps=nan"),
     ("read_gbps = 2000", 'read_gbps = "fast"', r"domain\[0\]\.read_gbps='fast'"),
     ("link_gbps = 360", "link_gbps = -1", r"link_gbps=-1"),
@@ -90,7 +91,7 @@ def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> No
     ("ranks = 2", "ranks = 0", "ranks=0"),
     ("per_host = 2", "per_host = 0", "per_host=0"),
     ("host = 2\n", "host = -1\n", "host=-1"),
-    ("phase_us = 10", "phase_us = -1", "phase_us=-1, expected a finite number >= 0"),
+    ("phase_us = 10", "phase_us = -1", r"costs\.phase_us=-1, expected a finite number >= 0"),
     ("phase_us = 10", 'phase_us = "x"', "phase_us='x'"),
     ("phase_us = 10", "phase_ms = 1", "phase_ms"),
     ("host_gbps = 20\n", "", "when host_memory_bytes > 0"),
@@ -98,7 +99,7 @@ def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> No
     ("hosts_share_links = true", "hosts_share_links = 1", "hosts_share_links=1, expected true"),
     ("hosts = [1]", "hosts = [0]", r"hosts of racks=\[0, 0, 2\].*each once"),
     ("hosts = [1]", "hosts = [1, 3]", r"hosts of racks=\[0, 1, 2, 3\]"),
-    ("hosts = [1]", "hosts = 1", "hosts of a rack=1, expected a list"),
+    ("hosts = [1]", "hosts = 1", r"rack\[1\]\.hosts=1, expected a list of integers"),
     ("uplink_gbps = 25", "uplink_gbps = 0", r"rack\[1\]\.uplink_gbps=0, .*> 0"),
     ("uplink_gbps = 25", "uplink_mbits = 25", "uplink_mbits"),
     ("[costs]", "[costs", "expected TOML"),
@@ -113,7 +114,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, words: str) 
 @pytest.mark.parametrize("domain", ["domain = 3", "domain = []", "domain = [1]",
                                     'domain = {ranks = 1}', "[domain]\nranks = 1"])
 def test_no_domains_is_an_error(tmp_path: Path, domain: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"domain|ranks=\[\]|keys"):
+    with pytest.raises(InvalidInputError, match=r"domain|ranks=\[\]"):
         read(tmp_path, f'name = "x"\n{domain}\n')
 
 

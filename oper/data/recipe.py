@@ -8,10 +8,12 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require
+from oper.ranges import Count, Parsed, Positive, Rule, one_of, rules_of
 from oper.support.files import datasets_root, read_toml
+from oper.support.settings import Reader
 
 KINDS = {  # by kind of column, the accepted values of `Column.parse`, the default first
     "label": ("binary", "threshold", "among"),
@@ -23,6 +25,38 @@ KINDS = {  # by kind of column, the accepted values of `Column.parse`, the defau
 TRANSFORMS = ("log1p", "none")
 FORMATS = ("text", "jsonl", "bags", "parquet", "npy")
 ENCODINGS = ("utf-8", "latin-1")
+_SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
+
+
+def parse_share(value: object, what: str, name: str) -> Fraction:
+    """Parse a share in [0, 1) such as ``"1/7"`` or ``"0.1"``; raises InvalidInputError.
+
+    `what` and `name` begin the error message, see `oper.errors.require`.
+    """
+    text = str(value)
+    try:
+        # Limited exponents: Fraction("1e1000000000") would allocate an enormous integer.
+        share = Fraction(text if _SHARE.fullmatch(text) else -1)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    require(what, "write a share below 1",
+            (name, value, 0 <= share < 1, "a share from 0 to below 1, e.g. '1/7'"))
+    return share
+
+
+def _text(value: object) -> str:
+    """Return text, or the text of a number, such as the code ``-1`` of a missing field."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError
+    return str(value)
+
+
+Text = Annotated[str, Parsed(_text, "text")]
+Finite = Annotated[float, Rule(math.isfinite, "a finite number")]
+Share = Annotated[Fraction, Parsed(lambda x: parse_share(x, "", ""),
+                                   "a share from 0 to below 1, e.g. '1/7'")]
+Character = Annotated[str, Rule(lambda x: not x or (len(x) == 1 and 32 < ord(x) < 127),
+                                "a printable ASCII character or ''")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +83,16 @@ class Column:
             <= x.
     """
 
-    name: str
-    kind: str
+    name: Text
+    kind: Annotated[str, one_of(*KINDS)]
     parse: str = ""
-    transform: str = "none"
-    source: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    threshold: float = 1.0
-    positive: tuple[str, ...] = ()
+    transform: Annotated[str, one_of(*TRANSFORMS)] = "none"
+    source: tuple[Text, ...] = ()
+    missing: tuple[Text, ...] = ()
+    threshold: Finite = 1.0
+    positive: tuple[Text, ...] = ()
     multi: str = ""
-    bins: tuple[float, ...] = ()
+    bins: tuple[Finite, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -66,13 +100,11 @@ class Column:
         return self.source or (self.name,)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A format that files of a data set may have, with the columns in it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """The properties of a format that its `Layout` has besides columns.
 
     Attributes:
-        name: name for ``--layout`` and messages.
-        columns: columns in the order of the file; with a header they are found by name.
         format: ``"text"`` (delimited lines), ``"jsonl"`` (one JSON object per line), ``"bags"``
             (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of MLPerf's scripts).
         separator: text between the fields of a line: an ASCII character, or 2 to 4 equal ones.
@@ -88,17 +120,33 @@ class Layout:
             all. In text without a header, COLUMN is a name in the recipe.
     """
 
-    name: str
-    columns: tuple[Column, ...]
-    format: str = "text"
+    format: Annotated[str, one_of(*FORMATS)] = "text"
     separator: str = "\t"
     header: bool = False
-    quote: str = ""
-    escape: str = ""
-    encoding: str = "utf-8"
-    first: str = "item"
+    quote: Character = ""
+    escape: Character = ""
+    encoding: Annotated[str, one_of(*ENCODINGS)] = "utf-8"
+    first: Annotated[str, one_of("count", "user", "item")] = "item"
     ask: bool = False
-    filter: tuple[str, ...] = ()
+    filter: tuple[Text, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The properties by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(LayoutOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout(LayoutOptions):
+    """A format that files of a data set may have, with the columns in it.
+
+    Attributes:
+        name: name for ``--layout`` and messages.
+        columns: columns in the order of the file; with a header they are found by name.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
 
     def of(self, kind: str) -> tuple[Column, ...]:
         """Return the columns of one kind, in order."""
@@ -137,19 +185,16 @@ class Cross:
         rows: number of hash buckets.
     """
 
-    name: str
-    of: tuple[str, ...]
-    rows: int
+    name: Text
+    of: tuple[Text, ...]
+    rows: Annotated[int, Rule(lambda x: 1 <= x < 1 << 31, "1..2^31 - 1")]
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How one data set is read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How the rows of a data set are split.
 
     Attributes:
-        name: name of the data set.
-        title: title for display.
-        layouts: possible layouts of its files, with the same label, dense and sparse columns.
         by: ``"rows"``: the log is in time order and split by row numbers; ``"time"``: the log is
             sorted and split by its time column.
         valid: share of the rows for the validation part, between the training and the test part.
@@ -159,6 +204,24 @@ class Recipe:
         bucket_seconds: with ``by="time"``, length of a time bucket in seconds; the first bucket
             begins at midnight UTC. 0 = `buckets` defines the buckets.
         bucket_column: name of the column of time buckets in the output.
+    """
+
+    by: Annotated[str, one_of("rows", "time")] = "rows"
+    valid: Share = Fraction(0)
+    test: Share = Fraction(0)
+    buckets: Annotated[int, Rule(lambda x: 1 <= x <= 32767, "1..32767")] = 1
+    bucket_seconds: Count = 0
+    bucket_column: Text = "bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe(Split):
+    """How one data set is read.
+
+    Attributes:
+        name: name of the data set.
+        title: title for display.
+        layouts: possible layouts of its files, with the same label, dense and sparse columns.
         min_count: values seen fewer than `min_count` times in the training part share row 0.
         joins: side tables whose columns are added.
         crosses: feature crosses of the log's and joined columns.
@@ -167,13 +230,7 @@ class Recipe:
     name: str
     title: str
     layouts: tuple[Layout, ...]
-    by: str = "rows"
-    valid: Fraction = Fraction(0)
-    test: Fraction = Fraction(0)
-    buckets: int = 1
-    bucket_seconds: int = 0
-    bucket_column: str = "bucket"
-    min_count: int = 2
+    min_count: Positive = 2
     joins: tuple[Join, ...] = ()
     crosses: tuple[Cross, ...] = ()
 
@@ -220,25 +277,6 @@ class Recipe:
                                 f"one of {[x.name for x in self.layouts]}", "choose one of them")
 
 
-_SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
-
-
-def parse_share(value: object, what: str, name: str) -> Fraction:
-    """Parse a share in [0, 1) such as ``"1/7"`` or ``"0.1"``; raises InvalidInputError.
-
-    `what` and `name` begin the error message, see `oper.errors.require`.
-    """
-    text = str(value)
-    try:
-        # Limited exponents: Fraction("1e1000000000") would allocate an enormous integer.
-        share = Fraction(text if _SHARE.fullmatch(text) else -1)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(-1)
-    require(what, "write a share below 1",
-            (name, value, 0 <= share < 1, "a share from 0 to below 1, e.g. '1/7'"))
-    return share
-
-
 def load_recipe(name_or_path: str) -> Recipe:
     """Load the recipe of a data set by its name in ``datasets/``, or from the path of a TOML file.
 
@@ -262,8 +300,95 @@ def load_recipe(name_or_path: str) -> Recipe:
         for join in recipe.joins))
 
 
-_LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", "first", "ask",
-                "filter"}
+_MAX_COLUMNS = 10_000  # per entry with numbered names
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnEntry(Column):
+    """A ``[[column]]`` of a recipe: a column, or with `first` and `last` several, whose numbers
+    replace ``{}`` in the name."""
+
+    first: int | None = None
+    last: int | None = None
+
+    def to_columns(self, what: str) -> list[Column]:
+        kind, parse = self.kind, self.parse or KINDS[self.kind][0]
+        first, last = self.first, self.last
+        is_one = first is None and last is None
+        require(what, "correct this column", *(
+            ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"),
+            ("transform", self.transform, kind == "dense" or self.transform == "none",
+             "'none' unless the column is dense"),
+            ("multi", self.multi, not self.multi or (len(self.multi) == 1 and kind == "sparse"),
+             "a single character, only for a sparse column"),
+            ("bins", self.bins, bool(self.bins) == (parse == "bins")
+             and list(self.bins) == sorted(set(self.bins)), 'ascending numbers, with parse = "bins"'
+             ),
+            ("first, last", (first, last), is_one or (
+                first is not None and last is not None and "{}" in self.name
+                and 0 <= last - first < _MAX_COLUMNS),
+             f"two integers, at most {_MAX_COLUMNS} columns, and a name with {{}}")))
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Column)}
+        names = [self.name] if first is None or last is None else [
+            self.name.replace("{}", str(k)) for k in range(first, last + 1)]
+        return [Column(**{**values, "name": name, "parse": parse}) for name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayoutEntry(LayoutOptions):
+    """A ``[[layout]]`` of a recipe."""
+
+    name: Text
+    column: tuple[_ColumnEntry, ...]
+
+    def to_layout(self, what: str, name: str) -> Layout:
+        columns = tuple(c for entry in self.column for c in entry.to_columns(what))
+        return Layout(name, columns, **self.options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JoinEntry(_LayoutEntry):
+    """A ``[[join]]`` of a recipe, by default with a CSV file."""
+
+    file: Text
+    key: Text
+    on: Text | None = None
+    name: str = "join"
+    separator: str = ","
+    header: bool = True
+    quote: Character = '"'
+
+    def to_join(self, what: str, log: Layout) -> Join:
+        """Return the join with a log."""
+        key, layout = self.key, self.to_layout(what, "join")
+        held = [c for c in log.columns if c.name == key and c.kind == "sparse" and not c.multi]
+        require(what, "name such a column", (
+            "key of a join", key, len(held) == 1, "a sparse column with one id per row, one of "
+            f"{[c.name for c in log.of('sparse') if not c.multi]}"))
+        if not any(c.name == key for c in layout.columns):
+            column = dataclasses.replace(held[0], source=(self.on or key,))
+            layout = dataclasses.replace(layout, columns=(column, *layout.columns))
+        return Join(self.file, key, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The section ``[vocabulary]`` of a recipe."""
+
+    min_count: Positive = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecipeEntry(_LayoutEntry):
+    """A recipe file: layouts, or the columns and options of the only one."""
+
+    title: Text | None = None
+    column: tuple[_ColumnEntry, ...] = ()
+    layout: tuple[_LayoutEntry, ...] = ()
+    split: Split = Split()
+    vocabulary: _Vocabulary = _Vocabulary()
+    join: tuple[_JoinEntry, ...] = ()
+    cross: tuple[Cross, ...] = ()
 
 
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
@@ -272,65 +397,22 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     The file has a ``name`` and either ``column`` tables, if there is one layout, or ``layout``
     tables, each with its own name and columns. `what` begins error messages.
     """
-    common = {"title", "split", "vocabulary", "join", "cross"}
-    if isinstance(value, dict) and "layout" in value:
-        _check_keys(what, value, {"name", "layout"}, common)
-        layouts = tuple(_layout(what, entry) for entry in _list(value["layout"]))
-    else:
-        _check_keys(what, value, {"name", "column"}, common | _LAYOUT_KEYS)
-        layouts = (_layout(what, {"name": "default", "column": value["column"],
-                                  **{k: v for k, v in value.items() if k in _LAYOUT_KEYS}}),)
-    split, vocabulary = value.get("split", {}), value.get("vocabulary", {})
-    _check_keys(what, split, set(),
-                {"by", "valid", "test", "buckets", "bucket_seconds", "bucket_column"})
-    _check_keys(what, vocabulary, set(), {"min_count"})
+    def error(name: str, value: object, expected: str) -> InvalidInputError:
+        return InvalidInputError(what, name, value, expected, "correct the recipe")
+
+    entry = Reader(error).build(_RecipeEntry, value)
+    require(what, "write them into every [[layout]]", (
+        "column and options of a layout", sorted(set(value) - {"name"}), not entry.layout or (
+            not entry.column and entry.options == LayoutOptions().options),
+        "none beside [[layout]]"))
+    layouts = tuple(x.to_layout(what, x.name) for x in entry.layout) or (
+        entry.to_layout(what, "default"),)
     recipe = Recipe(
-        name=str(value["name"]), title=str(value.get("title", value["name"])), layouts=layouts,
-        by=str(split.get("by", "rows")),
-        valid=parse_share(split.get("valid", "0"), what, "valid"),
-        test=parse_share(split.get("test", "0"), what, "test"),
-        buckets=split.get("buckets", 1), bucket_seconds=split.get("bucket_seconds", 0),
-        bucket_column=str(split.get("bucket_column", "bucket")),
-        min_count=vocabulary.get("min_count", 2),
-        joins=tuple(_join(what, entry, layouts[0]) for entry in _list(value.get("join", []))),
-        crosses=tuple(_cross(what, entry) for entry in _list(value.get("cross", []))))
+        entry.name, entry.title or entry.name, layouts, **dataclasses.asdict(entry.split),
+        min_count=entry.vocabulary.min_count,
+        joins=tuple(x.to_join(what, layouts[0]) for x in entry.join), crosses=entry.cross)
     check_recipe(what, recipe)
     return recipe
-
-
-def _list(entries: Any) -> list[Any]:
-    """Wrap a TOML value in a list unless it is one."""
-    return entries if isinstance(entries, list) else [entries]
-
-
-def _join(what: str, entry: Any, log: Layout) -> Join:
-    _check_keys(what, entry, {"file", "key", "column"}, _LAYOUT_KEYS | {"on"})
-    key = str(entry["key"])
-    layout = _layout(what, {"name": "join", "separator": ",", "header": True, "quote": '"',
-                            **{k: v for k, v in entry.items() if k not in ("file", "key", "on")}})
-    held = [c for c in log.columns if c.name == key and c.kind == "sparse" and not c.multi]
-    if len(held) != 1:
-        raise InvalidInputError(what, "key of a join", key, "a sparse column with one id per row, "
-                                f"one of {[c.name for c in log.of('sparse') if not c.multi]}",
-                                "name such a column")
-    if not any(c.name == key for c in layout.columns):
-        column = dataclasses.replace(held[0], source=(str(entry.get("on", key)),))
-        layout = dataclasses.replace(layout, columns=(column, *layout.columns))
-    return Join(str(entry["file"]), key, layout)
-
-
-def _cross(what: str, entry: Any) -> Cross:
-    _check_keys(what, entry, {"name", "of", "rows"}, set())
-    return Cross(str(entry["name"]), _texts(what, "of", entry["of"]), entry["rows"])
-
-
-def _layout(what: str, entry: Any) -> Layout:
-    _check_keys(what, entry, {"name", "column"}, _LAYOUT_KEYS)
-    columns = tuple(c for e in _list(entry["column"]) for c in _columns(what, e))
-    options: dict[str, Any] = {k: v for k, v in entry.items() if k in _LAYOUT_KEYS}
-    if "filter" in options:
-        options["filter"] = _texts(what, "filter", options["filter"])
-    return Layout(str(entry["name"]), columns, **options)
 
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
@@ -357,62 +439,6 @@ def is_number(text: str) -> bool:
 
 _MAX_NAME_BYTES = 200  # per column name, since files are named after columns
 _NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, since files are named after them"
-_MAX_COLUMNS = 10_000  # per entry with numbered names
-
-
-def _columns(what: str, entry: Any) -> list[Column]:
-    fields = {f.name for f in dataclasses.fields(Column)}
-    _check_keys(what, entry, {"name", "kind"}, {"first", "last"} | fields)
-    kind = entry["kind"]
-    require(what, "choose one of these kinds",
-            ("kind", kind, isinstance(kind, str) and kind in KINDS, f"one of {tuple(KINDS)}"))
-    parse, transform = entry.get("parse", KINDS[kind][0]), entry.get("transform", "none")
-    multi = entry.get("multi", "")
-    bins = tuple(_number(what, "bins", x) for x in _list(entry.get("bins", [])))
-    require(what, "choose one of these, or another kind",
-            ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"))
-    require(what, "choose one of these, or leave it out",
-            ("transform", transform, transform == "none"
-             or (transform in TRANSFORMS and kind == "dense"),
-             f"one of {TRANSFORMS} for a dense column, 'none' for others"))
-    require(what, "give one character to a sparse column, or leave it out",
-            ("multi", multi, multi == "" or (isinstance(multi, str) and len(multi) == 1
-                                             and kind == "sparse"),
-             "a single character, only for a sparse column"))
-    require(what, "give the lower bounds of the bins",
-            ("bins", bins, bool(bins) == (parse == "bins") and list(bins) == sorted(set(bins)),
-             'ascending numbers, with parse = "bins"'))
-    options: dict[str, Any] = {k: _texts(what, k, entry[k])
-                               for k in ("source", "missing", "positive") if k in entry}
-    if "threshold" in entry:
-        options["threshold"] = _number(what, "threshold", entry["threshold"])
-    names = [str(entry["name"])]
-    if "first" in entry or "last" in entry:
-        first, last = entry.get("first"), entry.get("last")
-        require(what, "set both, with first <= last, and put {} into the name",
-                ("first, last", (first, last), type(first) is int and type(last) is int
-                 and "{}" in names[0] and 0 <= last - first < _MAX_COLUMNS,
-                 f"two integers, at most {_MAX_COLUMNS} columns, and a name with {{}}"))
-        names = [names[0].replace("{}", str(k)) for k in range(first, last + 1)]
-    return [Column(name, kind, parse, transform, multi=multi, bins=bins, **options)
-            for name in names]
-
-
-def _texts(what: str, name: str, value: Any) -> tuple[str, ...]:
-    require(what, "write a list of strings",
-            (name, value, isinstance(value, list | tuple)
-             and all(isinstance(x, str | int | float) for x in value), "a list of strings"))
-    return tuple(map(str, value))
-
-
-def _number(what: str, name: str, value: Any) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        number = math.nan
-    require(what, "write a finite number",
-            (name, value, math.isfinite(number), "a finite number"))
-    return number
 
 
 def check_recipe(what: str, recipe: Recipe) -> None:
@@ -425,17 +451,14 @@ def check_recipe(what: str, recipe: Recipe) -> None:
     require(what, "rename the column, in a recipe file by setting name and source",
             ("columns named twice", twice, not twice, "unique names; " + ", ".join(
                 f"{name!r} has the {kind}" for kind, name in own.items() if name)))
-    whole = type(recipe.buckets) is int and type(recipe.bucket_seconds) is int
     checks: list[tuple[str, object, bool, str]] = [
         ("layouts", [x.name for x in recipe.layouts],
          len({x.name for x in recipe.layouts}) == len(recipe.layouts) > 0, "unique names"),
-        ("by", recipe.by, recipe.by in ("rows", "time"), "rows or time"),
+        *((name, getattr(recipe, name), is_right, expected)
+          for name, is_right, expected in rules_of(recipe)),
         ("valid + test", recipe.valid + recipe.test, recipe.valid + recipe.test < 1, "below 1"),
-        ("buckets", recipe.buckets, whole and 1 <= recipe.buckets <= 32767, "1..32767"),
-        ("bucket_seconds", recipe.bucket_seconds, whole and recipe.bucket_seconds >= 0
-         and (recipe.by == "time" or not recipe.bucket_seconds), ">= 0, with by = 'time'"),
-        ("min_count", recipe.min_count,
-         isinstance(recipe.min_count, int) and recipe.min_count >= 1, "an integer >= 1"),
+        ("bucket_seconds", recipe.bucket_seconds,
+         recipe.by == "time" or not recipe.bucket_seconds, "0 unless by = 'time'"),
     ]
     outputs = [tuple(c.name for k in ("label", "dense", "sparse") for c in x.of(k))
                for x in recipe.layouts]
@@ -450,9 +473,8 @@ def check_recipe(what: str, recipe: Recipe) -> None:
          all(c.kind in ("sparse", "dense") for j in recipe.joins for c in j.columns),
          "only sparse and dense"),
         ("cross", [(c.of, c.rows) for c in recipe.crosses], all(
-            len(c.of) > 1 and set(c.of) <= one_id_each and type(c.rows) is int
-            and 1 <= c.rows < 1 << 31 for c in recipe.crosses),
-         "two or more sparse columns with one id per row, and rows in 1..2^31 - 1"),
+            len(c.of) > 1 and set(c.of) <= one_id_each for c in recipe.crosses),
+         "two or more sparse columns with one id per row"),
     ]
     for layout, output in zip(recipe.layouts, outputs, strict=True):
         checks += [*_layout_checks(layout, recipe), (
@@ -465,22 +487,13 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
     names = [c.name for c in layout.columns if c.kind != "skip"] + [recipe.bucket_column]
     labels, times = layout.of("label"), layout.of("time")
     separator = layout.separator
-
-    def character(text: object) -> bool:
-        return isinstance(text, str) and (not text or (len(text) == 1 and 32 < ord(text) < 127))
-
     return [
-        ("header, ask", (layout.header, layout.ask),
-         type(layout.header) is bool and type(layout.ask) is bool, "true or false"),
-        ("format", layout.format, layout.format in FORMATS, f"one of {FORMATS}"),
-        ("separator", separator,
-         isinstance(separator, str) and separator.isascii() and 1 <= len(separator) <= 4
+        *((name, getattr(layout, name), is_right, expected)
+          for name, is_right, expected in rules_of(layout)),
+        ("separator", separator, separator.isascii() and 1 <= len(separator) <= 4
          and not set(separator) & set("\n\r\0\"") and (len(separator) == 1 or not layout.quote)
          and (len(separator) == 1 or len(set(separator)) == 1),
          "an ASCII character, or without quotes up to 4 equal ones"),
-        ("quote, escape", (layout.quote, layout.escape),
-         character(layout.quote) and character(layout.escape), "printable ASCII characters or ''"),
-        ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
         ("columns", names, len(set(names)) == len(names), "unique names"),
         ("columns", names, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
                                    for n in names), _NAMES),
@@ -495,13 +508,4 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
                 n for n, _, _ in conditions(layout)} <= {
                 s for c in layout.columns if c.kind != "skip" for s in (c.name, *c.sources)})),
          "COLUMN OP VALUE, for Parquet or text files; without a header, COLUMN is in the recipe"),
-        ("first", layout.first, layout.first in ("count", "user", "item"), "count, user or item"),
     ]
-
-
-def _check_keys(what: str, value: Any, needed: set[str], optional: set[str]) -> None:
-    keys = set(value) if isinstance(value, dict) else set()
-    require(what, "correct the recipe", ("entry", value, isinstance(value, dict), "a table"),
-            ("missing keys", sorted(needed - keys), needed <= keys, "none"),
-            ("unknown keys", sorted(keys - needed - optional), keys <= needed | optional,
-             f"only {sorted(needed | optional)}"))

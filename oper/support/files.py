@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import math
-import mmap
 import os
 import re
 import struct
@@ -23,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -52,73 +50,6 @@ def datasets_root() -> Path:
     return inside if inside.is_dir() else package.parent / "datasets"
 
 
-class _Uncached:
-    """A file written sequentially without the page cache. The page cache would take a copy, new
-    pages, and CPU time of the kernel to write them back. Instead, blocks of an aligned buffer are
-    written directly (``O_DIRECT`` of open(2)), except for the last, incomplete block, and on file
-    systems that do not support direct writes."""
-
-    _BLOCK = 1 << 22  # a multiple of the alignment that any file system requires
-    _spare: ClassVar[list[np.ndarray]] = []  # reused, since page faults of a new buffer take longer
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._block = self._memory()
-        self._used = 0
-        self._is_direct = False
-        with contextlib.suppress(OSError):
-            self._go(True)
-
-    @classmethod
-    def _memory(cls) -> np.ndarray:
-        with contextlib.suppress(IndexError):
-            return cls._spare.pop()
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with forked children
-        return np.frombuffer(mmap.mmap(-1, cls._BLOCK, flags=flags), np.uint8)  # of whole pages
-
-    def _go(self, direct: bool) -> None:
-        flag = getattr(os, "O_DIRECT", 0)
-        others = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~flag
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, others | (flag if direct else 0))
-        self._is_direct = direct
-
-    def write(self, data: Any) -> int:
-        """Write all bytes of a buffer and return their number."""
-        raw = np.frombuffer(data, np.uint8)
-        done = 0
-        while done < raw.size:
-            some = raw[done:done + self._BLOCK - self._used]
-            self._block[self._used:self._used + some.size] = some
-            self._used += some.size
-            done += some.size
-            if self._used == self._BLOCK:
-                self._drain()
-        return raw.size
-
-    def flush(self) -> None:
-        """Write the buffered bytes; later writes use the page cache."""
-        if self._is_direct:
-            self._go(False)
-        self._drain()
-
-    def close(self) -> None:
-        """Release the buffer; the file descriptor stays open."""
-        if not self._spare:
-            self._spare.append(self._block)
-        del self._block
-
-    def _drain(self) -> None:
-        done = 0
-        while done < self._used:
-            try:
-                done += os.write(self._fd, self._block[done:self._used].data)
-            except OSError as error:
-                if not self._is_direct or error.errno != errno.EINVAL:
-                    raise
-                self._go(False)  # unaligned, for the file system or after a short write
-        self._used = 0
-
-
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file next to `path` for writing and rename it to `path` on success.
@@ -128,8 +59,7 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
 
     Args:
         path: the file to write.
-        uncached: bypass the page cache, for large files that are not read soon. The file object
-            then has only `write` and `flush`.
+        uncached: remove the file from the page cache, for large files that are not read soon.
 
     Raises:
         InvalidInputError: `path` is a URL.
@@ -145,11 +75,13 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
-        with os.fdopen(fd, "wb") as opened, (
-                contextlib.closing(_Uncached(fd)) if uncached else opened) as file:
-            yield cast(BinaryIO, file)
+        with os.fdopen(fd, "wb") as file:
+            yield file
             file.flush()
             os.fsync(fd)
+            if uncached and hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):  # it is only advice
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         # mkstemp creates files with mode 0600; use the default permissions under the umask.
         umask = os.umask(0)
         os.umask(umask)

@@ -11,6 +11,7 @@ import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from oper.errors import InvalidInputError
 from oper.support.files import named
@@ -105,12 +106,21 @@ def used(folder: Path) -> Iterator[None]:
             if not is_at(file.fileno(), lock):  # its last holder has removed it
                 continue
             yield
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if is_at(file.fileno(), lock):  # another process may have removed it already
-                    shutil.rmtree(folder, ignore_errors=True)
-                    lock.unlink()
+            # Another process may have removed it already.
+            if lock_if_free(file) and is_at(file.fileno(), lock):
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.unlink()
             return
+
+
+def lock_if_free(file: BinaryIO) -> bool:
+    """Lock an open file exclusively until it is closed, unless another process has locked it;
+    return whether it is locked now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_at(number: int, path: Path) -> bool:

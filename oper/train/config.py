@@ -5,12 +5,9 @@ Command-line flags override the TOML file, which overrides the defaults.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from oper.rl_rec.data.interactions import DataOptions
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
+from oper.support.settings import Reader
 
 # By name in a configuration: the class in `oper`, and its options.
 TABLE_OPTIMIZERS = {
@@ -38,7 +36,6 @@ TABLE_OPTIMIZERS = {
 _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 _STEPS = re.compile(r"[1-9]\d*-[1-9]\d*")
 _TRACED = "11-20"  # default of trace_steps; not the first steps, which allocate memory
-_KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 Sizes = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=1) >= 1, "sizes >= 1")]
 PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
 
@@ -327,7 +324,7 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
                 raise _bad(key, value, "a key inside a section")
         place[name] = value
     try:
-        return typing.cast(TrainConfig, _build(TrainConfig, _with_model(values), ""))
+        return _READER.build(TrainConfig, _with_model(values))
     except _KeyError as error:
         if error.keys & set(flags or ()):
             raise UsageError(str(error)) from None
@@ -348,7 +345,7 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or name not in WORKLOADS:
             raise _bad("model.name", name, f"one of {['dlrm', *WORKLOADS]}")
         kind = WORKLOADS[name].config
-    return {**values, "model_name": name, "model": _build(kind, section, "model.")}
+    return {**values, "model_name": name, "model": _READER.build(kind, section, "model.")}
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, str]:
@@ -366,55 +363,6 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _build(kind: type, values: Any, prefix: str) -> Any:
-    """Create an instance of the dataclass `kind` from plain values, checking their types."""
-    if not isinstance(values, Mapping):
-        raise _bad(prefix.rstrip("."), values, "a section of keys")
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise _KeyError(fail(
-            "unknown keys in the training configuration", "keys", [prefix + k for k in unknown],
-            f"among {', '.join(prefix + k for k in hints)}", "correct or remove them"),
-            {prefix + k for k in unknown})
-    built = {}
-    for name, value in values.items():
-        hint = hints[name]
-        if hint is Any:  # built already
-            built[name] = value
-        elif dataclasses.is_dataclass(hint):
-            built[name] = _build(typing.cast(type, hint), value, f"{prefix}{name}.")
-        else:
-            built[name] = _convert(prefix + name, value, hint)
-    return kind(**built)
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    if typing.get_origin(hint) is dict:  # dict[str, int]
-        if not isinstance(value, Mapping):
-            raise _bad(name, value, "a section of integers by name")
-        return {key: _convert(f"{name}.{key}", x, int) for key, x in value.items()}
-    if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
-        if isinstance(value, str):
-            value = [x for x in value.strip("[]() ").split(",") if x.strip()]
-        if not isinstance(value, list | tuple):
-            raise _bad(name, value, "a list of integers")
-        return tuple(_convert(name, x, int) for x in value)
-    if hint is float and type(value) is int:
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    if type(value) is hint:
-        return value
-    if hint is bool and value in ("true", "false"):
-        return value == "true"
-    if isinstance(value, str) and hint is not bool:  # from the command line
-        try:
-            return hint(value)
-        except ValueError:
-            pass
-    raise _bad(name, value, _KINDS[hint])
-
-
 def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
     """Raise InvalidInputError for the first field of `of` that breaks the rule of its type or one
     of `checks`, each (field, whether it is valid, expected)."""
@@ -423,7 +371,11 @@ def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
             raise _bad(section + name, getattr(of, name), expected)
 
 
-def _bad(name: str, value: object, expected: str) -> InvalidInputError:
+def _bad(name: str, value: object, expected: str) -> _KeyError:
     return _KeyError(
         fail("invalid training configuration", name, value, expected,
-             "change it in the configuration file, or with --set KEY=VALUE"), {name})
+             "change it in the configuration file, or with --set KEY=VALUE"),
+        set(value) if name == "unknown keys" and isinstance(value, list) else {name})
+
+
+_READER = Reader(_bad, from_text=True)

@@ -70,8 +70,9 @@ def test_some_rows_without_replicas():
     ({"pinned": [{"rows": [0, 9], "place": "replicated", "ranks": [0, 1, 2, 3]}],
       "replicate": [[4, 6]]}, "replicate"),
     ({"pinned": [OWNED], "tiers": [{"rows": [0, 5], "place": "owned", "ranks": [0]}]}, "both"),
-    ({"pinned": 3}, "fields"), ({"pinned": [{"rows": [0, 5]}]}, "fields"),
-    ({"replicate": [[1, 2.5]]}, "fields"), ({"replicate": []}, "fields"),
+    ({"pinned": 3}, "pinned=3, expected a list"),
+    ({"pinned": [{"rows": [0, 5]}]}, r"missing keys=.*pinned\[0\]\.place"),
+    ({"replicate": [[1, 2.5]]}, r"replicate\[0\]\[1\]=2\.5, expected an integer"),
     ({"replicate": [[7, 3]]}, "replicate"),
 ])
 def test_contradictions_are_named(held, word):

@@ -7,11 +7,11 @@ neither done nor claimed; the number of processes need not be known.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from oper.support.locks import lock_if_free
 
 
 def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
@@ -30,8 +30,8 @@ def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
         ran = False
         for name in list(left):
             if not is_done(folder, name):
-                with _claim(folder / f"{name}.lock") as mine:
-                    if not mine:
+                with (folder / f"{name}.lock").open("wb") as claim:
+                    if not lock_if_free(claim):
                         continue
                     if not is_done(folder, name):
                         left[name]()
@@ -47,15 +47,3 @@ def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
 def is_done(folder: Path, name: str) -> bool:
     """Whether the marker file of a task exists."""
     return (folder / f"{name}.done").exists()
-
-
-@contextlib.contextmanager
-def _claim(path: Path) -> Iterator[bool]:
-    """Try to lock `path` while the block runs; yields whether it succeeded."""
-    with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from oper.errors import InvalidInputError, OperError
 from oper.support.files import write_text
-from oper.support.locks import alone
+from oper.support.locks import alone, lock_if_free
 
 _ABOUT = "job.json"
 
@@ -112,11 +112,7 @@ class WorkFolder:
 
     def _is_used(self) -> bool:
         with (self.path / _ABOUT).open("r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+            return not lock_if_free(file)
 
     def _check_unused(self, about: dict[str, Any], force: bool) -> None:
         """Raise InvalidInputError if another job is running, or its work is not to be removed."""

@@ -27,17 +27,16 @@ from oper.plan import (
     PLACEMENTS,
     Plan,
     Tier,
+    TierEntry,
     check_tiers,
-    tier_from_json,
     tier_to_json,
 )
-from oper.topology import parse_bytes
+from oper.support.settings import Reader
+from oper.topology import Bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
 _WRONG = "invalid constraints"
 _NAMES = ("placements", "modes", "memories")  # fields that are lists of text
-_FIELDS = frozenset({*_NAMES, "replicate", "ranks", "tiers", "pinned"})
-_KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,73 +146,53 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Constraints on one table in JSON, see `TableConstraint`."""
+
+    placements: tuple[str, ...] | None = None
+    modes: tuple[str, ...] | None = None
+    memories: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    tiers: tuple[TierEntry, ...] | None = None
+    pinned: tuple[TierEntry, ...] = ()
+    replicate: bool | tuple[tuple[int, int], ...] = True
+
+    def constraint(self) -> TableConstraint:
+        placements = self.placements
+        if self.replicate is False:
+            allowed = PLACEMENTS if placements is None else placements
+            placements = tuple(p for p in allowed if p != "replicated")
+        chosen = {"placements": placements, "modes": self.modes, "memories": self.memories}
+        return TableConstraint(
+            **{k: frozenset(v) for k, v in chosen.items() if v is not None}, ranks=self.ranks,
+            tiers=None if self.tiers is None else tuple(x.tier() for x in self.tiers),
+            pinned=tuple(sorted((x.tier() for x in self.pinned), key=lambda t: t.start)),
+            unreplicated=() if isinstance(self.replicate, bool) else tuple(sorted(self.replicate)))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """`Constraints` in JSON."""
+
+    tables: dict[str, Any] = field(default_factory=dict)
+    keep_together: tuple[tuple[str, ...], ...] = ()
+    keep_apart: tuple[tuple[str, ...], ...] = ()
+    memory_bytes: Bytes | tuple[Bytes, ...] | None = None
+    reserve_bytes: Bytes | tuple[Bytes, ...] = 0
+
+
 def _from_mapping(value: Any) -> Constraints:
-    is_mapping = isinstance(value, Mapping)
-    require(_WRONG, "pass an object, without unknown keys",
-            ("keys", sorted(map(str, set(value) - _KEYS)) if is_mapping else value,
-             is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
-    tables = value.get("tables", {})
-    require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
-            ("tables", tables, isinstance(tables, Mapping), "constraints by table name"))
-    return Constraints(
-        {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
-        _groups("keep_together", value.get("keep_together", ())),
-        _groups("keep_apart", value.get("keep_apart", ())),
-        _sizes("memory_bytes", value["memory_bytes"]) if "memory_bytes" in value else None,
-        _sizes("reserve_bytes", value.get("reserve_bytes", 0)))
+    def error(name: str, value: object, expected: str) -> InvalidInputError:
+        return InvalidInputError(_WRONG, name, value, expected, "correct the constraints")
 
-
-def _sizes(label: str, value: Any) -> Any:
-    """Parse one size in bytes, or a list of sizes into a tuple."""
-    if isinstance(value, list | tuple):
-        return tuple(_sizes(label, x) for x in value)
-    try:
-        if isinstance(value, int | str):
-            return parse_bytes(value)
-    except InvalidInputError:
-        pass
-    raise InvalidInputError(_WRONG, label, value, "bytes >= 0 or text like '2GB'",
-                            "write a number of bytes, or text with a unit")
-
-
-def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    is_right = isinstance(value, list | tuple) and all(
-        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
-        for group in value)
-    require(_WRONG, "write groups as [[\"user\", \"item\"]]",
-            (label, value, is_right, "a list of lists of table names"))
-    return tuple(tuple(group) for group in value)
-
-
-def _table(name: str, value: Any) -> TableConstraint:
-    what = f"invalid constraint of table {name!r}"
-    is_mapping = isinstance(value, Mapping)
-    wrong = [k for k in value if k not in _FIELDS or value[k] is None] if is_mapping else value
-    require(what, "remove unknown fields and those that are null",
-            ("fields", wrong, is_mapping and not wrong, f"a mapping of some of {sorted(_FIELDS)}"))
-    try:
-        chosen = {k: list(value[k]) for k in _NAMES if k in value}
-        if not all(isinstance(x, str) for part in chosen.values() for x in part):
-            raise TypeError("placements, modes and memories are lists of text")
-        ranks = tuple(value["ranks"]) if "ranks" in value else None
-        if not all(type(r) is int for r in ranks or ()):
-            raise TypeError("ranks are integers")
-        replicate, ranges = value.get("replicate", True), []
-        if isinstance(replicate, list | tuple):
-            ranges = sorted((start, stop) for start, stop in replicate)
-        if not (isinstance(replicate, bool) or ranges) or not all(
-                type(n) is int for r in ranges for n in r):
-            raise TypeError("replicate is false, or a list of the row ranges without replicas")
-        if replicate is False:
-            chosen["placements"] = [p for p in chosen.get("placements", PLACEMENTS)
-                                    if p != "replicated"]
-        tiers = tuple(map(tier_from_json, value["tiers"])) if "tiers" in value else None
-        pinned = sorted(map(tier_from_json, value.get("pinned", ())), key=lambda t: t.start)
-        return TableConstraint(**{k: frozenset(v) for k, v in chosen.items()}, ranks=ranks,
-                               tiers=tiers, pinned=tuple(pinned), unreplicated=tuple(ranges))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InvalidInputError(what, "fields", value, "lists, and tiers as in a plan file",
-                                f"correct this: {error}") from None
+    reader = Reader(error)
+    file = reader.build(_File, value)
+    tables = {name: held if isinstance(held, TableConstraint) else
+              reader.build(_Entry, held, f"tables.{name}.").constraint()
+              for name, held in file.tables.items()}
+    return Constraints(tables, file.keep_together, file.keep_apart, file.memory_bytes,
+                       file.reserve_bytes)
 
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
