@@ -257,7 +257,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
              for protocol in source.protocols for name, model in MODELS.items()
-             if model.ablation == bool(models)]
+             if model.ablation == bool(models) or (models and name == "sasrec")]
     if not found:
         raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
