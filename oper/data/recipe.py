@@ -14,7 +14,7 @@ from oper.errors import InvalidInputError, require
 from oper.support.files import datasets_root, read_toml
 
 KINDS = {  # by kind of column, the accepted values of `Column.parse`, the default first
-    "label": ("binary", "threshold", "among"),
+    "label": ("binary", "threshold", "among", "number"),
     "dense": ("int", "float"),
     "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string", "bins"),
     "time": ("unix", "unix_ms", "iso", "iso_zone", "yymmddhh"),
@@ -33,13 +33,15 @@ class Column:
         name: name of the column in the output.
         kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
         parse: how a field is converted. Labels: ``"binary"`` (0 or 1), ``"threshold"`` (1 for
-            numbers >= `threshold`) or ``"among"`` (1 for strings in `positive`). Dense columns:
-            ``"int"`` (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
+            numbers >= `threshold`), ``"among"`` (1 for strings in `positive`) or ``"number"`` (the
+            number itself, such as a rating, an amount or a duration). Dense columns: ``"int"``
+            (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
             ``"uint32"``, ``"uint64"``, ``"int"`` (signed, 64 bits), ``"integral"`` (an integer that
             may be written 17850.0), ``"string"``, or ``"bins"`` (index of the number's bin). Times:
             ``"unix"`` (seconds since 1970), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone,
             taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
-        transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
+        transform: transform of a dense column or of a label that is a number, ``"log1p"`` =
+            log(1 + max(x, 0)), or ``"none"``.
         source: alternative names of the column in the header or schema of files; empty = `name`.
         missing: strings that denote a missing field, in addition to the empty string.
         threshold: smallest number that gives label 1, with ``parse="threshold"``.
@@ -373,8 +375,8 @@ def _columns(what: str, entry: Any) -> list[Column]:
             ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"))
     require(what, "choose one of these, or leave it out",
             ("transform", transform, transform == "none"
-             or (transform in TRANSFORMS and kind == "dense"),
-             f"one of {TRANSFORMS} for a dense column, 'none' for others"))
+             or (transform in TRANSFORMS and (kind == "dense" or parse == "number")),
+             f"one of {TRANSFORMS} for a dense column or a number, 'none' for others"))
     require(what, "give one character to a sparse column, or leave it out",
             ("multi", multi, multi == "" or (isinstance(multi, str) and len(multi) == 1
                                              and kind == "sparse"),

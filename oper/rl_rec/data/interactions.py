@@ -16,7 +16,7 @@ from oper.data import Folder
 from oper.data.arrays import places_of
 from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, require_fields
-from oper.ranges import Count, Positive, one_of, rules_of
+from oper.ranges import Count, Finite, Positive, PositiveAmount, one_of, rules_of
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 
@@ -48,6 +48,9 @@ class DataOptions:
         basket: sparse column whose equal values form a basket of a user, such as an invoice number
             (``"leave_last_baskets"`` only). The rows of a basket are moved to its first row.
         fold_in: share of a held-out user's interactions that is its history.
+        reward_offset, reward_scale: the reward is ``(label - reward_offset) / reward_scale``. An
+            interaction is positive if its reward is > 0; so with ratings 1 to 10 as labels,
+            ``reward_offset = 7`` makes ratings of 8 or more positive, in grades.
         seed: seed of the draws of ``"held_out_users"``.
     """
 
@@ -63,6 +66,8 @@ class DataOptions:
     only: Annotated[str, one_of("all", "positive")] = "all"
     fold_in: float = 0.8
     seed: Count = 0
+    reward_offset: Finite = 0.0
+    reward_scale: PositiveAmount = 1.0
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
@@ -97,7 +102,8 @@ class HeldOut:
 
 class Log(NamedTuple):
     """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
-    float32, times int64 in seconds, and ids of baskets int64 (<= 0 = missing) or None."""
+    float32 (in the argument of `from_log`: labels), times int64 in seconds, and ids of baskets
+    int64 (<= 0 = missing) or None."""
 
     users: np.ndarray
     items: np.ndarray
@@ -119,7 +125,7 @@ class Interactions:
     Attributes:
         users, items: ids int64 [N], 1, 2, ... by descending number of training interactions; 0 is
             padding and does not occur.
-        rewards: the log's label, float32 [N].
+        rewards: float32 [N], see `DataOptions.reward_offset`.
         times: int64 [N], seconds since 1970.
         offsets: int64 [num_users + 1]; rows ``offsets[u]:offsets[u + 1]`` are user u's.
         train_stop: int64 [num_users]; rows ``offsets[u]:train_stop[u]`` are for training.
@@ -220,6 +226,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
             baskets and the log has none.
     """
     left_out = {}
+    log = log._replace(rewards=(
+        (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
 
     def keep(kept: np.ndarray, reason: str) -> None:
         nonlocal log
