@@ -394,12 +394,13 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _bad(name, value, "a section of integers by name")
         return {key: _convert(f"{name}.{key}", x, int) for key, x in value.items()}
-    if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
+    if isinstance(hint, types.GenericAlias):  # tuple[int, ...] or tuple[str, ...]
+        kind = typing.get_args(hint)[0]
         if isinstance(value, str):
             value = [x for x in value.strip("[]() ").split(",") if x.strip()]
         if not isinstance(value, list | tuple):
-            raise _bad(name, value, "a list of integers")
-        return tuple(_convert(name, x, int) for x in value)
+            raise _bad(name, value, "a list of integers" if kind is int else "a list of strings")
+        return tuple(_convert(name, x.strip() if isinstance(x, str) else x, kind) for x in value)
     if hint is float and type(value) is int:
         with contextlib.suppress(OverflowError):
             return float(value)

@@ -19,9 +19,9 @@ from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
 
 KAGGLE = load_recipe("criteo-kaggle")
 KINDS = [("label", "binary"), ("label", "threshold"), ("label", "number"), ("dense", "int"),
-         ("dense", "float"), ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
-         ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"), ("time", "yymmddhh"),
-         ("skip", "")]
+         ("dense", "float"), ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"),
+         ("sparse", "int"), ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"),
+         ("time", "yymmddhh"), ("skip", "")]
 
 
 def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: bool) -> Recipe:

@@ -353,6 +353,7 @@ def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
 def _contents(data: Interactions) -> str:
     """Digest of all arrays of a log that models use."""
     arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
+    arrays += [data.content, *(() if data.actions is None else (data.actions,))]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
     return kept.digest(*(np.ascontiguousarray(a).data for a in arrays))

@@ -52,6 +52,9 @@ class DataOptions:
             interaction is positive if its reward is > 0; so with ratings 1 to 10 as labels,
             ``reward_offset = 7`` makes ratings of 8 or more positive, in grades.
         seed: seed of the draws of ``"held_out_users"``.
+        action: sparse column of the kind of each interaction, such as view or purchase; HSTU only.
+        content: sparse columns that describe items, such as a category or brand, with equal values
+            in all rows of an item; HSTU only.
     """
 
     user: str = "user"
@@ -68,6 +71,8 @@ class DataOptions:
     seed: Count = 0
     reward_offset: Finite = 0.0
     reward_scale: PositiveAmount = 1.0
+    action: str = ""
+    content: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
@@ -102,14 +107,16 @@ class HeldOut:
 
 class Log(NamedTuple):
     """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
-    float32 (in the argument of `from_log`: labels), times int64 in seconds, and ids of baskets
-    int64 (<= 0 = missing) or None."""
+    float32 (in the argument of `from_log`: labels), times int64 in seconds, ids of baskets int64
+    (<= 0 = missing) or None, and ids of `DataOptions.action`, if any, and `content`, int64 [N, C]
+    (0 = missing), or None."""
 
     users: np.ndarray
     items: np.ndarray
     rewards: np.ndarray
     times: np.ndarray
     baskets: np.ndarray | None = None
+    features: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> Log:
         """Select rows by indices int64 [M] or a mask bool [N]."""
@@ -134,6 +141,8 @@ class Interactions:
         valid, test: the held-out targets.
         source: description of the log.
         left_out: by reason, the number of rows of the log that were left out.
+        actions: id of each interaction's action, int64 [N], 0 = missing; None without actions.
+        content: ids of items' features, int64 [F, num_items], 0 = missing.
     """
 
     users: np.ndarray
@@ -149,6 +158,8 @@ class Interactions:
     test: HeldOut
     source: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
+    actions: np.ndarray | None = None
+    content: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def held_out(self, split: str) -> HeldOut:
         """Return the targets of ``"valid"`` or ``"test"``; raises InvalidInputError otherwise."""
@@ -191,15 +202,19 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     folder = Folder.open(path)
     what = f"cannot read interactions from {os.fspath(path)!r}"
     single = [name for name in folder.sparse if name not in folder.multi_hot]
-    for key in ("user", "item", *(["basket"] if options.basket else [])):
-        if getattr(options, key) not in single:
-            raise InvalidInputError(what, "column", getattr(options, key), f"one of {single}",
-                                    f"set interactions.{key}")
+    features = (*filter(None, (options.action,)), *options.content)
+    for key, names in (("user", (options.user,)), ("item", (options.item,)),
+                       ("basket", filter(None, (options.basket,))),
+                       ("action", filter(None, (options.action,))), ("content", options.content)):
+        for name in names:
+            if name not in single:
+                raise InvalidInputError(what, "column", name, f"one of {single}",
+                                        f"set interactions.{key}")
     if not folder.time:
         raise InvalidInputError(what, "time column", None, "a log with times",
                                 "name the log's time column in its recipe")
     columns = tuple(filter(None, (options.user, options.item, folder.label, folder.time,
-                                  options.basket)))
+                                  options.basket, *features)))
     tables = [folder.read_part(part, columns)
               for split in SPLITS for part in folder.parts(split)]
 
@@ -213,7 +228,8 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
     log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
-              column(folder.time, np.int64), known(options.basket) if options.basket else None)
+              column(folder.time, np.int64), known(options.basket) if options.basket else None,
+              np.stack([known(name) for name in features], axis=1) if features else None)
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")
 
@@ -226,6 +242,12 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
             baskets and the log has none.
     """
     left_out = {}
+    num_features = bool(options.action) + len(options.content)
+    if num_features != (0 if log.features is None else log.features.shape[1]):
+        raise InvalidInputError("cannot read features of a log", "columns of Log.features", None
+                                if log.features is None else log.features.shape[1],
+                                f"{num_features}: the action, if any, and the content",
+                                "pass them, or change interactions.action and .content")
     log = log._replace(rewards=(
         (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
 
@@ -266,8 +288,25 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     ranks = [_by_count(ids, is_training) for ids in (users, items)]
     item_ids = np.zeros(raw_items.size + 1, np.int64)
     item_ids[ranks[1]] = raw_items
-    return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
-                   left_out=left_out)
+    return replace(_numbered(log, cut, ranks[0], ranks[1], bool(options.action)),
+                   item_ids=item_ids, source=source, left_out=left_out,
+                   content=_content(log, options, ranks[1]))
+
+
+def _content(log: Log, options: DataOptions, item_id: np.ndarray) -> np.ndarray:
+    """Return `Interactions.content`; raises InvalidInputError if rows of an item differ."""
+    found = np.zeros((len(options.content), item_id.size + 1), np.int64)
+    if log.features is not None:
+        features = log.features[:, log.features.shape[1] - len(options.content):].T
+        found[:, item_id[log.items]] = features
+        for name, ids, wanted in zip(options.content, found[:, item_id[log.items]], features,
+                                     strict=True):
+            num_other = int((ids != wanted).sum())
+            if num_other:
+                raise InvalidInputError("cannot describe items by a column", "column", name,
+                                        "one value in all rows of an item; other values in "
+                                        f"{num_other} rows", "leave it out of interactions.content")
+    return found
 
 
 def _baskets_of(log: Log) -> np.ndarray:
@@ -408,7 +447,8 @@ class _Cut:
         return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
 
 
-def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
+def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, has_actions: bool
+              ) -> Interactions:
     """Renumber users and items and order rows by new user id; leaves `item_ids` empty."""
     num_users = user_id.size + 1
     old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
@@ -433,4 +473,5 @@ def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> 
     return Interactions(
         users[order], items, log.rewards[order], log.times[order], offsets,
         by_user(cut.train_stop), num_users, item_id.size + 1, np.zeros(0, np.int64), held[0],
-        held[1])
+        held[1],
+        actions=log.features[order, 0] if has_actions and log.features is not None else None)
