@@ -54,6 +54,7 @@ def one_of(*names: str) -> Rule:
 Positive = Annotated[int, Rule(lambda x: x >= 1, "an integer >= 1")]
 Count = Annotated[int, Rule(lambda x: x >= 0, "an integer >= 0")]
 Amount = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "a finite number >= 0")]
+Finite = Annotated[float, Rule(math.isfinite, "a finite number")]
 PositiveAmount = Annotated[float, Rule(lambda x: 0 < x < math.inf, "a finite number > 0")]
 Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0..1")]
 ShareBelowOne = Annotated[float, Rule(lambda x: 0 <= x < 1, ">= 0 and < 1")]

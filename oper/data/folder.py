@@ -159,6 +159,14 @@ class Folder:
         return bool(self.manifest.get("ids_in_hotness_order", False))
 
     @property
+    def has_graded_labels(self) -> bool:
+        """Whether labels are any numbers (``parse = "number"``) instead of 0 and 1; False if there
+        are no rows."""
+        part = next((part for split in SPLITS for part in self.parts(split)), None)
+        return part is not None and pa.types.is_floating(
+            self.open_part(part, (self.label,)).schema_arrow.field(self.label).type)
+
+    @property
     def bucket_labels(self) -> list[str]:
         """Label of each time bucket, by bucket index."""
         return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]

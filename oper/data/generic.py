@@ -24,7 +24,8 @@ class Choice:
             character c, ``NAME:PARSE`` for ids that are not strings (see
             `oper.data.recipe.Column`), ``NAME:bins=18/30`` for numbers that are divided into bins.
             In Parquet files ids are integers, strings or lists of these.
-        label: name of a column of 0 and 1, unless `threshold` or `among` is given; None = no label.
+        label: name of a column of 0 and 1, unless `threshold` or `among` is given; ``NAME:number``
+            and ``NAME:log1p`` keep numbers (transformed) as labels; None = no label.
         dense: names of the numeric columns; ``NAME:log1p`` applies log(1 + max(x, 0)).
         time: name of the time column to split by; None = split by the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
@@ -72,8 +73,17 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
              "a file, its key and columns, or none of them"))
     columns: list[dict[str, Any]] = []
     if choice.label is not None:
-        columns.append({"name": "label", "kind": "label", "source": [choice.label]})
-        if choice.threshold is not None:
+        name, _, kept = choice.label.rpartition(":")
+        is_number = bool(name) and kept in ("number", "log1p")
+        require(what, "keep the numbers, or turn them into 0 and 1",
+                ("label", choice.label, not is_number or (
+                    choice.threshold is None and not choice.among),
+                 "no threshold and no among with a label that is a number"))
+        columns.append({"name": "label", "kind": "label",
+                        "source": [name if is_number else choice.label]})
+        if is_number:
+            columns[-1] |= {"parse": "number", "transform": "log1p" if kept == "log1p" else "none"}
+        elif choice.threshold is not None:
             columns[-1] |= {"parse": "threshold", "threshold": choice.threshold}
         elif choice.among:
             columns[-1] |= {"parse": "among", "positive": list(choice.among)}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require
-from oper.ranges import Count, Parsed, Positive, Rule, one_of, rules_of
+from oper.ranges import Count, Finite, Parsed, Positive, Rule, one_of, rules_of
 from oper.support.files import datasets_root, read_toml
 from oper.support.settings import Reader
 
 KINDS = {  # by kind of column, the accepted values of `Column.parse`, the default first
-    "label": ("binary", "threshold", "among"),
+    "label": ("binary", "threshold", "among", "number"),
     "dense": ("int", "float"),
     "sparse": ("hex32", "uint32", "uint64", "int", "integral", "string", "bins"),
     "time": ("unix", "unix_ms", "iso", "iso_zone", "yymmddhh"),
@@ -52,7 +52,6 @@ def _text(value: object) -> str:
 
 
 Text = Annotated[str, Parsed(_text, "text")]
-Finite = Annotated[float, Rule(math.isfinite, "a finite number")]
 Share = Annotated[Fraction, Parsed(lambda x: parse_share(x, "", ""),
                                    "a share from 0 to below 1, e.g. '1/7'")]
 Character = Annotated[str, Rule(lambda x: not x or (len(x) == 1 and 32 < ord(x) < 127),
@@ -67,13 +66,15 @@ class Column:
         name: name of the column in the output.
         kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
         parse: how a field is converted. Labels: ``"binary"`` (0 or 1), ``"threshold"`` (1 for
-            numbers >= `threshold`) or ``"among"`` (1 for strings in `positive`). Dense columns:
-            ``"int"`` (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
+            numbers >= `threshold`), ``"among"`` (1 for strings in `positive`) or ``"number"`` (the
+            number itself, such as a rating, an amount or a duration). Dense columns: ``"int"``
+            (decimal) or ``"float"``. Ids: ``"hex32"`` (8 lower-case hexadecimal digits),
             ``"uint32"``, ``"uint64"``, ``"int"`` (signed, 64 bits), ``"integral"`` (an integer that
             may be written 17850.0), ``"string"``, or ``"bins"`` (index of the number's bin). Times:
             ``"unix"`` (seconds since 1970), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone,
             taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
-        transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
+        transform: transform of a dense column or of a label that is a number, ``"log1p"`` =
+            log(1 + max(x, 0)), or ``"none"``.
         source: alternative names of the column in the header or schema of files; empty = `name`.
         missing: strings that denote a missing field, in addition to the empty string.
         threshold: smallest number that gives label 1, with ``parse="threshold"``.
@@ -317,8 +318,8 @@ class _ColumnEntry(Column):
         is_one = first is None and last is None
         require(what, "correct this column", *(
             ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"),
-            ("transform", self.transform, kind == "dense" or self.transform == "none",
-             "'none' unless the column is dense"),
+            ("transform", self.transform, self.transform == "none" or kind == "dense"
+             or parse == "number", "'none' unless the column is dense or a label that is a number"),
             ("multi", self.multi, not self.multi or (len(self.multi) == 1 and kind == "sparse"),
              "a single character, only for a sparse column"),
             ("bins", self.bins, bool(self.bins) == (parse == "bins")

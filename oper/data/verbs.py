@@ -77,7 +77,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                           "A:hex32, A:integral (ids written 17850.0) and A:bins=18/30 (binned "
                           "numbers); A:| splits fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
-                     help="column of 0 and 1, or of values for --threshold or --among")
+                     help="column of 0 and 1, or of values for --threshold or --among; A:number "
+                          "and A:log1p keep numbers as labels, for graded rewards")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
                      help="the label is 1 for numbers >= X")
     own.add_argument("--among", type=names, default=[], metavar="A,B",

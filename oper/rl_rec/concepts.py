@@ -9,30 +9,48 @@ from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, Concepts, log_counts, tags, without
-from oper.rl_rec.models.autoencoders.causal_graph import fit_graph
+from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, least_squares
 from oper.rl_rec.models.autoencoders.item_tables import positives
 
 FACTORS = 32
 ROUNDS = 50
 
 
-def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
+def concepts_from(data: Interactions, config: CaDVAEConfig, shares: torch.Tensor | None = None,
+                  edges: torch.Tensor | None = None) -> Concepts:
     """Compute the `Concepts` that `CaDVAE` needs before training.
 
     These are item concepts (`config.concepts`), activity weights, means and standard deviations of
     the labels over the training users, and the graph fitted to the labels (`config.graph`). Labels
     are standardised first, so edge directions are only one of several explanations of the data.
+
+    Args:
+        data: the interactions.
+        config: the model's configuration.
+        shares: known concepts of the items, such as genres, instead of `config.concepts`: float
+            [num_items, K], rows that sum to 1.
+        edges: known acyclic graph over known concepts, instead of `config.graph`: bool [K, K],
+            row = cause. Its weights are fitted to the labels by least squares.
+
+    Raises:
+        ValueError: `edges` without `shares`: concepts that are not known have no known graph.
     """
     k = config.num_concepts
-    if config.concepts == "learned":
+    if shares is None and edges is not None:
+        raise ValueError("edges without shares: expected both, or neither")
+    if shares is None and config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
-    shares = item_clusters(data, k, sharpness=config.sharpness, axes=config.concepts == "axes")
+    if shares is None:
+        shares = item_clusters(data, k, sharpness=config.sharpness, axes=config.concepts == "axes")
+    shares = shares.float()
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     counts = log_counts(tags(shares), items, lengths)[lengths > 0]
     activity = activity_weights(counts)
     mean, std, labels = standardised(without(activity, counts))
     graph: torch.Tensor | None = torch.zeros(k, k)
-    if config.graph == "free":
+    if edges is not None:
+        graph = least_squares(torch.cov(labels.double().T), edges).float()
+    elif config.graph == "free":
         graph = None
     elif config.graph == "fit":
         graph = fit_graph(labels, threshold=config.threshold).float()

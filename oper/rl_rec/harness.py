@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,8 @@ class Fitted:
     chosen_by: str
 
 
-def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions) -> Fitted:
+def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions,
+        build: Callable[[Any, Interactions, str], Recommender] | None = None) -> Fitted:
     """Train and test one model; seeds torch's global generator.
 
     Early stopping uses only the validation targets; the test targets are ranked once.
@@ -90,6 +91,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         data: the interactions.
         seed: seed of initial weights, batches and all other draws.
         options: options of training.
+        build: builds the model, as `Workload.build` does; None = that of the registry.
 
     Raises:
         InvalidInputError: no such model, no validation or test users, or a non-finite loss.
@@ -105,7 +107,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     workload = RECOMMENDERS[name]
     torch.manual_seed(seed)
     config = workload.config() if config is None else config
-    model = workload.build(config, data, "cpu")
+    model = (build or workload.build)(config, data, "cpu")
     best, best_epoch = -1.0, 0
     if workload.trains:
         batches = workload.batches(config, data)

@@ -70,7 +70,8 @@ def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
 def _hstu(config: HSTUConfig, data: Interactions, device: str) -> HSTU:
     if config.rank_weight:
         _need_binary(data, "rank_weight > 0", "set model.rank_weight=0")
-    return HSTU(config, data.num_items, device)
+    return HSTU(config, data.num_items, device, torch.from_numpy(data.content),
+                0 if data.actions is None else int(data.actions.max(initial=0)) + 1)
 
 
 def _cadvae(config: CaDVAEConfig, data: Interactions, device: str) -> CaDVAE:

@@ -100,7 +100,7 @@ class Reader:
         each = parts[0]
         size = None if parts[-1] is Ellipsis else len(parts)
         if self.from_text and isinstance(value, str):
-            value = [x for x in value.strip("[]() ").split(",") if x.strip()]
+            value = [x.strip() for x in value.strip("[]() ").split(",") if x.strip()]
         if isinstance(value, Mapping) and dataclasses.is_dataclass(each):
             value = [value]
         if not isinstance(value, list | tuple) or size not in (None, len(value)):

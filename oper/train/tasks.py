@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import oper
 from oper.data import Folder, Loader, LoaderOptions
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, require
 from oper.rl_rec.data.batches import Share, num_batches
 from oper.rl_rec.data.catalogue import synthetic_interactions
 from oper.rl_rec.data.interactions import Interactions, load_interactions
@@ -72,6 +72,11 @@ class ClickTask:
             raise InvalidInputError(
                 "cannot train dynamic tables", "data", config.data, "a folder of raw ids",
                 "preprocess with --raw-ids, or leave dynamic.rows out of the configuration")
+        require("cannot train a model of clicks",
+                "preprocess with a label of parse 'binary', 'threshold' or 'among', or train a "
+                "recommender with graded rewards",
+                (f"labels in {self.folder.label!r}", "numbers",
+                 not self.folder.has_graded_labels, "0 and 1"))
         self.splits = {split: click_batches(config, split) for split in ("train", "valid")}
         self.steps_per_epoch = len(self.splits["train"])
         if not self.steps_per_epoch:

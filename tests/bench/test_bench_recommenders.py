@@ -101,9 +101,9 @@ def test_protocols_stand_beside_each_other_and_the_graph_in_the_record(tmp_path:
     entries, printed = run(tmp_path, "movietweetings/*/cadvae")
     assert [e["name"] for e in entries] == [f"movietweetings/{p}/cadvae"
                                             for p in ("last-two", "time", "leave-one-out",
-                                                      "held-out-users")]
+                                                      "held-out-users", "graded")]
     assert [e["protocol"]["data"]["protocol"] for e in entries] == [
-        "leave_last_two", "time", "leave_last_two", "held_out_users"]
+        "leave_last_two", "time", "leave_last_two", "held_out_users", "leave_last_two"]
     assert all(e["against"] == {} for e in entries)  # other users: nothing to pair
     for entry in entries:
         graph = np.array(entry["runs"][0]["graph"])
@@ -148,6 +148,25 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
     held = {name: recommenders.DATA_SETS[data].protocols[name].data for data, name in
             (("ml-1m", "ml-1m-all-items"), ("ml-20m", "ml-20m"))}
     assert held["ml-1m-all-items"].item_core == 1 and held["ml-20m"].test == 10_000
+
+
+def test_graded_rewards_have_the_same_targets(tmp_path: Path) -> None:
+    """Models that ignore rewards' sizes get the same figures; CDT4Rec regresses the rewards."""
+    write_log(tmp_path)
+    graded, binary = (run(tmp_path, f"movietweetings/{p}/*[ey]")[0] for p in ("graded", "last-two"))
+    assert [e["metrics"] for e in graded] == [e["metrics"] for e in binary]
+    assert [e["data"] for e in graded] == [e["data"] for e in binary]
+    data = recommenders.load("movietweetings", "graded")
+    assert set(data.rewards) == set(np.float32([1, 2, 3]) / np.float32(3))
+
+
+def test_ablations_stand_beside_sasrec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(tmp_path)
+    monkeypatch.setenv("OPER_DATA", str(tmp_path))
+    found = {c.model for c in recommenders.cases(quick=True, models="ablations")}
+    assert found == {"sasrec"} | {n for n, m in recommenders.MODELS.items() if m.ablation}
+    assert {c.config.reward_loss for c in recommenders.cases(quick=True, models="ablations")
+            if c.protocol == "graded" and c.model != "sasrec"} == {"mse"}
 
 
 def test_ablations_are_every_combination_once() -> None:

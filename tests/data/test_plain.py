@@ -18,10 +18,10 @@ from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
 
 KAGGLE = load_recipe("criteo-kaggle")
-KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
-         ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
-         ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"), ("time", "yymmddhh"),
-         ("skip", "")]
+KINDS = [("label", "binary"), ("label", "threshold"), ("label", "number"), ("dense", "int"),
+         ("dense", "float"), ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"),
+         ("sparse", "int"), ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"),
+         ("time", "yymmddhh"), ("skip", "")]
 
 
 def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: bool) -> Recipe:
@@ -71,8 +71,8 @@ FIELDS = ["", "0", "1", "-1", "7", "-7", "007", "+3", " 4", "5 ", "3.0", "2.50",
           "1:2", "true", "NULL"]
 
 
-@given(kinds=st.lists(st.sampled_from(KINDS[2:]), min_size=1, max_size=5), label=st.sampled_from(
-           [[], [KINDS[0]], [KINDS[1]]]), time=st.booleans(), missing=st.booleans(),
+@given(kinds=st.lists(st.sampled_from(KINDS[3:]), min_size=1, max_size=5), label=st.sampled_from(
+           [[], [KINDS[0]], [KINDS[1]], [KINDS[2]]]), time=st.booleans(), missing=st.booleans(),
        log1p=st.booleans(), separator=st.sampled_from("\t,;|"), data=st.data())
 @settings(max_examples=250, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

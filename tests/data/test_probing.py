@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, Recipe, str]] = {  # first field of many rows, recip
     "zone for iso": ("2020-01-01T10:00:00+01:00", generic_recipe("csv", Choice(
         ["a"], "y", time="x", time_format="iso")), "--time-format iso_zone"),
     "text label": ("click", generic_recipe("csv", Choice(["a"], "x")), "--among"),
-    "graded label": ("5", generic_recipe("csv", Choice(["a"], "x")), "--threshold"),
+    "graded label": ("5", generic_recipe("csv", Choice(["a"], "x")), "--label x:number"),
     "floats as ids": ("17850.0", own([{"name": "x", "kind": "sparse", "parse": "uint64"},
                                       {"name": "a", "kind": "skip"},
                                       {"name": "y", "kind": "label"}], header=True),

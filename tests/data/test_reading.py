@@ -259,12 +259,13 @@ _FIELDS = {
     "uint64": ["0", "18446744073709551615", "12"], "uint32": ["0", "4294967295"],
     "hex32": ["0123abcd", "ffffffff"], "integral": ["17850.0", "12", "-3", "1e3"],
     "float": ["1.5", "-2", ".5", "1e-3"], "string": ["a b", "x", "0x10", "é", "NA"],
-    "threshold": ["3.5", "0"], "among": ["buy", "view"], "binary": ["0", "1"],
+    "threshold": ["3.5", "0"], "number": ["3.5", "-2", "1e3"],
+    "among": ["buy", "view"], "binary": ["0", "1"],
     "unix": ["1381945744", "1593898936.56"], "unix_ms": ["1433221332117"],
     "iso": ["2010-12-01 08:26:00", "2016-05-09"], "iso_zone": ["2014-04-07T10:51:09.277Z"],
     "yymmddhh": ["14102100", "14103023"],
 }
-_KIND_OF = {**dict.fromkeys(("threshold", "among", "binary"), "label"), "float": "dense",
+_KIND_OF = {**dict.fromkeys(("threshold", "number", "among", "binary"), "label"), "float": "dense",
             **dict.fromkeys(("unix", "unix_ms", "iso", "iso_zone", "yymmddhh"), "time")}
 
 

@@ -42,6 +42,10 @@ def build(kind: str) -> Recommender:
         return SASRec(SASRecConfig(dim=16, steps=6, window=4, negatives=50), NUM_ITEMS)
     if kind == "hstu":
         return HSTU(HSTUConfig(dim=16, steps=6, window=4, negatives=50, rank_weight=0.5), NUM_ITEMS)
+    if kind == "hstu-features":
+        content = torch.stack([torch.randint(0, n, (NUM_ITEMS,)) for n in (9, 30)])
+        return HSTU(HSTUConfig(dim=16, steps=6, window=4, negatives=50, rank_weight=0.5), NUM_ITEMS,
+                    content=content, num_actions=4)
     if kind not in AUTOENCODERS:
         config = CDT4RecConfig(dim=16, user_dim=8, steps=6, window=4, negatives=50,
                                tied=kind != "untied",
@@ -70,7 +74,8 @@ def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
     if kind in AUTOENCODERS:
         return Histories(users, items, rewards, lengths)
     return Sequences(users, items, rewards, lengths, skip, 4 * torch.rand(total, generator=g),
-                     times=torch.randint(0, 100_000, (total,), generator=g).cumsum(0))
+                     times=torch.randint(0, 100_000, (total,), generator=g).cumsum(0),
+                     actions=torch.randint(0, 4, (total,), generator=g))
 
 
 def unsharded_losses(kind: str, world_size: int, scale: float = 1.0) -> list[float]:
@@ -122,7 +127,8 @@ def sharded_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], 
 
 @pytest.mark.parametrize(("kind", "world_size"), [
     ("cadvae", 4), ("cadvae-learned", 2), ("multvae", 2), ("macridvae", 2), ("causal", 4),
-    ("untied", 2), ("interleaved", 2), ("sasrec", 2), ("hstu", 2)])
+    ("untied", 2), ("interleaved", 2), ("sasrec", 2), ("hstu", 2),
+    ("hstu-features", 2)])
 def test_losses_equal_the_unsharded_ones(kind: str, world_size: int) -> None:
     want = unsharded_losses(kind, world_size)
     for losses, left in run_world(world_size, sharded_losses, kind):

@@ -3,6 +3,7 @@ are learned from the histories of simulated users."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.rl_rec.concepts import activity_weights, standardised
+from oper.rl_rec.concepts import activity_weights, concepts_from, standardised
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
 from oper.rl_rec.disentanglement import disentanglement
@@ -31,6 +32,7 @@ from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 # sum to 1 and are therefore correlated even for independent tastes.
 LABELS = ("log_counts", "shares")
 _WEIGHTS = (0.6, 1.2)  # range of an edge's absolute weight; its sign is random
+BETAS = (0.0, 0.2, 2.0)  # beta_z of the ablations; the default is 0.02
 FALSE_POSITIVES = 0.05  # limit of the false positive rate for independent concepts
 FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
@@ -97,6 +99,10 @@ class Case:
 class TastesCase:
     """Models' representations of simulated users with known tastes.
 
+    CaD-VAE finds concepts and graph itself, or is given the true concepts of the items, or these
+    and the true graph, or the true concepts and no graph; and it is trained with other weights of
+    the labels, `beta_z`.
+
     The number of items of concept k that a user chooses is drawn as in `Case`. The items depend on
     the user's taste v_k, which is normal and independent of all other variables: an item at
     position p is chosen with probability proportional to ``exp(-(p - v_k)^2 / (2 width^2))``. The
@@ -123,11 +129,14 @@ class TastesCase:
         graphs: dict[str, list[list[list[float]]]] = {}
         for seed in range(self.users.num_graphs):
             data, tastes, places = histories_of(self, seed)
+            known = true_concepts(self, seed, data)
             scores.setdefault("mean places", []).append(disentanglement(places[..., None], tastes))
             for name, (workload, config) in _models(self.users.num_concepts).items():
                 progress(f"{name}, seed {seed}")
+                given = [x for what, x in known.items() if f"true {what}" in name]
                 done = fit(workload, config, data, seed, FitOptions(
-                    epochs=self.epochs, lr=2e-3, eval_every=4, patience=3))
+                    epochs=self.epochs, lr=2e-3, eval_every=4, patience=3),
+                    functools.partial(_given, given) if given else None)
                 with torch.no_grad():
                     z = done.model.encode(training_histories(data, np.arange(1, data.num_users)))
                 found = disentanglement(z.reshape(len(z), -1, z.shape[-1] if z.ndim > 2 else 1
@@ -151,9 +160,28 @@ def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
     return {"cadvae": ("cadvae", CaDVAEConfig(**sizes)),
             "cadvae, axes": ("cadvae", CaDVAEConfig(**sizes, concepts="axes")),
             "cadvae, no graph": ("cadvae", CaDVAEConfig(**sizes, graph="none")),
+            "cadvae, true concepts": ("cadvae", CaDVAEConfig(**sizes)),
+            "cadvae, true concepts, true graph": ("cadvae", CaDVAEConfig(**sizes)),
+            "cadvae, true concepts, no graph": ("cadvae", CaDVAEConfig(**sizes, graph="none")),
+            **{f"cadvae, true concepts, true graph, beta_z {weight}": (
+                "cadvae", CaDVAEConfig(**sizes, beta_z=weight)) for weight in BETAS},
             "macridvae": ("macridvae", MacridVAEConfig(**sizes)),
             "multvae": ("multvae", MultVAEConfig(hidden=64, dim=16 * num_concepts,
                                                  decoder_hidden=64))}
+
+
+def true_concepts(case: TastesCase, seed: int, data: Interactions) -> dict[str, torch.Tensor]:
+    """The true ``concepts`` of the items of `data`, float32 [num_items, K], uniform for padding;
+    and the true ``graph``, bool [K, K]."""
+    concept = torch.from_numpy((data.item_ids - 1) // case.num_items)
+    shares = torch.nn.functional.one_hot(concept.clamp(min=0), case.users.num_concepts).float()
+    shares[0] = 1 / case.users.num_concepts
+    return {"concepts": shares, "graph": torch.from_numpy(simulate(case.users, seed)[0] != 0)}
+
+
+def _given(known: Sequence[torch.Tensor], config: CaDVAEConfig, data: Interactions, device: str
+           ) -> CaDVAE:
+    return CaDVAE(data.num_items, config, concepts_from(data, config, *known), device)
 
 
 def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray, np.ndarray]:

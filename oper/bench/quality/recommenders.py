@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from oper.rl_rec.data.protocols import (
     LEAVE_ONE_OUT,
     PUBLISHED,
     Protocol,
-    with_threshold,
+    with_labels,
 )
 from oper.rl_rec.harness import FitOptions, Runs, as_runs, fit, join_runs
 from oper.rl_rec.intervals import difference
@@ -86,19 +87,24 @@ class DataSet:
 # Films are rated one at a time, so the last two ratings can be held out. An invoice's products are
 # bought together, and the order of its lines has no meaning, so the entire invoice is held out.
 _PRODUCTS = DataOptions(user="CustomerID", item="StockCode", protocol="time")
+_INVOICES = dataclasses.replace(_PRODUCTS, protocol="leave_last_baskets", basket="InvoiceNo")
 _BY_TIME = Protocol(DataOptions(protocol="time"))
 DATA_SETS = {
     "movietweetings": DataSet(
         "movietweetings", "movietweetings*/ratings.dat*",
         {"last-two": Protocol(), "time": _BY_TIME, "leave-one-out": LEAVE_ONE_OUT,
-         "held-out-users": HELD_OUT_USERS}),
+         "held-out-users": HELD_OUT_USERS,
+         # Targets as of last-two; ratings 8, 9, 10 have rewards 1/3, 2/3, 1, lower ones <= 0.
+         "graded": Protocol(DataOptions(reward_offset=7.0, reward_scale=3.0), graded="none")}),
     "online-retail": DataSet(
         "online-retail", "online_retail/online_retail.csv*",
-        {"last-invoice": Protocol(dataclasses.replace(
-            _PRODUCTS, protocol="leave_last_baskets", basket="InvoiceNo")),
+        {"last-invoice": Protocol(_INVOICES),
          "time": Protocol(_PRODUCTS),
          "held-out-users": dataclasses.replace(HELD_OUT_USERS, data=dataclasses.replace(
-             HELD_OUT_USERS.data, user="CustomerID", item="StockCode"))},
+             HELD_OUT_USERS.data, user="CustomerID", item="StockCode")),
+         # Targets as of last-invoice; q pieces have reward log(1 + q) / log(101), a return 0.
+         "graded": Protocol(dataclasses.replace(_INVOICES, reward_scale=math.log(101)),
+                            graded="log1p")},
         columns=("InvoiceNo",)),
     # To be supplied by the user, in folders named like the archives.
     "ml-1m": DataSet("movielens", "ml-1m/ratings.dat*",
@@ -209,8 +215,11 @@ class Case:
 
     @property
     def config(self) -> Any:
-        """The model's configuration, for a sequence model with the protocol's context length."""
+        """The model's configuration, for a sequence model with the protocol's context length; with
+        graded rewards, the reward head's loss is the squared error."""
         config, context = MODELS[self.model].config, self.under.context
+        if self.under.graded and hasattr(config, "reward_loss"):
+            config = dataclasses.replace(config, reward_loss="mse")
         if not context or not hasattr(config, "steps"):
             return config
         return dataclasses.replace(config, steps=context + 1 - config.window)
@@ -257,7 +266,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
              for protocol in source.protocols for name, model in MODELS.items()
-             if model.ablation == bool(models)]
+             if model.ablation == bool(models) or (models and name == "sasrec")]
     if not found:
         raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
@@ -308,7 +317,7 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
                                 f"a folder with {source.files}",
                                 "set it to the folder with the log")
     held = source.protocols[protocol]
-    recipe, more = with_threshold(load_recipe(source.recipe), held.threshold), tuple(
+    recipe, more = with_labels(load_recipe(source.recipe), held), tuple(
         Column(name, "sparse", "string") for name in source.columns)
     recipe = dataclasses.replace(recipe, layouts=tuple(
         dataclasses.replace(layout, columns=(*layout.columns, *more))
@@ -344,6 +353,7 @@ def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
 def _contents(data: Interactions) -> str:
     """Digest of all arrays of a log that models use."""
     arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
+    arrays += [data.content, *(() if data.actions is None else (data.actions,))]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
     return kept.digest(*(np.ascontiguousarray(a).data for a in arrays))

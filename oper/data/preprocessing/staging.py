@@ -215,7 +215,7 @@ class Stage:
 
     def numbers(self, number: int, chunk: int, about: dict[str, Any]
                 ) -> tuple[np.ndarray, np.ndarray]:
-        """Read labels int8 [n] and dense columns float32 [D, n] of a chunk."""
+        """Read labels [n] (see `Rows`) and dense columns float32 [D, n] of a chunk."""
         file = _Arrays(self._path(number, chunk, "rows"))
         labels = file.next()
         file.next()

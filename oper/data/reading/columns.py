@@ -22,9 +22,9 @@ from oper.errors import InvalidInputError
 _ARROW_TYPES = {
     "hex32": pa.binary(8), "uint32": pa.int64(), "uint64": pa.uint64(), "int": pa.int64(),
     "integral": pa.float64(), "float": pa.float64(), "string": pa.binary(), "binary": pa.binary(),
-    "threshold": pa.float64(), "among": pa.binary(), "unix": pa.float64(), "unix_ms": pa.float64(),
-    "bins": pa.float64(), "iso": pa.timestamp("us"), "iso_zone": pa.timestamp("us", "UTC"),
-    "yymmddhh": pa.int64(),
+    "threshold": pa.float64(), "number": pa.float64(), "among": pa.binary(), "unix": pa.float64(),
+    "unix_ms": pa.float64(), "bins": pa.float64(), "iso": pa.timestamp("us"),
+    "iso_zone": pa.timestamp("us", "UTC"), "yymmddhh": pa.int64(),
 }
 EXPECTED = {
     "hex32": "8 digits 0-9a-f or empty", "uint32": "an integer from 0 to 4294967295 or empty",
@@ -33,7 +33,7 @@ EXPECTED = {
     "bins": "a finite number or empty",
     "string": "text of at most 1024 bytes without a zero byte, not empty in a list",
     "binary": "0 or 1",
-    "threshold": "a number", "among": "text",
+    "threshold": "a number", "number": "a finite number", "among": "text",
     "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
     "yymmddhh": "a date and hour YYMMDDHH", "": "text without a carriage return",  # skipped columns
@@ -103,7 +103,7 @@ def _numbers(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def labels(column: Column, array: pa.Array) -> np.ndarray:
-    """Convert a label column to int8 [n], 0 or 1; raises MalformedError."""
+    """Convert a label column [n], see `label_of`; raises MalformedError."""
     _require(array.null_count == 0, column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.binary())
@@ -116,8 +116,8 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
         return values.astype(np.int8)
     array = _prepared(column, array)
     _require(array.null_count == 0, column)
-    if column.parse == "threshold":
-        return (_numbers(column, array) >= column.threshold).astype(np.int8)
+    if column.parse in ("threshold", "number"):
+        return label_of(column, _numbers(column, array))
     if column.parse == "among":
         found = pc.is_in(array, _bytes(column.positive))
         return found.to_numpy(zero_copy_only=False).astype(np.int8)
@@ -126,6 +126,14 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
     text = _text(array)
     _require(bool(((text | 1) == ord("1")).all()), column)
     return (text - np.uint8(ord("0"))).view(np.int8)
+
+
+def label_of(column: Column, numbers: np.ndarray) -> np.ndarray:
+    """Convert numbers [n] to labels: the transformed numbers, float32 [n], with
+    ``parse="number"``, otherwise int8 [n], 0 or 1. Raises MalformedError."""
+    if column.parse == "number":
+        return transformed(column, numbers.astype(np.float32))
+    return (numbers >= column.threshold).astype(np.int8)
 
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:

@@ -31,6 +31,7 @@ _PARSES: dict[tuple[str, str], tuple[int, tuple[int, int], Any, Any]] = {
     ("skip", ""): (_SKIP, _ALL, None, None),
     ("label", "binary"): (_BIT, _ALL, np.int8, None),
     ("label", "threshold"): (_DECIMAL, _ALL, np.float64, None),
+    ("label", "number"): (_DECIMAL, _ALL, np.float64, None),
     ("dense", "int"): (_NUMBER, _ALL, np.float32, None),
     ("dense", "float"): (_DECIMAL, _ALL, np.float64, None),
     ("sparse", "hex32"): (_HEX32, _ALL, np.uint32, pa.uint32()),
@@ -191,8 +192,7 @@ class _Piece:
     def _labels(self, count: int) -> np.ndarray:
         for column in self.text.layout.of("label"):
             found = self._outs[column.name][:count]
-            return found if column.parse == "binary" else (
-                found >= column.threshold).astype(np.int8)
+            return found if column.parse == "binary" else convert.label_of(column, found)
         return np.ones(count, np.int8)
 
     def _ids(self, column: Column, count: int) -> pa.Array:

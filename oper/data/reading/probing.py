@@ -80,8 +80,10 @@ def _other_parse(column: Column, value: str) -> tuple[str, str]:
     """
     number = _number(value)
     if column.kind == "label" and number is not None:
-        return ("--threshold with the smallest number that gives label 1",
-                'parse = "threshold" and threshold = the smallest number that gives label 1')
+        return (f"--threshold with the smallest number that gives label 1, or --label "
+                f"{column.sources[0]}:number to keep the numbers",
+                'parse = "threshold" and threshold = the smallest number that gives label 1, or '
+                'parse = "number" to keep the numbers')
     if column.kind == "label":
         return (f"--among with the strings that give label 1, such as {value!r}",
                 f'parse = "among" and positive = the strings that give label 1, such as {value!r}')

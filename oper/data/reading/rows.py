@@ -39,7 +39,7 @@ class Rows:
     Attributes:
         num_lines: number of rows of the piece, including malformed ones.
         rows: index of each row in the unit of work, int64 [n], ascending unless reordered.
-        labels: int8 [n], 0 or 1.
+        labels: int8 [n], 0 or 1; float32 [n] if the recipe's label is a number.
         dense: transformed numbers, float32 [D, n].
         sparse: raw values of each sparse column: integers or binary [n], null where missing, or
             non-null lists of them.

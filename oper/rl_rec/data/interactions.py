@@ -16,7 +16,7 @@ from oper.data import Folder
 from oper.data.arrays import places_of
 from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, require_fields
-from oper.ranges import Count, Positive, one_of, rules_of
+from oper.ranges import Count, Finite, Positive, PositiveAmount, one_of, rules_of
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 
@@ -48,7 +48,13 @@ class DataOptions:
         basket: sparse column whose equal values form a basket of a user, such as an invoice number
             (``"leave_last_baskets"`` only). The rows of a basket are moved to its first row.
         fold_in: share of a held-out user's interactions that is its history.
+        reward_offset, reward_scale: the reward is ``(label - reward_offset) / reward_scale``. An
+            interaction is positive if its reward is > 0; so with ratings 1 to 10 as labels,
+            ``reward_offset = 7`` makes ratings of 8 or more positive, in grades.
         seed: seed of the draws of ``"held_out_users"``.
+        action: sparse column of the kind of each interaction, such as view or purchase; HSTU only.
+        content: sparse columns that describe items, such as a category or brand, with equal values
+            in all rows of an item; HSTU only.
     """
 
     user: str = "user"
@@ -63,6 +69,10 @@ class DataOptions:
     only: Annotated[str, one_of("all", "positive")] = "all"
     fold_in: float = 0.8
     seed: Count = 0
+    reward_offset: Finite = 0.0
+    reward_scale: PositiveAmount = 1.0
+    action: str = ""
+    content: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
@@ -97,13 +107,16 @@ class HeldOut:
 
 class Log(NamedTuple):
     """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
-    float32, times int64 in seconds, and ids of baskets int64 (<= 0 = missing) or None."""
+    float32 (in the argument of `from_log`: labels), times int64 in seconds, ids of baskets int64
+    (<= 0 = missing) or None, and ids of `DataOptions.action`, if any, and `content`, int64 [N, C]
+    (0 = missing), or None."""
 
     users: np.ndarray
     items: np.ndarray
     rewards: np.ndarray
     times: np.ndarray
     baskets: np.ndarray | None = None
+    features: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> Log:
         """Select rows by indices int64 [M] or a mask bool [N]."""
@@ -119,7 +132,7 @@ class Interactions:
     Attributes:
         users, items: ids int64 [N], 1, 2, ... by descending number of training interactions; 0 is
             padding and does not occur.
-        rewards: the log's label, float32 [N].
+        rewards: float32 [N], see `DataOptions.reward_offset`.
         times: int64 [N], seconds since 1970.
         offsets: int64 [num_users + 1]; rows ``offsets[u]:offsets[u + 1]`` are user u's.
         train_stop: int64 [num_users]; rows ``offsets[u]:train_stop[u]`` are for training.
@@ -128,6 +141,8 @@ class Interactions:
         valid, test: the held-out targets.
         source: description of the log.
         left_out: by reason, the number of rows of the log that were left out.
+        actions: id of each interaction's action, int64 [N], 0 = missing; None without actions.
+        content: ids of items' features, int64 [F, num_items], 0 = missing.
     """
 
     users: np.ndarray
@@ -143,6 +158,8 @@ class Interactions:
     test: HeldOut
     source: str = ""
     left_out: dict[str, int] = field(default_factory=dict)
+    actions: np.ndarray | None = None
+    content: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def held_out(self, split: str) -> HeldOut:
         """Return the targets of ``"valid"`` or ``"test"``; raises InvalidInputError otherwise."""
@@ -185,15 +202,19 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     folder = Folder.open(path)
     what = f"cannot read interactions from {os.fspath(path)!r}"
     single = [name for name in folder.sparse if name not in folder.multi_hot]
-    for key in ("user", "item", *(["basket"] if options.basket else [])):
-        if getattr(options, key) not in single:
-            raise InvalidInputError(what, "column", getattr(options, key), f"one of {single}",
-                                    f"set interactions.{key}")
+    features = (*filter(None, (options.action,)), *options.content)
+    for key, names in (("user", (options.user,)), ("item", (options.item,)),
+                       ("basket", filter(None, (options.basket,))),
+                       ("action", filter(None, (options.action,))), ("content", options.content)):
+        for name in names:
+            if name not in single:
+                raise InvalidInputError(what, "column", name, f"one of {single}",
+                                        f"set interactions.{key}")
     if not folder.time:
         raise InvalidInputError(what, "time column", None, "a log with times",
                                 "name the log's time column in its recipe")
     columns = tuple(filter(None, (options.user, options.item, folder.label, folder.time,
-                                  options.basket)))
+                                  options.basket, *features)))
     tables = [folder.read_part(part, columns)
               for split in SPLITS for part in folder.parts(split)]
 
@@ -207,7 +228,8 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
     log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
-              column(folder.time, np.int64), known(options.basket) if options.basket else None)
+              column(folder.time, np.int64), known(options.basket) if options.basket else None,
+              np.stack([known(name) for name in features], axis=1) if features else None)
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")
 
@@ -220,6 +242,14 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
             baskets and the log has none.
     """
     left_out = {}
+    num_features = bool(options.action) + len(options.content)
+    if num_features != (0 if log.features is None else log.features.shape[1]):
+        raise InvalidInputError("cannot read features of a log", "columns of Log.features", None
+                                if log.features is None else log.features.shape[1],
+                                f"{num_features}: the action, if any, and the content",
+                                "pass them, or change interactions.action and .content")
+    log = log._replace(rewards=(
+        (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
 
     def keep(kept: np.ndarray, reason: str) -> None:
         nonlocal log
@@ -258,8 +288,25 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     ranks = [_by_count(ids, is_training) for ids in (users, items)]
     item_ids = np.zeros(raw_items.size + 1, np.int64)
     item_ids[ranks[1]] = raw_items
-    return replace(_numbered(log, cut, ranks[0], ranks[1]), item_ids=item_ids, source=source,
-                   left_out=left_out)
+    return replace(_numbered(log, cut, ranks[0], ranks[1], bool(options.action)),
+                   item_ids=item_ids, source=source, left_out=left_out,
+                   content=_content(log, options, ranks[1]))
+
+
+def _content(log: Log, options: DataOptions, item_id: np.ndarray) -> np.ndarray:
+    """Return `Interactions.content`; raises InvalidInputError if rows of an item differ."""
+    found = np.zeros((len(options.content), item_id.size + 1), np.int64)
+    if log.features is not None:
+        features = log.features[:, log.features.shape[1] - len(options.content):].T
+        found[:, item_id[log.items]] = features
+        for name, ids, wanted in zip(options.content, found[:, item_id[log.items]], features,
+                                     strict=True):
+            num_other = int((ids != wanted).sum())
+            if num_other:
+                raise InvalidInputError("cannot describe items by a column", "column", name,
+                                        "one value in all rows of an item; other values in "
+                                        f"{num_other} rows", "leave it out of interactions.content")
+    return found
 
 
 def _baskets_of(log: Log) -> np.ndarray:
@@ -400,7 +447,8 @@ class _Cut:
         return _Cut(stops[0], (stops[0], stops[1]), (targets[0], targets[1]))
 
 
-def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> Interactions:
+def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray, has_actions: bool
+              ) -> Interactions:
     """Renumber users and items and order rows by new user id; leaves `item_ids` empty."""
     num_users = user_id.size + 1
     old_offsets = np.concatenate([[0], np.cumsum(np.bincount(log.users))])
@@ -425,4 +473,5 @@ def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> 
     return Interactions(
         users[order], items, log.rewards[order], log.times[order], offsets,
         by_user(cut.train_stop), num_users, item_id.size + 1, np.zeros(0, np.int64), held[0],
-        held[1])
+        held[1],
+        actions=log.features[order, 0] if has_actions and log.features is not None else None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from oper.data.recipe import Recipe
 from oper.rl_rec.data.interactions import DataOptions
@@ -34,6 +35,8 @@ class Protocol:
         metrics: options of the metrics.
         reported: names of the metrics in a table; validation selects weights by the first one.
         threshold: lowest rating with label 1; None = the recipe's.
+        graded: if not empty, labels are the log's numbers with this transform (see
+            `oper.data.recipe.Column`) instead of 0 and 1; `data` turns them into rewards.
         context: maximum number of history items for sequence models; 0 = as configured.
     """
 
@@ -41,6 +44,7 @@ class Protocol:
     metrics: MetricOptions = field(default_factory=MetricOptions)
     reported: tuple[str, ...] = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
     threshold: float | None = None
+    graded: str = ""
     context: int = 0
 
 
@@ -60,12 +64,16 @@ PUBLISHED: dict[str, Protocol] = {
 }
 
 
-def with_threshold(recipe: Recipe, threshold: float | None) -> Recipe:
-    """Return the recipe with another label threshold in all layouts, or unchanged for None."""
-    if threshold is None:
-        return recipe
+def with_labels(recipe: Recipe, protocol: Protocol) -> Recipe:
+    """Return the recipe with the protocol's labels instead of those of its own threshold, in all
+    layouts; unchanged if the protocol has neither `threshold` nor `graded`."""
+    changes: dict[str, Any] = {}
+    if protocol.graded:
+        changes = {"parse": "number", "transform": protocol.graded}
+    elif protocol.threshold is not None:
+        changes = {"threshold": protocol.threshold}
     return dataclasses.replace(recipe, layouts=tuple(dataclasses.replace(
         layout, columns=tuple(
-            dataclasses.replace(column, threshold=threshold)
+            dataclasses.replace(column, **changes)
             if column.kind == "label" and column.parse == "threshold" else column
             for column in layout.columns)) for layout in recipe.layouts))

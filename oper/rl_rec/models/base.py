@@ -74,6 +74,7 @@ class Histories:
         rewards: float32 [L].
         lengths: number of interactions of each user, int64 [B], >= 0; they sum to L.
         times: int64 [L], seconds since 1970; None if unknown.
+        actions: ids of the kinds of interactions, int64 [L], 0 = missing; None if unknown.
     """
 
     users: torch.Tensor
@@ -81,6 +82,7 @@ class Histories:
     rewards: torch.Tensor
     lengths: torch.Tensor
     times: torch.Tensor | None = field(default=None, kw_only=True)
+    actions: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def num_users(self) -> int:
@@ -140,7 +142,7 @@ class Recommender(nn.Module):
 
 
 def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str,
-               std: float | None = None) -> EmbeddingCollection:
+               std: float | None = None, others: Mapping[str, int] = {}) -> EmbeddingCollection:
     """Make an ``EmbeddingCollection`` of item tables.
 
     Args:
@@ -149,9 +151,10 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
         dim: columns.
         device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` initialises shard by shard.
         std: standard deviation of the initial weights; None = ``dim ** -0.5``.
+        others: rows of the tables that have other rows than items, by name.
     """
     return EmbeddingCollection(device=torch.device(device), tables=[
-        EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
+        EmbeddingConfig(name=name, num_embeddings=others.get(name, num_items), embedding_dim=dim,
                         feature_names=list(features),
                         init_fn=functools.partial(nn.init.normal_, std=std or dim ** -0.5))
         for name, features in tables.items()])
@@ -189,7 +192,8 @@ def last(histories: Histories, count: int) -> Histories:
     kept = left <= count
     return Histories(histories.users, histories.items[kept], histories.rewards[kept],
                      histories.lengths.clamp(max=count),
-                     times=None if histories.times is None else histories.times[kept])
+                     times=None if histories.times is None else histories.times[kept],
+                     actions=None if histories.actions is None else histories.actions[kept])
 
 
 def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

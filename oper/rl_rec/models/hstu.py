@@ -12,9 +12,14 @@ the time between two interactions, ``bucket = floor(2 log2(1 + seconds))``, so t
 grow by factors of sqrt(2). Time differences to the start vector count as 0. There are no absolute
 positions, no softmax and no feed-forward layer.
 
+An item's vector is E[item], or E[item] + sum_f C_f[content_f(item)] with a table per feature of
+the items, such as their category; queries score items by the same vectors. The token of an
+interaction is the vector of its item, plus A[action] if interactions have kinds, such as view or
+purchase.
+
 Ranking (``rank_weight > 0``) predicts whether a given candidate item would be rewarded. Tokens of a
-history then include rewards, ``x_i = E[item_i] + w r_i + b``; a candidate's token is ``x =
-E[candidate]``. It is placed after the history, at the time of the last item, and attends to the
+history then include rewards, with the additional terms ``w r_i + b``; a candidate's token is its
+item's vector. It is placed after the history, at the time of the last item, and attends to the
 history and itself but not to other candidates; the output at its position gives the logit of its
 reward. So a history is encoded once, and its cached keys and values serve any number of candidates
 (the idea of the paper's M-FALCON). In training, the item of every step is a candidate that attends
@@ -29,13 +34,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from oper.errors import InvalidInputError
 from oper.ranges import Amount, Count
 from oper.rl_rec.models.base import (
     Histories,
     Sequences,
-    look_up,
+    item_table,
+    make_kjt,
+    one_bag,
     padded,
     unpadded,
 )
@@ -161,12 +169,23 @@ class HSTU(NextItem):
     """The HSTU model; see the module docstring. For arguments see `NextItem`.
 
     `Histories.times` must be given unless ``time_buckets = 0``.
+
+    Args:
+        content: ids of items' features, int64 [F, num_items]; None = no features.
+        num_actions: rows of the table of actions, which `Histories.actions` selects; 0 = no table.
     """
 
     config: HSTUConfig
+    content: torch.Tensor
 
-    def __init__(self, config: HSTUConfig, num_items: int, device: str = "cpu") -> None:
-        super().__init__(config, num_items, device)
+    def __init__(self, config: HSTUConfig, num_items: int, device: str = "cpu",
+                 content: torch.Tensor | None = None, num_actions: int = 0) -> None:
+        if content is None:
+            content = torch.zeros(0, num_items, dtype=torch.int64)
+        super().__init__(config, num_items, device, [int(ids.max()) + 1 for ids in content])
+        self.register_buffer("content", content, persistent=False)
+        self.actions = item_table({"action": ["action"]}, num_actions, config.dim,
+                                  device) if num_actions else None
         # Tokens: the start, the items and, for ranking, a candidate.
         reach = self.context + (2 if config.rank_weight else 1)
         self.layers = nn.ModuleList(Layer(config, reach) for _ in range(config.layers))
@@ -176,9 +195,47 @@ class HSTU(NextItem):
             self.rank_head = nn.Linear(config.dim, 1)
 
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
+        if self.actions is not None:
+            rows = rows + self.actions(self._action_kjt(histories))["action"].values()
         if not self.config.rank_weight:
             return rows
         return rows + self.reward_token(histories.rewards.unsqueeze(-1))
+
+    # ---- tables of features ----
+
+    def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
+        found = super().lookups(batch)
+        return found if self.actions is None else [*found, self._action_kjt(batch)]
+
+    def _action_kjt(self, histories: Histories) -> KeyedJaggedTensor:
+        if histories.actions is None:
+            raise InvalidInputError(
+                "cannot look up actions", "Histories.actions", None,
+                "ids int64 [L], since the model was built with a table of actions",
+                "pass them, or build the model without actions")
+        return make_kjt(("action", histories.actions, histories.lengths))
+
+    def _kjt(self, batch: Histories, drawn: torch.Tensor) -> KeyedJaggedTensor:
+        features = [("seen", batch.items, batch.lengths), one_bag("drawn", drawn, batch.num_users)]
+        for k, ids in enumerate(self.content):
+            features += [(f"seen_{k}", ids[batch.items], batch.lengths),
+                         one_bag(f"drawn_{k}", ids[drawn], batch.num_users)]
+        return make_kjt(*features)
+
+    def rows(self, found: dict[str, JaggedTensor], feature: str) -> torch.Tensor:
+        """See `NextItem.rows`: the vectors of items."""
+        total = super().rows(found, feature)
+        for k in range(len(self.content)):
+            total = total + found[f"{feature}_{k}"].values()
+        return total
+
+    def rows_of(self, items: torch.Tensor) -> torch.Tensor:
+        given = {"drawn": items} | {f"drawn_{k}": ids[items] for k, ids in enumerate(self.content)}
+        none = items.new_zeros(0)
+        return self.rows(self.items(make_kjt(*(
+            one_bag(key, given.get(key, none), 1) for key in self.features))), "drawn")
+
+    # ---- the network ----
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
         out: torch.Tensor = self.norm(self._past(items, times).states)
@@ -267,5 +324,5 @@ class HSTU(NextItem):
 
         Candidates do not affect each other, so they can be scored in several calls with one cache.
         """
-        rows = look_up(self.items, self.features, "drawn", items.flatten())
+        rows = self.rows_of(items.flatten())
         return torch.sigmoid(self._logits(rows.view(*items.shape, self.config.dim), cache))

@@ -6,12 +6,13 @@ query for item i_{t+1}: ``score(i) = <h_t, E[i]>``, with the item table E of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from oper.ranges import Positive, one_of
 from oper.rl_rec.models.base import (
@@ -65,10 +66,13 @@ class NextItem(Recommender):
     Args:
         config: configuration.
         num_items: rows of the item table, row 0 (padding) included.
-        device: device of the table, ``"cpu"`` or ``"meta"``.
+        device: device of the tables, ``"cpu"`` or ``"meta"``.
+        content: rows of additional tables of items' features; feature k is looked up as ``seen_k``
+            and ``drawn_k``.
     """
 
-    def __init__(self, config: NextItemConfig, num_items: int, device: str = "cpu") -> None:
+    def __init__(self, config: NextItemConfig, num_items: int, device: str = "cpu",
+                 content: Sequence[int] = ()) -> None:
         super().__init__()
         self.config = config
         self.negatives = NegativeSampler(num_items, config.negatives, config.loss == "gbce")
@@ -77,8 +81,11 @@ class NextItem(Recommender):
         self.context = config.steps + config.window - 1
         self.start = nn.Parameter(0.02 * torch.randn(config.dim))
         self.dropout = nn.Dropout(config.dropout)
-        self.features = ["seen", "drawn"]
-        self.items = item_table({"item": self.features}, num_items, config.dim, device)
+        tables = {"item": ["seen", "drawn"]} | {
+            f"content_{k}": [f"seen_{k}", f"drawn_{k}"] for k in range(len(content))}
+        self.features = [feature for features in tables.values() for feature in features]
+        self.items = item_table(tables, num_items, config.dim, device, others={
+            f"content_{k}": rows for k, rows in enumerate(content)})
 
     def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
         """Compute queries, float32 [B, P + 1, D], after the first 0, 1, ..., P items of sequences.
@@ -94,6 +101,16 @@ class NextItem(Recommender):
     def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
         """Make the network's input [L, D] from the rows [L, D] of items; by default, the rows."""
         return rows
+
+    def rows(self, found: dict[str, JaggedTensor], feature: str) -> torch.Tensor:
+        """Return the rows of items that were looked up as `feature`, ``seen`` or ``drawn``,
+        float32 [L, D]; `found`: result of the collection of tables."""
+        looked_up: torch.Tensor = found[feature].values()
+        return looked_up
+
+    def rows_of(self, items: torch.Tensor) -> torch.Tensor:
+        """Look up the rows of any items int64 [n], float32 [n, D]."""
+        return look_up(self.items, self.features, "drawn", items)
 
     def with_start(self, items: torch.Tensor) -> torch.Tensor:
         """Prepend the start vector to sequences [B, P, D]; float32 [B, P + 1, D]."""
@@ -120,8 +137,8 @@ class NextItem(Recommender):
         """Return the loss, float32 [], and its terms, which include ``action``."""
         kjt = self.lookups(batch)[0]
         found = self.items(kjt)
-        return self.losses(batch, found["seen"].values(),
-                           (kjt["drawn"].values(), found["drawn"].values()))
+        return self.losses(batch, self.rows(found, "seen"),
+                           (kjt["drawn"].values(), self.rows(found, "drawn")))
 
     def losses(self, batch: Sequences, rows: torch.Tensor,
                drawn: tuple[torch.Tensor, torch.Tensor]
@@ -156,7 +173,7 @@ class NextItem(Recommender):
                ) -> tuple[Histories, torch.Tensor, torch.Tensor | None]:
         """Return users' last `context` interactions, and the arguments of `outputs` for them."""
         recent = last(histories, self.context)
-        rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
+        rows = self.rows(self.items(self._kjt(recent, recent.items.new_zeros(0))), "seen")
         return recent, *self.inputs(rows, recent)
 
     def encode(self, histories: Histories) -> torch.Tensor:
@@ -167,4 +184,4 @@ class NextItem(Recommender):
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Compute ``<h, E[i]>``, float32 [B, n]."""
-        return encoded @ look_up(self.items, self.features, "drawn", items).T
+        return encoded @ self.rows_of(items).T
