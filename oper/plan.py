@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, PlanError, differing_names
+from oper.errors import FileFormatError, InvalidInputError, PlanError, differing_names, require
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
 from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
@@ -40,9 +40,10 @@ MODES = ("pull", "push")
 MEMORIES = ("device", "host")
 OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
+# Fields of replica groups, with their values without groups, which are the smallest.
+_OF_GROUPS = {"replica_groups": 1, "synchronize_every": 1, "synchronize_delay": 0}
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
-              "lower_bound_us", "message_bits", "replica_groups", "synchronize_every", "notes",
-              "tables", "orders"}
+              "lower_bound_us", "message_bits", "notes", "tables", "orders", *_OF_GROUPS}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "dtype", "sbp"}
 MAX_PATTERN = 4096  # largest sum of a stripe's weights, after which its sequence of ranks repeats
 _EMPTY = np.zeros(0, np.int64)
@@ -156,6 +157,7 @@ class Plan:
         replica_groups: number of groups, of `world_size` ranks each, that execute the plan, see
             `oper.shard`; `step_us` and `lower_bound_us` do not include their synchronization.
         synchronize_every: number of updates between two synchronizations of the groups.
+        synchronize_delay: number of updates made while the rows of a synchronization are sent.
     """
 
     world_size: int
@@ -169,15 +171,17 @@ class Plan:
     message_bits: MessageBits = EXACT
     replica_groups: int = 1
     synchronize_every: int = 1
+    synchronize_delay: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise PlanError("invalid plan", "world_size", self.world_size, ">= 1",
                             "state how many ranks the plan is for")
-        for name in ("replica_groups", "synchronize_every"):
-            if getattr(self, name) < 1:
-                raise PlanError("invalid plan", name, getattr(self, name), ">= 1",
+        for name, least in _OF_GROUPS.items():
+            if getattr(self, name) < least:
+                raise PlanError("invalid plan", name, getattr(self, name), f">= {least}",
                                 "leave it out if there is one group")
+        check_delay("invalid plan", self.synchronize_every, self.synchronize_delay)
         if self.objective not in OBJECTIVES:
             raise PlanError("invalid plan", "objective", self.objective, EXPECTED_OBJECTIVE,
                             "write training or inference")
@@ -268,8 +272,7 @@ class Plan:
         if self.message_bits != EXACT:
             head["message_bits"] = self.message_bits.to_json()
         if self.replica_groups > 1:
-            head |= {"replica_groups": self.replica_groups,
-                     "synchronize_every": self.synchronize_every}
+            head |= {name: getattr(self, name) for name in _OF_GROUPS}
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -322,13 +325,22 @@ class Plan:
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
-                _number(value["lower_bound_us"]), _mapping(value["notes"]), bits,
-                _whole(value.get("replica_groups", 1)), _whole(value.get("synchronize_every", 1)))
+                _number(value["lower_bound_us"]), _text(value["notes"], dict, "an object"), bits,
+                *(_whole(value.get(name, alone)) for name, alone in _OF_GROUPS.items()))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise
             raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
                                   "a complete plan", "regenerate it") from None
+
+
+def check_delay(what: str, every: int, delay: Any) -> None:
+    """Raise InvalidInputError, which begins with `what`, if replica groups that are synchronized
+    after `every` updates cannot make `delay` updates while rows are sent."""
+    most = every if every > 1 else 0  # with 1, gradients are added up before the update
+    require(what, "pass a smaller synchronize_delay, or a larger synchronize_every", (
+        "synchronize_delay", delay, type(delay) is int and 0 <= delay <= most,
+        f"an integer from 0 to {most}, with synchronize_every={every}"))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -394,9 +406,9 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
+def _text(value: Any, kind: type = str, name: str = "text") -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not {name}")
     return value
 
 
@@ -407,12 +419,6 @@ def _number(value: Any) -> float:
         return float(value)
     except OverflowError:
         raise ValueError("an integer that no float holds") from None
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r} is not an object")
-    return value
 
 
 def _pack_ids(ids: np.ndarray) -> dict[str, Any]:
