@@ -80,8 +80,8 @@ def train_and_save(rank: int, world_size: int, every: int, delay: int, folder: s
     return start, saved, other.weight.detach().clone()
 
 
-@pytest.mark.parametrize("labels", ["", "aabb", "abcd"], ids=["one host", "2 hosts", "4 hosts"])
-@pytest.mark.parametrize(("every", "delay"), [(1, 0), (2, 0), (3, 2)])
+@pytest.mark.parametrize(("every", "delay", "labels"), [
+    *((every, 0, labels) for every in (1, 2) for labels in ("", "aabb", "abcd")), (3, 2, "aabb")])
 def test_models_are_trained_and_saved(every: int, delay: int, labels: str, tmp_path: Path) -> None:
     seen = run_world(4, train_and_save, every, delay, str(tmp_path / "saved"), labels=labels)
     for mine in seen[1:]:

@@ -37,7 +37,7 @@ FIGURES = (
     ("fewer_bytes", "fewer_bits_speedup",
      *(f"contenders.{name}.{key}" for key in ("executed_ms", "predicted_ms", "bytes_ratio")
        for name in (EXACT, FEWER)), "log_loss_difference", "auc_difference",
-     *(f"contenders.{name}.{key}" for name in ("groups", "delayed")
+     *(f"models.{name}.{key}" for name in ("groups", "delayed")
        for key in ("log_loss_difference", "auc_difference")), "num_seeds"),
     ("median_error", "worst_error", "ordered", "num_predicted", "num_ordered_pairs"))
 NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRec's best plan / "

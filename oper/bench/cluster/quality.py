@@ -146,7 +146,7 @@ class _Runs:
             **{k: v for k, v in self._given[name].items() if k != "topology"}}
             for name in others}
         return {
-            **(found[others[0]] if len(others) == 1 else {"contenders": found}),
+            **(found[others[0]] if len(others) == 1 else {"models": found}),
             "log_loss": {n: bootstrap(x).to_json() for n, x in losses.items()},
             "auc": {n: round(float(np.mean([auc(z, y) for z in runs])), 6)
                     for n, runs in self.logits.items()},
