@@ -19,7 +19,9 @@ from oper.sharding import micro_batches, tables_of
 from oper.shmem.micro_batches import why_not_in_parts
 from oper.shmem.tables import ShardedTables
 
-_TRIED = (1, 2, 3, 4, 6)  # values of num_parts that are measured
+# Values of num_parts that are measured. Dense gradients are averaged during the last part's
+# backward pass: a larger last part hides more of that, and the first part is looked up sooner.
+_TRIED: tuple[int | tuple[int, ...], ...] = (1, 2, (1, 2), 3, 4, 6)
 _TRIED_STEPS = 3  # steps measured with each value; the first one is discarded
 
 
@@ -41,17 +43,19 @@ class MicroBatchPipeline:
             ``static_graph=True`` the first batch is not split); ``model(batch)`` returns the loss,
             or a tuple that begins with it.
         optimizer: optimizer of the dense parameters, or None.
-        num_parts: parts per batch, the same on all ranks. Every batch must have at least as many
-            samples. None = 1, 2, 3, 4 and 6 parts are timed for three steps each, if batches have
-            enough samples, and the value with the shortest step on the slowest rank is chosen.
+        num_parts: parts per batch, or their sizes in proportion, such as (1, 2); the same on all
+            ranks. Every part must have a sample. None = 1, 2, (1, 2), 3, 4 and 6 parts are timed
+            for three steps each, if batches have enough samples, and the value with the shortest
+            step on the slowest rank is chosen.
         split: ``split(batch, num_parts)`` returns the parts and their numbers of samples; by
             default `oper.integration.splitting.split_batch`.
 
     Raises:
-        InvalidInputError: the model has no sharded tables, or `num_parts` is not an integer >= 1.
+        InvalidInputError: the model has no sharded tables, or a number in `num_parts` is not an
+            integer >= 1.
 
     Attributes:
-        num_parts: parts per batch; None while it is measured.
+        num_parts: see above; None while it is measured.
 
     Example:
         >>> import torch, oper
@@ -69,12 +73,15 @@ class MicroBatchPipeline:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                 num_parts: int | None = None,
-                 split: Callable[[Any, int], tuple[list[Any], list[int]]] | None = None) -> None:
+                 num_parts: int | Sequence[int] | None = None,
+                 split: Callable[[Any, Any], tuple[list[Any], list[int]]] | None = None) -> None:
         self._tables: list[ShardedTables] = tables_of(model, "cannot train in parts")
-        if num_parts is not None and (not isinstance(num_parts, int) or num_parts < 1):
+        given = (1,) if num_parts is None else num_parts if isinstance(num_parts, Sequence) else (
+            num_parts,)
+        if not given or any(not isinstance(x, int) or x < 1 for x in given):
             raise InvalidInputError("cannot train in parts", "num_parts", num_parts,
-                                    "an integer >= 1, or None", "pass for example 4")
+                                    "an integer >= 1, several of them, or None",
+                                    "pass for example 4 or (1, 2)")
         self.num_parts = num_parts
         self._model, self._optimizer = model, optimizer
         self._split = split or split_batch
@@ -86,7 +93,8 @@ class MicroBatchPipeline:
         # The collections that get unmodified features of the batch, which can therefore be looked
         # up before the model calls them. None until the first step, which detects them.
         self._direct: list[Any] | None = None
-        self._seconds: dict[int, list[float]] = {k: [] for k in _TRIED}
+        self._seconds: dict[Any, list[float]] = {
+            k: [] for k in _TRIED if split is None or isinstance(k, int)}
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch; raises StopIteration if `batches` is exhausted. Collective.
@@ -104,44 +112,45 @@ class MicroBatchPipeline:
             self._note(num_parts, time.perf_counter() - begin)
         return out
 
-    def _tried(self, batch: Any) -> int:
-        """Return the number of parts to time next, skipping those for which some rank's batch has
-        too few samples."""
-        for k in _TRIED:
+    def _tried(self, batch: Any) -> int | Sequence[int]:
+        """Return the value of `num_parts` to time next, skipping those for which some rank's batch
+        has too few samples."""
+        for k in self._seconds:
             if len(self._seconds[k]) < _TRIED_STEPS:
                 if k == 1 or all(self._tables[0].all_gather(self._can_split(batch, k))):
                     return k
                 self._seconds[k] = [math.inf] * _TRIED_STEPS
         return self._choose()
 
-    def _can_split(self, batch: Any, num_parts: int) -> bool:
+    def _can_split(self, batch: Any, num_parts: int | Sequence[int]) -> bool:
         try:
             self._split(batch, num_parts)
         except InvalidInputError:
             return False
         return True
 
-    def _note(self, num_parts: int, seconds: float) -> None:
+    def _note(self, num_parts: int | Sequence[int], seconds: float) -> None:
         self._seconds[num_parts].append(seconds)
         if all(len(s) >= _TRIED_STEPS for s in self._seconds.values()):
             self._choose()
 
-    def _choose(self) -> int:
+    def _choose(self) -> int | Sequence[int]:
         mine = [min(s[1:]) for s in self._seconds.values()]
         slowest = [max(of) for of in zip(*self._tables[0].all_gather(mine), strict=True)]
-        self.num_parts = _TRIED[slowest.index(min(slowest))]
-        return self.num_parts
+        best: int | Sequence[int] = [*self._seconds][slowest.index(min(slowest))]
+        self.num_parts = best
+        return best
 
-    def _step(self, batch: Any, num_parts: int) -> Any:
+    def _step(self, batch: Any, num_parts: int | Sequence[int]) -> Any:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
-        parts, sizes = self._split(batch, num_parts) if num_parts > 1 else ([batch], [1])
+        parts, sizes = ([batch], [1]) if num_parts == 1 else self._split(batch, num_parts)
         found, direct = [], self._direct
         with contextlib.ExitStack() as stack:
             if direct is None:
                 direct = stack.enter_context(self._watched(parts))
-            if num_parts > 1 or self._hides_whole():
-                stack.enter_context(micro_batches(self._model, num_parts))
+            if len(parts) > 1 or self._hides_whole():
+                stack.enter_context(micro_batches(self._model, len(parts)))
                 self._start(parts[0])
             for k, part in enumerate(parts):
                 if k + 1 < len(parts):

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, PlanError, differing_names
+from oper.errors import FileFormatError, PlanError, differing_names, require
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
 from oper.support.settings import Reader
@@ -153,6 +153,7 @@ class Plan:
         replica_groups: number of groups, of `world_size` ranks each, that execute the plan, see
             `oper.shard`; `step_us` and `lower_bound_us` do not include their synchronization.
         synchronize_every: number of updates between two synchronizations of the groups.
+        synchronize_delay: number of updates made while the rows of a synchronization are sent.
     """
 
     world_size: int
@@ -166,6 +167,7 @@ class Plan:
     message_bits: MessageBits = EXACT
     replica_groups: int = 1
     synchronize_every: int = 1
+    synchronize_delay: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -175,6 +177,7 @@ class Plan:
             if getattr(self, name) < 1:
                 raise PlanError("invalid plan", name, getattr(self, name), ">= 1",
                                 "leave it out if there is one group")
+        check_delay("invalid plan", self.synchronize_every, self.synchronize_delay)
         if self.objective not in OBJECTIVES:
             raise PlanError("invalid plan", "objective", self.objective, EXPECTED_OBJECTIVE,
                             "write training or inference")
@@ -265,8 +268,8 @@ class Plan:
         if self.message_bits != EXACT:
             head["message_bits"] = self.message_bits.to_json()
         if self.replica_groups > 1:
-            head |= {"replica_groups": self.replica_groups,
-                     "synchronize_every": self.synchronize_every}
+            head |= {name: getattr(self, name) for name in (
+                "replica_groups", "synchronize_every", "synchronize_delay")}
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -321,7 +324,16 @@ class Plan:
         bits.check_for(t.table for t in tables)
         return Plan(file.world_size, tuple(tables), file.objective, file.batch_size, file.topology,
                     file.step_us, file.lower_bound_us, file.notes, bits, file.replica_groups,
-                    file.synchronize_every)
+                    file.synchronize_every, file.synchronize_delay)
+
+
+def check_delay(what: str, every: int, delay: Any) -> None:
+    """Raise InvalidInputError, which begins with `what`, if replica groups that are synchronized
+    after `every` updates cannot make `delay` updates while rows are sent."""
+    most = every if every > 1 else 0  # with 1, gradients are added up before the update
+    require(what, "pass a smaller synchronize_delay, or a larger synchronize_every", (
+        "synchronize_delay", delay, type(delay) is int and 0 <= delay <= most,
+        f"an integer from 0 to {most}, with synchronize_every={every}"))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -411,6 +423,7 @@ class _File:
     message_bits: Any = EXACT
     replica_groups: int = 1
     synchronize_every: int = 1
+    synchronize_delay: int = 0
 
 
 def _pack_ids(ids: np.ndarray) -> dict[str, Any]:

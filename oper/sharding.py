@@ -56,6 +56,7 @@ def shard(
     dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
     replica_groups: int | None = None,
     synchronize_every: int | None = None,
+    synchronize_delay: int | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -108,6 +109,10 @@ def shard(
             results are those of one group, up to the order of additions. With more, groups update
             their rows separately, and then average the rows that have changed and their optimizer
             states; docs/how-to/multi-host.md describes the effect on results.
+        synchronize_delay: number of updates during which these rows are sent, at most
+            `synchronize_every`; by default the plan's, or 0. With 0, training waits for a
+            synchronization. With more, averages arrive that many updates later, and the group's
+            changes since then are added to them.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -145,13 +150,17 @@ def shard(
         replica_groups = 1 if plan is None else plan.replica_groups
     if synchronize_every is None:
         synchronize_every = 1 if plan is None or replica_groups == 1 else plan.synchronize_every
+    if synchronize_delay is None:  # the plan's is for the plan's interval
+        synchronize_delay = 0 if plan is None or synchronize_every != plan.synchronize_every else (
+            plan.synchronize_delay)
     whole = default_group(process_group)
     # These decide which collective calls follow.
     check_same_arguments(whole, "cannot shard", {
         "objective": [objective], "plan": [None if plan is None else "a plan"],
         "topology": [None if plan is not None or topology is None else "a topology"],
-        "replica_groups": [replica_groups], "synchronize_every": [synchronize_every]})
-    groups = split(whole, replica_groups, synchronize_every)
+        "replica_groups": [replica_groups], "synchronize_every": [synchronize_every],
+        "synchronize_delay": [synchronize_delay]})
+    groups = split(whole, replica_groups, synchronize_every, synchronize_delay)
     maps_keys = any(hasattr(m, "_managed_collision_collection") for m in module.modules())
     if groups is not None and (objective != "training" or dynamic or maps_keys):
         raise InvalidInputError(

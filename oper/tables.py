@@ -33,6 +33,7 @@ class OptimizerKind:
         counts_steps: the update depends on the number of earlier steps (bias correction).
         is_proportional: the step is proportional to the gradient. The steps of other optimizers
             hardly depend on its size.
+        squares: name of the state array with sums or averages of squared gradients; empty = none.
     """
 
     code: int
@@ -40,6 +41,7 @@ class OptimizerKind:
     needs_whole_rows: bool = False
     counts_steps: bool = False
     is_proportional: bool = False
+    squares: str = ""
 
     @property
     def is_row_wise(self) -> bool:
@@ -59,15 +61,18 @@ _VECTOR, _SECOND_VECTOR = ("momentum1", False), ("momentum2", False)
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "none": OptimizerKind(0),
     "sgd": OptimizerKind(1, is_proportional=True),
-    "rowwise_adagrad": OptimizerKind(2, (("momentum1", True),)),
-    "adagrad": OptimizerKind(3, (_VECTOR,)),
-    "adam": OptimizerKind(4, (_VECTOR, _SECOND_VECTOR), counts_steps=True),
-    "partial_rowwise_adam": OptimizerKind(5, (_VECTOR, ("momentum2", True)), counts_steps=True),
+    "rowwise_adagrad": OptimizerKind(2, (("momentum1", True),), squares="momentum1"),
+    "adagrad": OptimizerKind(3, (_VECTOR,), squares="momentum1"),
+    "adam": OptimizerKind(4, (_VECTOR, _SECOND_VECTOR), counts_steps=True, squares="momentum2"),
+    "partial_rowwise_adam": OptimizerKind(
+        5, (_VECTOR, ("momentum2", True)), counts_steps=True, squares="momentum2"),
     "momentum_sgd": OptimizerKind(6, (_VECTOR,), is_proportional=True),
     "lars_sgd": OptimizerKind(7, (_VECTOR,), needs_whole_rows=True),
-    "lamb": OptimizerKind(8, (_VECTOR, _SECOND_VECTOR), needs_whole_rows=True, counts_steps=True),
+    "lamb": OptimizerKind(8, (_VECTOR, _SECOND_VECTOR), needs_whole_rows=True, counts_steps=True,
+                          squares="momentum2"),
     "partial_rowwise_lamb": OptimizerKind(
-        9, (_VECTOR, ("momentum2", True)), needs_whole_rows=True, counts_steps=True),
+        9, (_VECTOR, ("momentum2", True)), needs_whole_rows=True, counts_steps=True,
+        squares="momentum2"),
 }
 
 

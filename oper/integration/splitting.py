@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,33 @@ from oper.errors import InvalidInputError
 _ARRAYS = torch.Tensor | np.ndarray
 
 
-def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
+def split_batch(batch: Any, num_parts: int | Sequence[int]) -> tuple[list[Any], list[int]]:
     """Split a batch by samples, in order.
 
     Args:
         batch: tensors, arrays and `KeyedTensor`s with one row per sample, `JaggedTensor`s with one
             bag per sample, and `KeyedJaggedTensor`s, also within dataclasses (TorchRec's `Batch`),
             tuples, lists and dicts; other values are passed to every part.
-        num_parts: number of parts; their sizes differ by at most one sample.
+        num_parts: number of parts, whose sizes differ by at most one sample; or their sizes in
+            proportion, such as (1, 2).
 
     Returns:
         The parts, and the number of samples of each.
 
     Raises:
-        InvalidInputError: there are fewer samples than parts; tensors or features differ in their
+        InvalidInputError: a part would have no sample; tensors or features differ in their
             numbers of samples; features have a variable batch per feature; or another object has
             tensors as attributes.
     """
     sizes = {_num_samples(x) for x in _leaves(batch) if not isinstance(x, _ARRAYS) or x.ndim}
-    if len(sizes) != 1 or min(sizes) < num_parts:
+    shares = [1] * num_parts if isinstance(num_parts, int) else num_parts
+    size = min(sizes, default=0)
+    bounds = [size * x // sum(shares) for x in accumulate(shares, initial=0)]
+    if len(sizes) != 1 or any(a == b for a, b in pairwise(bounds)):
         raise InvalidInputError("cannot split a batch", "numbers of samples of its tensors",
                                 sorted(sizes),
-                                f"the same number, >= {num_parts}, the number of parts",
+                                f"the same number, with at least one in each part, {num_parts}",
                                 "pass split=, use fewer parts, or drop the last, smaller batch")
-    (size,) = sizes
-    bounds = [k * size // num_parts for k in range(num_parts + 1)]
     return _split(batch, bounds), [b - a for a, b in pairwise(bounds)]
 
 

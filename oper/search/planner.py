@@ -53,6 +53,7 @@ def make_plan(
     message_bits: int | tuple[int, int] | Mapping[str, Any] | MessageBits = EXACT,
     message_variance: float | None = None,
     synchronize_every: int | None = None,
+    synchronize_delay: int = 0,
 ) -> Plan:
     """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
@@ -82,6 +83,8 @@ def make_plan(
         synchronize_every: number of updates between two synchronizations of replica groups. If
             given, for training only, the planner chooses the number of groups, and the plan is for
             the ranks of one group; see `oper.search.replica_groups`. Default: one group.
+        synchronize_delay: number of updates during which the rows of a synchronization are sent, at
+            most `synchronize_every`; see `oper.shard`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -100,10 +103,12 @@ def make_plan(
                             target_gap=target_gap, seed=seed, message_variance=message_variance)
 
     if synchronize_every is None:
+        require("cannot plan replica groups", "give synchronize_every as well", (
+            "synchronize_delay", synchronize_delay, synchronize_delay == 0, "0 for one group"))
         return plan_on(topology)
     require("cannot plan replica groups", "leave synchronize_every out", (
         "objective", objective, objective == "training", "training"))
-    return plan_groups(topology, synchronize_every, stats, plan_on)
+    return plan_groups(topology, (synchronize_every, synchronize_delay), stats, plan_on)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,

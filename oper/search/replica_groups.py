@@ -1,10 +1,14 @@
 """Choice of the number of replica groups (`oper.shmem.replica_groups`).
 
 For every number of groups G that divides the number of hosts, the planner makes a plan for the
-ranks of one group. With a synchronization after every K updates,
+ranks of one group. A synchronization takes s microseconds after every K updates, of which h are not
+hidden by the d updates that are made meanwhile (`synchronize_delay`). With the plan's step p,
 
-    modelled step = step of the plan + time of a synchronization / K,
-    lower bound = certified bound of the plan + least time of a synchronization / K.
+    modelled step = ((K - d) p + max(d p + h, s)) / K,
+
+where h is the time on the links of hosts and processors, which these updates use as well; uplinks
+between racks are hidden. With the plan's certified bound b, and the least time of a synchronization
+for s, ((K - d) b + max(d b, s)) / K is a lower bound. With d = 0 these are p + s / K and b + s / K.
 
 The G with the shortest modelled step is chosen. The smallest of the lower bounds holds for all G
 that were compared.
@@ -19,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, require
-from oper.plan import Plan
+from oper.plan import Plan, check_delay
 from oper.search.cost.model import is_ordered
 from oper.search.cost.tally import owned_features, row_bytes
 from oper.search.problem.statement import TOUCHED_ALL, TableProblem, make_table
@@ -30,28 +34,32 @@ from oper.topology import Topology
 _SLOT_BYTES = 4  # of a row's slot in a synchronization
 
 
-def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
+def plan_groups(topology: Topology, interval: tuple[int, int], stats: AccessStats | None,
                 make: Callable[[Topology], Plan]) -> Plan:
     """Return a plan for the ranks of one group, for the best number of groups.
 
     Args:
         topology: all hosts.
-        every: number of updates between two synchronizations.
+        interval: number of updates between two synchronizations, and number of updates during which
+            rows are sent, see `oper.shard`.
         stats: access statistics; None = all rows of a table are equally hot.
         make: returns a training plan for a topology.
 
     Returns:
-        The plan, with `replica_groups` and `synchronize_every`. Its `step_us` and `lower_bound_us`
-        exclude synchronization. The note ``replica_groups`` lists ``groups`` (their number),
-        ``step_us`` and ``bound_us`` with synchronization, and ``synchronization_us``.
+        The plan, with `replica_groups`, `synchronize_every` and `synchronize_delay`. Its `step_us`
+        and `lower_bound_us` exclude synchronization. The note ``replica_groups`` lists ``groups``
+        (their number), ``step_us`` and ``bound_us`` with synchronization, and
+        ``synchronization_us``.
 
     Raises:
-        InvalidInputError: `every` is not an integer of at least 1, or `make` raises this for one
-            group.
+        InvalidInputError: `interval` is not valid, or `make` raises this for one group.
         PlanInfeasibleError: no plan fits, whatever the number of groups.
     """
-    require("cannot plan replica groups", "pass an integer >= 1",
+    every, delay = interval
+    what = "cannot plan replica groups"
+    require(what, "pass an integer >= 1",
             ("synchronize_every", every, type(every) is int and every >= 1, ">= 1"))
+    check_delay(what, every, delay)
     plans: dict[int, Plan] = {}
     compared: list[dict[str, Any]] = []
     infeasible: PlanInfeasibleError | None = None
@@ -65,12 +73,13 @@ def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
             if count == 1:
                 raise
             continue  # unequal groups, or constraints that name ranks outside a group
-        took_us, least_us = synchronization_us(plan, topology, count, every, stats)
+        took_us, shared_us, least_us = synchronization_us(plan, topology, count, every, stats)
         plans[count] = plan
         compared.append({
-            "groups": count, "step_us": plan.step_us + took_us / every,
-            "synchronization_us": took_us,
-            "bound_us": plan.lower_bound_us and plan.lower_bound_us + least_us / every})
+            "groups": count, "synchronization_us": took_us,
+            "step_us": _with_synchronization(plan.step_us, took_us, shared_us, interval),
+            "bound_us": plan.lower_bound_us and _with_synchronization(
+                plan.lower_bound_us, least_us, 0.0, interval)})
     if not compared:
         assert infeasible is not None
         raise infeasible
@@ -78,12 +87,29 @@ def plan_groups(topology: Topology, every: int, stats: AccessStats | None,
     plan = plans[best]
     return replace(plan, topology=topology.name, replica_groups=best,
                    synchronize_every=every if best > 1 else 1,
+                   synchronize_delay=delay if best > 1 else 0,
                    notes={**plan.notes, "replica_groups": compared})
 
 
+def _with_synchronization(step_us: float, took_us: float, shared_us: float,
+                          interval: tuple[int, int]) -> float:
+    """Return the mean time of a step with synchronization, see the module.
+
+    Args:
+        step_us: time of a step without synchronization.
+        took_us, shared_us: time of a synchronization, and the part of it that is not hidden.
+        interval: see `plan_groups`.
+    """
+    every, delay = interval
+    hidden = delay * step_us
+    return step_us + (max(hidden + shared_us, took_us) - hidden) / every
+
+
 def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
-                       stats: AccessStats | None) -> tuple[float, float]:
-    """Return the modelled microseconds of a synchronization: with this plan, and at least with any.
+                       stats: AccessStats | None) -> tuple[float, float, float]:
+    """Return the modelled microseconds of a synchronization with this plan, the part of them during
+    which links of hosts or processors are busy, and the least time of a synchronization with any
+    plan.
 
     A rank sends to each counterpart the expected number of distinct rows that it owns and that its
     group updates between two synchronizations, and receives as many; with ``every = 1``, their
@@ -93,12 +119,12 @@ def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
     Args:
         plan: the plan of a group.
         topology: all hosts.
-        count: number of groups; with 1, both times are 0.
+        count: number of groups; with 1, all times are 0.
         every: number of updates between two synchronizations.
         stats: access statistics; None = all rows of a table are equally hot.
     """
     if count == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     size = plan.world_size
     sent, total = np.zeros(size), 0.0
     for entry in plan.tables:
@@ -110,7 +136,9 @@ def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
             width = _bytes(t, piece.stop - piece.start, every)
             for tier in piece.tiers:
                 sent += owned_features(t, tier, size, ordered)[TOUCHED_ALL] * width
+    within_racks = replace(topology, racks=())
     return (_time_us(sent, topology, count, every),
+            _time_us(sent, within_racks, count, every),
             _time_us(np.full(size, total / size), topology, count, every, True))
 
 

@@ -38,6 +38,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="choose the number of replica groups, each with all tables, that are "
                              "synchronized after K updates; the plan is for the ranks of a group "
                              "(default: one group)")
+    parser.add_argument("--synchronize-delay", type=whole(0), default=0, metavar="D",
+                        help="number of updates made while the rows of a synchronization are sent, "
+                             "at most K (default 0: training waits)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
@@ -99,13 +102,18 @@ def run_plan(args: argparse.Namespace) -> int:
                             message_variance=args.message_variance)
 
     if args.synchronize_every is None:
+        if args.synchronize_delay:
+            raise UsageError("cannot plan replica groups", "--synchronize-delay",
+                             args.synchronize_delay, "0 for one group",
+                             "pass --synchronize-every as well")
         plan = plan_on(topology)
     elif args.objective != "training" or args.start is not None:
         raise UsageError("cannot plan replica groups", "--objective, --start",
                          (args.objective, args.start), "training, and no start",
                          "leave out --synchronize-every")
     else:
-        plan = plan_groups(topology, args.synchronize_every, stats, plan_on)
+        plan = plan_groups(topology, (args.synchronize_every, args.synchronize_delay), stats,
+                           plan_on)
     problem = replace(problem_on(topology.divided(plan.replica_groups)),
                       message_bits=plan.message_bits)
     plan.save(args.output)

@@ -23,9 +23,10 @@ from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.contenders import Contender, Planned
-from oper.bench.cluster.fewer_bits import LOG, FewerBits, LogQuality
+from oper.bench.cluster.fewer_bits import FewerBits
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, OnHosts, WithWorkload, cluster, why_no_quota, why_not
+from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core import record
 from oper.bench.core.launch import measured
@@ -143,8 +144,10 @@ def test_replica_groups_behind_a_slow_uplink() -> None:
     found, = _run(ReplicaGroupsCase("groups", Links(4, 200, uplink_mbits=10), work, num_batches=8,
                                     num_stats_batches=8))
     assert found["verified"] is True and found["largest_difference"] > 0 and not _namespaces()
-    assert found["replica_groups"] == 2 and found["ratio_groups"] > 1.2
-    assert found["predicted_groups_ms"] < found["predicted_one_group_ms"]
+    assert found["replica_groups"] == {"groups": 2, "delayed": 2} and found["ratio_groups"] > 1.2
+    assert found["ratio_delayed"] > found["ratio_groups"]
+    assert (found["bound_delayed_ms"] < found["predicted_delayed_ms"]
+            < found["predicted_groups_ms"] < found["predicted_one_group_ms"])
     assert "groups: " in report([found], grid.FIGURES)
     bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
 
@@ -173,7 +176,8 @@ def test_fewer_bits_send_fewer_bytes() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not data_files(LOG), reason="OPER_DATA has no log of MovieTweetings")
 def test_quality_with_fewer_bits() -> None:
-    found, = _run(LogQuality("quality", Links(2, 50), num_seeds=2, max_steps=12))
+    sharded: dict[str, Any] = {"oper": {}, "fewer": {"message_variance": 5e-4}}
+    found, = _run(LogQuality("quality", Links(2, 50), sharded, num_seeds=2, max_steps=12))
     assert found["verified"] is True and not _namespaces()
     assert found["fewer_bytes"] > 1.5 and found["samples"] > 10_000
     for key in ("log_loss_difference", "auc_difference"):

@@ -53,9 +53,9 @@ def reference(steps: int, world_size: int) -> torch.Tensor:
     return model.weight.detach()
 
 
-def train_and_save(rank: int, world_size: int, every: int, folder: str) -> Any:
+def train_and_save(rank: int, world_size: int, every: int, delay: int, folder: str) -> Any:
     model = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                       synchronize_every=every, batch_size=8)
+                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
     start = model.weight.detach().clone()
     for step in range(3):
         train(model, step, rank)
@@ -70,7 +70,7 @@ def train_and_save(rank: int, world_size: int, every: int, folder: str) -> Any:
         train(model, step, rank)
     oper.synchronize(model)
     other = oper.shard(table(rank), optimizer=oper.SGD(lr=LR), replica_groups=2,
-                       synchronize_every=every, batch_size=8)
+                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
     oper.load_checkpoint(folder, other)
     assert torch.equal(whole(other.state_dict())["weight"], saved)
     for step in range(3, 5):
@@ -80,10 +80,10 @@ def train_and_save(rank: int, world_size: int, every: int, folder: str) -> Any:
     return start, saved, other.weight.detach().clone()
 
 
-@pytest.mark.parametrize("labels", ["", "aabb", "abcd"], ids=["one host", "2 hosts", "4 hosts"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_models_are_trained_and_saved(every: int, labels: str, tmp_path: Path) -> None:
-    seen = run_world(4, train_and_save, every, str(tmp_path / "saved"), labels=labels)
+@pytest.mark.parametrize(("every", "delay", "labels"), [
+    *((every, 0, labels) for every in (1, 2) for labels in ("", "aabb", "abcd")), (3, 2, "aabb")])
+def test_models_are_trained_and_saved(every: int, delay: int, labels: str, tmp_path: Path) -> None:
+    seen = run_world(4, train_and_save, every, delay, str(tmp_path / "saved"), labels=labels)
     for mine in seen[1:]:
         for x, y in zip(mine, seen[0], strict=True):
             assert torch.equal(x, y)
@@ -136,6 +136,10 @@ def refuse(rank: int, world_size: int) -> None:
     shard("replica_groups=0", replica_groups=0)
     shard("synchronize_every=0", replica_groups=2, synchronize_every=0)
     shard("synchronize_every=4, expected 1 without", synchronize_every=4)
+    shard("synchronize_delay=1, expected an integer from 0 to 0", replica_groups=2,
+          synchronize_delay=1)
+    shard("synchronize_delay=3, expected an integer from 0 to 2", replica_groups=2,
+          synchronize_every=2, synchronize_delay=3)
     shard("pass other arguments", replica_groups=1 + rank % 2)
     shard("memory domains of the ranks, by group", replica_groups=2)  # "aabc": 1 and 2 hosts
     shard("objective, dynamic", replica_groups=4, objective="inference")
@@ -157,8 +161,9 @@ def test_groups_that_cannot_be_formed() -> None:
     run_world(4, refuse, labels="aabc")
 
 
-def lose(rank: int, world_size: int) -> str:
-    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2, batch_size=8)
+def lose(rank: int, world_size: int, every: int, delay: int) -> str:
+    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2,
+                       synchronize_every=every, synchronize_delay=delay, batch_size=8)
     train(model, 0, rank)
     report("ready")
     if rank == 3:
@@ -171,8 +176,9 @@ def lose(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_a_dead_rank_ends_all_groups() -> None:
-    with world(4, lose, labels="aabb", env={"OPER_DEADLINE_S": "20"}) as running:
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (2, 2)])
+def test_a_dead_rank_ends_all_groups(every: int, delay: int) -> None:
+    with world(4, lose, every, delay, labels="aabb", env={"OPER_DEADLINE_S": "20"}) as running:
         for rank in range(4):
             assert running.receive(rank) == "ready"
         os.kill(running.pids[3], signal.SIGKILL)

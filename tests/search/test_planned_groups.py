@@ -74,9 +74,36 @@ def test_a_synchronization_sends_the_expected_rows(optimizer: str, samples: int)
     owned = [max((ids % 2 == r).sum() for r in range(2)) for ids in drawn]
     row_bytes = 4 * 32 + 4 + (4 if optimizer == "rowwise_adagrad" else 0)
     want_us = float(np.mean(owned)) * row_bytes / 1.25 * 1e-3
-    took_us, least_us = synchronization_us(plan, topology, 2, every, stats)
+    took_us, shared_us, least_us = synchronization_us(plan, topology, 2, every, stats)
     assert took_us == pytest.approx(want_us, rel=0.03)
-    assert 0.8 * took_us < least_us <= took_us
+    assert 0.8 * took_us < least_us <= took_us == shared_us
+
+
+def test_uplinks_are_hidden_by_the_steps_made_meanwhile() -> None:
+    """The modelled time of K steps: K - d, and d others, which take at least as long as what is
+    sent meanwhile."""
+    stats, topology, every = skewed(), racks(0.005), 8
+    steps = []
+    for delay in (0, 3, 8):
+        plan = make_plan(TABLES, stats, topology, batch_size=BATCH, synchronize_every=every,
+                         synchronize_delay=delay)
+        assert (plan.replica_groups, plan.synchronize_delay) == (2, delay)
+        assert Plan.from_text(plan.to_text()).synchronize_delay == delay
+        took_us, shared_us, least_us = synchronization_us(plan, topology, 2, every, stats)
+        assert shared_us < took_us / 50  # the hosts' links are 250 times as fast
+        x = {x["groups"]: x for x in plan.notes["replica_groups"]}[2]
+        step, bound = plan.step_us, plan.lower_bound_us
+        assert x["step_us"] == pytest.approx(
+            ((every - delay) * step + max(delay * step + shared_us, took_us)) / every)
+        assert x["bound_us"] == pytest.approx(
+            ((every - delay) * bound + max(delay * bound, least_us)) / every)
+        steps.append(x["step_us"])
+    assert steps[0] > steps[1] > steps[2]
+    with pytest.raises(InvalidInputError, match="synchronize_delay=9, expected an integer from 0"):
+        make_plan(TABLES, stats, topology, batch_size=BATCH, synchronize_every=8,
+                  synchronize_delay=9)
+    with pytest.raises(InvalidInputError, match="give synchronize_every as well"):
+        make_plan(TABLES, stats, topology, batch_size=BATCH, synchronize_delay=1)
 
 
 def test_divided_topologies() -> None:
@@ -106,5 +133,9 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
                 ) == 0
     assert "2 replica groups: step" in capsys.readouterr().out
     assert main([str(x) for x in [*arguments[:-1], "--objective", "inference"]]) == 2
+    assert main([str(x) for x in [*arguments, "--synchronize-delay", 2]]) == 0
+    assert Plan.load(tmp_path / "plan.json").synchronize_delay == 2
+    alone = [x for x in arguments if x not in ("--synchronize-every", 4)]
+    assert main([str(x) for x in [*alone, "--synchronize-delay", 2]]) == 2
     with pytest.raises(PlanError, match="replica_groups=0"):
         replace(plan, replica_groups=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Optimizer, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
-from oper.shmem.replica_groups.groups import ReplicaGroups
+from oper.shmem.replica_groups.groups import Background, ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -48,16 +49,17 @@ Body = Callable[[ShardedTables, int], Any]
 
 
 def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
-               count: int = 2, domains: Sequence[int] | None = None) -> list[Any]:
+               count: int = 2, domains: Sequence[int] | None = None, delay: int = 0) -> list[Any]:
     """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
     size = plan.world_size
     mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
-    across = [ThreadGroup.create(count, 30.0) for _ in range(size)]
+    across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
     own = case.with_optimizer(optimizer.name)
 
     def on_rank(whole: ThreadGroup) -> Any:
         number, rank = divmod(whole.rank, size)
-        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every)
+        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
+                               Background(behind[rank][number]) if delay else None)
         tables = ShardedTables(with_tables(plan, own.tables), case.features, groups.mine, optimizer,
                                groups.gradient_scale(1.0 / whole.world_size))
         Synchronizer(tables, groups)
@@ -114,9 +116,23 @@ def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.
     return torch.where(any_changed.reshape(-1, *[1] * (base.dim() - 1)), mean, base)
 
 
+# Sums or averages of squared gradients, which are never negative.
+SQUARES = {"rowwise_adagrad": "momentum1", "adagrad": "momentum1", "adam": "momentum2"}
+
+
+def replaced(now: torch.Tensor, sent: torch.Tensor, mean: torch.Tensor, is_squares: bool
+             ) -> torch.Tensor:
+    """The average of values that were `sent`, with what has changed since then: in proportion for
+    squares that have decayed, otherwise as a difference."""
+    if is_squares:
+        return torch.where(now < sent, mean * now / sent, mean + now - sent)
+    return mean + now - sent
+
+
 def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
-              count: int) -> Result:
-    """Groups that train by themselves and are averaged after every `every` updates."""
+              count: int, delay: int = 0) -> Result:
+    """Groups that train by themselves and are averaged after every `every` updates; averages
+    arrive `delay` updates later."""
     size = len(steps[0]) // count
     of_all = optimizer.name in ("sgd", "momentum_sgd")
     groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
@@ -125,6 +141,29 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
     changed = [{t.name: torch.zeros(t.num_rows, dtype=torch.bool) for t in case.tables}
                for _ in range(count)]
     outputs = []
+    sent: list[Any] = []  # (table, part, mean, rows in it, values of the groups when sent)
+    due = 0  # the update after which they arrive
+
+    def values(name: str, part: str) -> list[torch.Tensor]:
+        return [g[name].detach() if part == "rows" else s[name][part]
+                for g, s in zip(groups, states, strict=True)]
+
+    def send() -> None:
+        for name in groups[0]:
+            marks = [c[name].clone() for c in changed]
+            for part in ("rows", *states[0][name]):
+                before = [x.clone() for x in values(name, part)]
+                mean = average(before[0], marks, before, of_all)
+                sent.append((name, part, mean, torch.stack(marks).any(0), before))
+            for c in changed:
+                c[name].zero_()
+
+    def arrive() -> None:
+        for name, part, mean, rows, before in sent:
+            for x, y in zip(values(name, part), before, strict=True):
+                x[rows] = replaced(x, y, mean, SQUARES.get(optimizer.name) == part)[rows]
+        sent.clear()
+
     for step, batches in enumerate(steps, 1):
         outputs.append([])
         for g, weights in enumerate(groups):
@@ -137,18 +176,16 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
                 changed[g][name] |= touched
                 apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
                 w.grad = None
-        if step % every and step < len(steps):
-            continue
-        for name in groups[0]:
-            marks = [c[name].clone() for c in changed]
-            all_values = [[g[name].detach() for g in groups],
-                          *([s[name][part] for s in states] for part in states[0][name])]
-            for values in all_values:
-                mean = average(values[0].clone(), marks, values, of_all)
-                for x in values:
-                    x.copy_(mean)
-            for c in changed:
-                c[name].zero_()
+        if step == due:
+            arrive()
+        if step % every == 0:
+            send()
+            due = step + delay
+            if not delay:
+                arrive()
+    arrive()
+    send()
+    arrive()
     return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
                   {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
 
@@ -171,18 +208,46 @@ def test_gradients_of_all_groups_give_the_unsharded_run(
     assert_exact(case, got, fp32, fp64)
 
 
-@pytest.mark.parametrize(("plan", "optimizer", "domains"), [
-    ("mixed", "sgd", None), ("mixed", "rowwise_adagrad", (0, 1)), ("rich", "sgd", (0, 1)),
-    ("rich", "rowwise_adagrad", None), ("rich", "adam", None)])
-def test_rows_are_averaged(plan: str, optimizer: str, domains: Sequence[int] | None,
+@pytest.mark.parametrize(("plan", "optimizer", "domains", "delay"), [
+    ("mixed", "sgd", None, 0), ("mixed", "rowwise_adagrad", (0, 1), 0), ("rich", "sgd", (0, 1), 0),
+    ("rich", "rowwise_adagrad", None, 0), ("rich", "adam", None, 0),
+    ("mixed", "rowwise_adagrad", (0, 1), 1), ("rich", "sgd", (0, 1), 3), ("rich", "adam", None, 2),
+    ("striped", "rowwise_adagrad", None, 3)])
+def test_rows_are_averaged(plan: str, optimizer: str, domains: Sequence[int] | None, delay: int,
                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
     case = dlrm_case(optimizer)
-    steps = make_steps(case, 4, 5)
+    steps = make_steps(case, 4, 8 if delay else 5)
     chosen = ALL_OPTIMIZERS[optimizer]
-    got = trained(case, PLANS[plan](case), steps, chosen, 3, domains=domains)
-    want = simulated(case, steps, chosen, 3, 2)
+    got = trained(case, PLANS[plan](case), steps, chosen, 3, domains=domains, delay=delay)
+    want = simulated(case, steps, chosen, 3, 2, delay)
     assert_near(vars(got) | {"replicas": {}}, vars(want), "averaged groups", 2e-5)
+
+
+def test_updates_continue_while_rows_are_sent() -> None:
+    """The exchange of one rank begins only before the update after which averages arrive, which
+    changes no number."""
+    case = dlrm_case()
+    steps = make_steps(case, 4, 6)
+    found = []
+    for is_late in (True, False):
+        def body(tables: ShardedTables, rank: int, is_late: bool = is_late) -> list[torch.Tensor]:
+            may_begin = Event()
+            if is_late and rank == 3:
+                tables.replicas.groups.background.thread.submit(may_begin.wait, 30)
+            outputs = []
+            for k, batches in enumerate(steps):
+                if k == 4:  # rows are sent after two updates, and replaced after four
+                    with pytest.raises(OperError, match=r"last synchronization .*=2"):
+                        tables.write("tiny", torch.zeros(7, 8))
+                if k == 3:
+                    may_begin.set()
+                outputs.append(train(tables, case, batches[rank]))
+            return outputs
+
+        found.append(run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body, delay=2))
+    assert all(torch.equal(x, y) for a, b in zip(*found, strict=True)
+               for x, y in zip(a, b, strict=True))
 
 
 def test_three_groups_of_one_rank() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
-from oper.bench.cluster.fewer_bits import EXACT, FEWER, LOG, FewerBits, LogQuality
+from oper.bench.cluster.fewer_bits import EXACT, FEWER, FewerBits
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, check_possible, why_no_quota
+from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core.launch import measured
 from oper.bench.core.workload import Workload, data_files
@@ -32,10 +33,12 @@ _CALIBRATED = 2  # processes with which the constants of this machine are measur
 FIGURES = (
     ("oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms", "ratio_step",
      "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts",
-     "ratio_groups"),
+     "ratio_groups", "ratio_delayed"),
     ("fewer_bytes", "fewer_bits_speedup",
      *(f"contenders.{name}.{key}" for key in ("executed_ms", "predicted_ms", "bytes_ratio")
-       for name in (EXACT, FEWER)), "log_loss_difference", "auc_difference", "num_seeds"),
+       for name in (EXACT, FEWER)), "log_loss_difference", "auc_difference",
+     *(f"models.{name}.{key}" for name in ("groups", "delayed")
+       for key in ("log_loss_difference", "auc_difference")), "num_seeds"),
     ("median_error", "worst_error", "ordered", "num_predicted", "num_ordered_pairs"))
 NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRec's best plan / "
         "OPER, at bound = the same over the bound; best peer = its plan on OPER's runtime / OPER; "
@@ -79,7 +82,13 @@ def cases(quick: bool) -> list[Any]:
                 for every in (4, 16)),
               FewerBits("training/4x400-fewer-bits/mixed", Links(4, 400), workload("mixed"))]
     if data_files(LOG):
-        found.append(LogQuality("quality/4x400-fewer-bits/movietweetings", Links(4, 400)))
+        found.append(LogQuality("quality/4x400-fewer-bits/movietweetings", Links(4, 400),
+                                {EXACT: {}, FEWER: {"message_variance": 5e-4}}))
+        found += [LogQuality(
+            f"quality/4x400-replica-groups/movietweetings/every-{every}", Links(4, 400),
+            {"one": {}, "groups": {"replica_groups": 2, "synchronize_every": every},
+             "delayed": {"replica_groups": 2, "synchronize_every": every,
+                         "synchronize_delay": every}}) for every in (4, 16)]
     shapes = list(dict.fromkeys(c.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.shape))
 

@@ -14,18 +14,21 @@ from oper.bench.cluster.contenders import PlannedRun, largest_difference
 from oper.bench.cluster.network import WithWorkload
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import joint_stats, planned
+from oper.bench.tables.sides import Side
 
-_ROUNDS = 8
+_STEPS, _LEAST_ROUNDS = 32, 5  # timed steps of each side, and rounds
 _CHECKED = 3  # steps before rows are compared
 _TOLERANCE = 1e-4  # of rows, relative to the table's largest; the order of additions differs
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroupsCase(WithWorkload):
-    """OPER's plan for all hosts as one group against its plan for replica groups.
+    """OPER's plan for all hosts as one group against its plans for replica groups that wait for
+    synchronizations, and that continue with the next steps (``delayed``).
 
     Attributes:
-        every: number of steps between two synchronizations.
+        every: number of steps between two synchronizations, and number of steps during which the
+            delayed ones are sent.
     """
 
     every: int = 4
@@ -38,10 +41,10 @@ class ReplicaGroupsCase(WithWorkload):
         topology, measured = measured_topology(links, self.constants)
         run = PlannedRun(self, progress)
         stats = joint_stats(self.work, self.num_stats_batches)
-        plans = {"one": planned(self.work, stats, "training", topology)[0],
-                 "groups": planned(self.work, stats, "training", topology,
-                                  synchronize_every=self.every)[0]}
-        compared = plans["groups"].notes["replica_groups"]
+        delays = {"groups": 0, "delayed": self.every}
+        plans = {"one": planned(self.work, stats, "training", topology)[0], **{
+            name: planned(self.work, stats, "training", topology, synchronize_every=self.every,
+                          synchronize_delay=delay)[0] for name, delay in delays.items()}}
         progress("comparing rows with those of one group")
         limit(links, False)
         exact = run.trained(replace(plans["groups"], synchronize_every=1), _CHECKED)
@@ -49,28 +52,47 @@ class ReplicaGroupsCase(WithWorkload):
         exact.close()
         limit(links)
         progress("timing")
-        sides = {name: run.side(plans[name]) for name in ("one", "groups")}
-        times = run.time({n: functools.partial(run.step, s) for n, s in sides.items()},
-                         dist.barrier, rounds=(_ROUNDS, self.every))
-        # A round has one synchronization.
-        rounds = {n: t.reshape(_ROUNDS, self.every).mean(axis=1) * 1e3 for n, t in times.items()}
+        sides = {name: run.side(plan) for name, plan in plans.items()}
+        waiting = sides["delayed"].tables
+        assert waiting is not None
+
+        def steps(side: Side, k: int) -> None:
+            for step in range(k * self.every, (k + 1) * self.every):
+                run.step(side, step)
+
+        def complete(k: int) -> None:
+            """Nothing may be sent while other sides are timed."""
+            if waiting.replicas is not None:
+                waiting.replicas.synchronize()
+
+        # A call has as many steps as an interval. Those of the delayed side that are timed follow
+        # untimed ones, so they include the whole time of one synchronization.
+        times = run.time({n: functools.partial(steps, s) for n, s in sides.items()}, dist.barrier,
+                         before={n: complete if n != "delayed" else int for n in sides},
+                         rounds=(max(_STEPS // self.every, _LEAST_ROUNDS), 1))
+        rounds = {n: t / self.every * 1e3 for n, t in times.items()}
         for side in sides.values():
             side.close()
         if run.rank:
             return {}
-        ratio = paired(rounds["one"], rounds["groups"])
-        of = {x["groups"]: x for x in compared}
-        step_ms = {n: round(float(t.mean()), 3) for n, t in rounds.items()}
-        count = plans["groups"].replica_groups
+        compared = {name: {x["groups"]: x for x in plans[name].notes["replica_groups"]}
+                    for name in delays}
+        found: dict[str, Any] = {}
+        for name, of in compared.items():
+            ratio, best = paired(rounds["one"], rounds[name]), of[plans[name].replica_groups]
+            found |= {
+                f"step_{name}_ms": round(float(rounds[name].mean()), 3),
+                f"predicted_{name}_ms": round(best["step_us"] / 1e3, 3),
+                f"bound_{name}_ms": round(best["bound_us"] / 1e3, 3),
+                f"ratio_{name}": ratio["mean"],
+                f"ratio_{name}_interval": [ratio["low"], ratio["high"]]}
         return {
             "objective": "training", "hosts": links.num_hosts, "in_grid": False,
             "links": asdict(links), "workload": asdict(self.work), "measured": measured,
-            "synchronize_every": self.every, "replica_groups": count,
+            "synchronize_every": self.every, "synchronize_delay": delays,
+            "replica_groups": {name: plans[name].replica_groups for name in delays},
             "verified": error <= _TOLERANCE, "largest_difference": error,
-            "step_one_group_ms": step_ms["one"], "step_groups_ms": step_ms["groups"],
-            "predicted_one_group_ms": round(of[1]["step_us"] / 1e3, 3),
-            "predicted_groups_ms": round(of[count]["step_us"] / 1e3, 3),
+            "step_one_group_ms": round(float(rounds["one"].mean()), 3),
+            "predicted_one_group_ms": round(compared["groups"][1]["step_us"] / 1e3, 3), **found,
             "other_busy_cores": run.others[""],
-            "compared": compared,
-            "ratio_groups": ratio["mean"],
-            "ratio_groups_interval": [ratio["low"], ratio["high"]]}
+            "compared": {name: list(of.values()) for name, of in compared.items()}}

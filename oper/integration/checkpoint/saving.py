@@ -257,7 +257,8 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Synchronize the replica groups of a model's tables at once. Collective over all groups.
+    """Synchronize the replica groups of a model's tables at once, after a synchronization that is
+    under way (``synchronize_delay``). Collective over all groups.
 
     Afterwards all groups have the same rows and optimizer states, see `oper.shard`
     (``replica_groups``). Does nothing without replica groups, or if there was no update since the

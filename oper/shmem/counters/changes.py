@@ -38,6 +38,11 @@ class ChangedRows:
         torch.ops.oper.context_mark_changes(self.tables.handle, True)
         self._of = self._now()
 
+    def accept(self) -> None:
+        """Regard the rows published so far as known, and keep all marks: `take` does not return
+        None because of them."""
+        self._of = self._now()
+
     def _now(self) -> tuple[int, int]:
         return self.tables.handle, self.tables.num_published
 

@@ -8,16 +8,32 @@ gradients and rows with its counterparts only.
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from oper.errors import require
+from oper.plan import check_delay
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import Group, ProcessGroup
 
-# By process group of all ranks, and number of groups: a rank's group and counterparts. Process
-# groups hold sockets and threads, so that new ones for every sharded model would add up.
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+# By process group of all ranks: the groups made from it. Process groups hold sockets and threads,
+# so that new ones for every sharded model would add up.
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+class Background:
+    """A second group of the same counterparts, for exchanges while training continues.
+
+    Attributes:
+        group: the counterparts. Exchanges of `ReplicaGroups.counterparts` cannot mix with its own.
+        thread: makes the exchanges in the order in which they are submitted, which is the same on
+            all counterparts.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="oper-synchronization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +46,16 @@ class ReplicaGroups:
         counterparts: one rank per replica group: this rank, and the ranks with the same number in
             the other groups; its rank g is in replica group g.
         every: number of updates between two synchronizations.
+        delay: number of updates made while a synchronization is under way, at most `every`.
+        background: exchanges rows during these updates; None if `delay` is 0.
     """
 
     whole: Group
     mine: Group
     counterparts: Group
     every: int
+    delay: int = 0
+    background: Background | None = None
 
     @property
     def count(self) -> int:
@@ -52,18 +72,19 @@ class ReplicaGroups:
         return scale if self.every == 1 else scale * self.count
 
 
-def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
+def split(whole: Group, count: int, every: int, delay: int = 0) -> ReplicaGroups | None:
     """Divide ranks into groups of consecutive ranks; returns None if `count` is 1. Collective.
 
     Args:
         whole: all ranks, of ``torch.distributed``.
         count: number of groups, the same on all ranks.
         every: number of updates between two synchronizations, the same on all ranks.
+        delay: number of updates made while a synchronization is under way, the same on all ranks.
 
     Raises:
-        InvalidInputError: a number is below 1, `count` does not divide the number of ranks,
-            `every` is not 1 although `count` is, or the groups' ranks are not divided into memory
-            domains in the same way.
+        InvalidInputError: `count` or `every` is below 1, `count` does not divide the number of
+            ranks, `every` is not 1 although `count` is, `delay` is not allowed with `every`, or the
+            groups' ranks are not divided into memory domains in the same way.
     """
     what = "cannot form replica groups"
     for name, value in (("replica_groups", count), ("synchronize_every", every)):
@@ -75,6 +96,7 @@ def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
             ("replica_groups", count, size % count == 0,
              f"a divisor of {size}, the number of ranks"),
             ("synchronize_every", every, count > 1 or every == 1, "1 without replica groups"))
+    check_delay(what, every, delay)
     if count == 1:
         return None
     import torch.distributed as dist
@@ -84,13 +106,21 @@ def split(whole: Group, count: int, every: int) -> ReplicaGroups | None:
     ranks, known = dist.get_process_group_ranks(key), _KNOWN.setdefault(key, {})
     each = size // count
     number, place = divmod(whole.rank, each)
-    if count not in known:
-        mine, others = (dist.new_group(some, use_local_synchronization=True)
-                        for some in (ranks[number * each:(number + 1) * each], ranks[place::each]))
-        known[count] = mine, others
-    mine, counterparts = map(ProcessGroup, known[count])
+
+    def group_of(some: slice, use: str) -> ProcessGroup:
+        if (count, use) not in known:
+            known[count, use] = dist.new_group(ranks[some], use_local_synchronization=True)
+        return ProcessGroup(known[count, use])
+
+    mine = group_of(slice(number * each, (number + 1) * each), "mine")
+    counterparts = group_of(slice(place, None, each), "counterparts")
     domains = whole.all_gather(find_domains(mine))[::each]
     require(what, "give every group the same number of hosts, and every host the same number of "
             "ranks", ("memory domains of the ranks, by group", domains,
                       all(x == domains[0] for x in domains), "the same in all groups"))
-    return ReplicaGroups(whole, mine, counterparts, every)
+    background: Background | None = None
+    if delay:
+        again = group_of(slice(place, None, each), "background")
+        background = known.get((count, Background)) or Background(again)
+        known[count, Background] = background
+    return ReplicaGroups(whole, mine, counterparts, every, delay, background)

@@ -5,7 +5,10 @@
   group of all ranks would make, up to the order of additions.
 * ``every > 1``: each group updates its copy of the tables separately. After `every` updates,
   counterparts average the rows that have changed since the last synchronization, and the optimizer
-  states of these rows.
+  states of these rows. With ``delay > 0`` the rows are sent while the next `delay` updates are made
+  (overlapped local SGD). After these updates, a row becomes average + (row - row that was sent), so
+  that the group keeps what it has learnt meanwhile. The number of updates is fixed, so that results
+  do not depend on timing.
 """
 
 from __future__ import annotations
@@ -13,25 +16,19 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from oper.errors import (
-    DeadlineError,
-    DesyncError,
-    InvalidInputError,
-    OperError,
-    PeerLostError,
-    require,
-)
+from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError, require
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
-from oper.shmem.group.desync import SYNCHRONIZATION, CollectivePhase, register_of
-from oper.shmem.group.transport import transport_of
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.passes import Backward
+from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
+from oper.shmem.replica_groups.counterparts import Counterparts, Reader
 from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.tables import OPTIMIZERS
 
@@ -41,6 +38,40 @@ _GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 60
+_Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a synchronization that are sent in one exchange.
+
+    Attributes:
+        slots: by directory, the slots to average, uint32, ascending.
+        contributed: by directory and group, those of them whose rows that group sends.
+        before: this rank's rows and states at `slots` when they were sent, by view; empty if no
+            update is made before they are replaced.
+        received: waits for the exchange and yields what `_send_rows` describes.
+    """
+
+    slots: list[np.ndarray]
+    contributed: list[list[np.ndarray]]
+    before: list[torch.Tensor]
+    received: Callable[[], _Rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A synchronization whose rows have been sent and not yet replaced.
+
+    Attributes:
+        updates: number of updates that it synchronizes.
+        slots: by directory, the slots to average.
+        parts: its exchanges.
+    """
+
+    updates: int
+    slots: list[np.ndarray]
+    parts: list[_Part]
 
 
 class Synchronizer:
@@ -51,10 +82,6 @@ class Synchronizer:
         tables: new `ShardedTables` of `groups.mine`, trained and in host memory. They get this
             object as `replicas`; their `publish` then calls `agree`.
         groups: the replica groups.
-
-    Attributes:
-        sent_bytes: number of bytes that this rank has sent to its counterparts.
-            `ShardedTables.sent_bytes` does not include them.
 
     Raises:
         InvalidInputError: the tables are read-only or in device memory, or plans or optimizers
@@ -71,14 +98,12 @@ class Synchronizer:
                 "trained tables in host memory", "shard without replica_groups")
         check_agreement(groups.counterparts, tables.plan, {
             "feature": tables.features, "optimizer": list(tables.optimizers.items())})
-        self._tables, self._groups = tables, groups
+        self._tables, self.groups = tables, groups
         self.name, self.specs = tables.name, tables.specs
-        self._number = register_of(groups.counterparts).add(self)  # type: ignore[arg-type]
-        self._transport = transport_of(groups.counterparts)
-        self._release = self._transport.hold(self)
+        self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
-        self.sent_bytes = 0
-        self._since = 0  # updates since the last synchronization
+        self._since = 0  # updates since the last synchronization began
+        self._under_way: _UnderWay | None = None
         self._is_inside = self._has_refused = False
         if groups.every > 1:
             tables.on_update.append(self._count)
@@ -86,20 +111,27 @@ class Synchronizer:
         tables.replicas = self
 
     def close(self) -> None:
-        """Release the transport. Not collective."""
-        self._release()
+        """Release the connections to the counterparts. Not collective."""
+        self._counterparts.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Number of bytes that this rank has sent to its counterparts, which
+        `ShardedTables.sent_bytes` does not include."""
+        return self._counterparts.sent_bytes
 
     def refuse(self, what: str, todo: str) -> NoReturn:
         """Raise InvalidInputError, which begins with `what` and ends with the remedy `todo`, for an
         operation that replica groups do not support. Not collective."""
-        raise InvalidInputError(what, "replica groups", self._groups.count, "one", todo)
+        raise InvalidInputError(what, "replica groups", self.groups.count, "one", todo)
 
     def check_synchronized(self, what: str) -> None:
         """Raise OperError, which begins with `what`, if there were updates since the last
-        synchronization, so that rows may differ between groups. Not collective."""
-        if self._since:
+        complete synchronization, so that rows may differ between groups. Not collective."""
+        updates = self._since + (0 if self._under_way is None else self._under_way.updates)
+        if updates:
             raise OperError(what, "updates since the last synchronization of replica groups",
-                            self._since, "0, after which all groups have the same rows",
+                            updates, "0, after which all groups have the same rows",
                             "call oper.synchronize(model) on all ranks first")
 
     # ---- every = 1: gradients --------------------------------------------------------------------
@@ -114,7 +146,7 @@ class Synchronizer:
             Whether the update was made here. False, without any effect, if `step` is to continue:
             with ``every > 1``, without `updates`, and when this method itself calls `step`.
         """
-        if self._groups.every > 1 or self._is_inside or not updates:
+        if self.groups.every > 1 or self._is_inside or not updates:
             return False
         tables = self._tables
         self._has_refused = False
@@ -140,7 +172,7 @@ class Synchronizer:
     def refuse_update(self) -> None:
         """Make the counterparts skip their update too, after this rank's group has refused a batch.
         Does nothing if ``every > 1``."""
-        if self._groups.every == 1:
+        if self.groups.every == 1:
             self._has_refused = True
             # The caller raises the error for which the batch was refused.
             with contextlib.suppress(OperError):
@@ -154,19 +186,19 @@ class Synchronizer:
                 for t in range(len(tables.directories))]
         counts = self._exchange_numbers(_GRADIENTS, [x.numel() for of in kept for x in of[::2]])
         widths = [d.dim for d in tables.directories for _ in range(2)]
-        found = self._exchange(
+        found = self._counterparts.exchange(
             [x.reshape(-1).view(torch.uint8) for of in kept for x in of],
             [sum(n * (4 + 4 * dim) for n, dim in zip(theirs, widths, strict=True))
              for theirs in counts])
-        readers = [_Reader(x) for x in found]
+        readers = [Reader(x) for x in found]
         for k, dim in enumerate(widths):
             parts = [(reader.take(n, 1, torch.int32)[:, 0], reader.take(n, dim, torch.float32))
                      for reader, theirs in zip(readers, counts, strict=True)
                      for n in (theirs[k],)]
-            slots = _union([s.numpy().view(np.uint32) for s, _ in parts])
+            slots = union_of([s.numpy().view(np.uint32) for s, _ in parts])
             total = torch.zeros(slots.size, dim)
             for some, rows in parts:
-                at = _places(slots, some.numpy().view(np.uint32))
+                at = places(slots, some.numpy().view(np.uint32))
                 total.index_copy_(0, at, total.index_select(0, at) + rows)
             torch.ops.oper.context_keep(tables.handle, k // 2, bool(k % 2),
                                         torch.from_numpy(slots.view(np.int32)), total)
@@ -175,19 +207,27 @@ class Synchronizer:
 
     def _count(self) -> None:
         self._since += 1
-        if self._since == self._groups.every:
-            self.synchronize()
+        if self._since == self.groups.delay:
+            self._finish()
+        if self._since == self.groups.every:
+            self._begin()
 
     def synchronize(self) -> None:
         """Average the rows that have changed since the last synchronization, and their optimizer
-        states. Does nothing without an update since then.
+        states, at once. Does nothing without an update since then.
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
         and rounded to nearest for rows of 16 bits.
         """
-        if not self._since:
-            return
+        self._finish()
+        if self._since:
+            self._begin()
+            self._finish()
+
+    def _begin(self) -> None:
+        """Send the rows that have changed since the last synchronization began. With ``delay > 0``
+        only their slots have been exchanged on return; otherwise they are averaged, too."""
         assert self._changed is not None
         tables = self._tables
         tables.barrier()  # peers may still be copying rows of the last update to their replicas
@@ -195,34 +235,56 @@ class Synchronizer:
         assert taken is not None  # `agree` has followed every other change of rows
         mine = [taken[k] for k in range(len(tables.directories))]
         counts = self._exchange_numbers(_ROWS, [x.size for x in mine])
-        found = [_Reader(x) for x in self._exchange(
+        found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
         slots = [[reader.take(n, 1, torch.int32)[:, 0].numpy().view(np.uint32)
                   for reader, theirs in zip(found, counts, strict=True) for n in (theirs[k],)]
                  for k in range(len(mine))]
-        unions = [_union(x) for x in slots]
-        self._average(unions, [
-            [union] * len(x)
-            if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
-            for k, (union, x) in enumerate(zip(unions, slots, strict=True))])
-        tables.publish_some(unions)
-        self._changed.restart()
+        unions = [union_of(x) for x in slots]
+        slots = [[union] * len(x)
+                 if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
+                 for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
+        self._under_way = _UnderWay(self._since, unions, [])
         self._since = 0
-
-    def _average(self, unions: list[np.ndarray], slots: list[list[np.ndarray]]) -> None:
-        """Replace rows and states of this rank by their averages over the groups.
-
-        Args:
-            unions: by directory, the slots to write, uint32 [n], ascending.
-            slots: by directory and group, the slots whose rows are in that group's part of the
-                average, uint32, ascending.
-        """
         for some in self._chunks(unions):
-            parts = [[_within(x, union) for x in of]
-                     for union, of in zip(some, slots, strict=True)]
-            for view, k, rows in self._rows_of_all(parts):
-                view.index_copy_(0, _index(some[k]), _mean(some[k], parts[k], rows).to(view.dtype))
+            contributed = [[within(x, union) for x in of]
+                           for union, of in zip(some, slots, strict=True)]
+            before = [self._copied(view, some[k]) for k in range(len(some))
+                      for view in self._views(k)] if self.groups.delay else []
+            part = _Part(some, contributed, before, self._send_rows(contributed))
+            if self.groups.delay:
+                self._under_way.parts.append(part)
+            else:
+                self._average(part)
+        if not self.groups.delay:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Replace the rows of the synchronization that is under way, if any, by their averages."""
+        if self._under_way is None:
+            return
+        assert self._changed is not None
+        tables = self._tables
+        if self.groups.delay:
+            tables.barrier()  # see `_begin`
+        for part in self._under_way.parts:
+            self._average(part)
+        tables.publish_some(self._under_way.slots)
+        self._changed.accept()
+        self._under_way = None
+
+    def _average(self, part: _Part) -> None:
+        """Replace rows and states of this rank by their averages over the groups, to which the
+        changes since they were sent are added."""
+        is_squares = [name == OPTIMIZERS[d.table.optimizer].squares
+                      for k, d in enumerate(self._tables.directories) for name in self._parts(k)]
+        for n, (view, k, rows) in enumerate(part.received()):
+            means = mean(part.slots[k], part.contributed[k], rows)
+            if part.before:
+                means = corrected(means, part.before[n], self._copied(view, part.slots[k]),
+                                  is_squares[n])
+            view.index_copy_(0, _index(part.slots[k]), means.to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
         """Divide the slots of each directory into equally many parts, such that the rows and states
@@ -233,40 +295,48 @@ class Synchronizer:
         for c in range(count):
             yield [x[x.size * c // count:x.size * (c + 1) // count] for x in slots]
 
+    def _parts(self, piece: int) -> list[str]:
+        """Return the names of a directory's rows and of the arrays of its optimizer state."""
+        optimizer = self._tables.directories[piece].table.optimizer
+        return ["rows", *(name for name, _ in STATE_PARTS[optimizer])]
+
     def _views(self, piece: int) -> list[torch.Tensor]:
         """Return views [rows, columns] of this rank's rows of a directory and of their optimizer
-        states."""
+        states, in the order of `_parts`."""
         tables = self._tables
-        parts = ("rows", *(part for part, _ in STATE_PARTS[
-            tables.directories[piece].table.optimizer]))
-        return [tables.view(part, piece, tables.group.rank) for part in parts]
+        return [tables.view(part, piece, tables.group.rank) for part in self._parts(piece)]
 
-    def _rows_of_all(self, slots: list[list[np.ndarray]]
-                     ) -> Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]:
-        """Exchange rows and states with the counterparts.
+    def _copied(self, view: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """Return a copy of the rows of a view at some slots."""
+        rows = view.new_empty(slots.size, view.shape[1])
+        torch.ops.oper.copy_rows(view, torch.from_numpy(slots.view(np.int32)), rows)
+        return rows
+
+    def _send_rows(self, slots: list[list[np.ndarray]]) -> Callable[[], _Rows]:
+        """Begin to exchange rows and states with the counterparts, see `Counterparts.begin`.
 
         Args:
             slots: by directory and group, the slots whose rows that group sends.
 
-        Yields:
-            For each view of `_views` of all directories: the view, the number of its directory, and
-            by group the rows received, [number of slots, columns].
+        Returns:
+            A function that waits for the exchange and yields, for each view of `_views` of all
+            directories: the view, the number of its directory, and by group the rows received,
+            [number of slots, columns].
         """
-        rank = self._groups.counterparts.rank
+        rank = self.groups.counterparts.rank
         views = [(view, k) for k in range(len(slots)) for view in self._views(k)]
-        sent = []
-        for view, k in views:
-            mine = slots[k][rank]
-            sent.append(view.new_empty(mine.size, view.shape[1]))
-            torch.ops.oper.copy_rows(view, torch.from_numpy(mine.view(np.int32)), sent[-1])
-        found = self._exchange(
-            [x.reshape(-1).view(torch.uint8) for x in sent],
+        wait = self._counterparts.begin(
+            [self._copied(view, slots[k][rank]).reshape(-1).view(torch.uint8) for view, k in views],
             [sum(slots[k][g].size * v.shape[1] * v.element_size() for v, k in views)
-             for g in range(self._groups.count)])
-        readers = [_Reader(x) for x in found]
-        for view, k in views:
-            yield view, k, [reader.take(x.size, view.shape[1], view.dtype)
-                            for reader, x in zip(readers, slots[k], strict=True)]
+             for g in range(self.groups.count)])
+
+        def received() -> _Rows:
+            readers = [Reader(x) for x in wait()]
+            for view, k in views:
+                yield view, k, [reader.take(x.size, view.shape[1], view.dtype)
+                                for reader, x in zip(readers, slots[k], strict=True)]
+
+        return received
 
     # ---- written rows ----------------------------------------------------------------------------
 
@@ -287,10 +357,10 @@ class Synchronizer:
                   for k in range(len(tables.directories))]
         nothing = np.zeros(0, np.uint32)
         for some in self._chunks(wanted):
-            parts = [[x] + [nothing] * (self._groups.count - 1) for x in some]
-            for view, k, rows in self._rows_of_all(parts):
+            parts = [[x] + [nothing] * (self.groups.count - 1) for x in some]
+            for view, k, rows in self._send_rows(parts)():
                 view.index_copy_(0, _index(some[k]), rows[0])
-        if any(tables.all_gather(sums[self._groups.counterparts.rank] != sums[0])):
+        if any(tables.all_gather(sums[self.groups.counterparts.rank] != sums[0])):
             refresh()
         if self._changed is not None:
             self._changed.restart()
@@ -308,25 +378,26 @@ class Synchronizer:
         tables = self._tables
         settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()),
                          [float(group["lr"]) for group in tables.param_groups]))
-        head = [purpose, self._number, tables.num_steps, zlib.crc32(settings.encode())]
+        head = [purpose, self._counterparts.number, tables.num_steps, zlib.crc32(settings.encode())]
+        rank_of = self._counterparts.rank_of
         found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
             refused = purpose == _GRADIENTS and theirs[0] == _REFUSED
             if refused or (theirs[:3] != head[:3] and purpose != _REFUSED):
                 error = PeerLostError(
                     "another replica group has refused its batch, so no group has trained",
-                    "rank", self._rank(g), "a valid batch on every rank",
+                    "rank", rank_of(g), "a valid batch on every rank",
                     "see that group's error; all ranks can continue with the next batch"
                 ) if refused else DesyncError(
                     "a rank of another replica group is not at this synchronization", "rank",
-                    self._rank(g), "the same updates, synchronizations and writes on all ranks",
+                    rank_of(g), "the same updates, synchronizations and writes on all ranks",
                     "make the same calls in the same order on all ranks")
-                error.rank = self._rank(g)
+                error.rank = rank_of(g)
                 raise error
         if purpose in (_GRADIENTS, _ROWS):
             require("cannot synchronize replica groups",
                     "set lr and requires_grad by the same rule on every rank", *(
-                        (f"learning rates and frozen tables of rank {self._rank(g)}", "different",
+                        (f"learning rates and frozen tables of rank {rank_of(g)}", "different",
                          theirs[3] == head[3], "equal to those of this rank")
                         for g, theirs in enumerate(found)))
         rest = self._all_numbers(numbers[_FIRST:]) if len(numbers) > _FIRST else [[]] * len(found)
@@ -337,56 +408,7 @@ class Synchronizer:
         """Return the numbers, as many as `mine`, that every group has sent."""
         data = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
         return [x.view(torch.int64).tolist()
-                for x in self._exchange([data], [data.numel()] * self._groups.count)]
-
-    def _rank(self, group: int) -> int:
-        """Return the number, among all ranks, of this rank's counterpart in a group."""
-        mine = self._groups.mine
-        return group * mine.world_size + mine.rank
-
-    def _exchange(self, data: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Send `data`, uint8 tensors, to all counterparts.
-
-        Returns:
-            By group, the bytes that its counterpart has sent (this rank's own group: `data`), uint8
-            [sizes[group]].
-        """
-        count, rank = self._groups.count, self._groups.counterparts.rank
-        mine = torch.cat([*data, torch.empty(0, dtype=torch.uint8)])
-        there = [mine.numel() if g != rank else 0 for g in range(count)]
-        back = [size if g != rank else 0 for g, size in enumerate(sizes)]
-        received = torch.empty(sum(back), dtype=torch.uint8)
-        self.sent_bytes += sum(there)
-        self._transport.at = CollectivePhase(self._number, SYNCHRONIZATION)
-        try:
-            self._transport.exchange(mine if count == 2 else mine.repeat(count - 1), there,
-                                     received, back)
-        except (PeerLostError, DeadlineError, DesyncError) as error:
-            if error.rank is None:
-                raise
-            rank = self._rank(error.rank)
-            found = type(error)("lost the counterpart in another replica group", "rank", rank,
-                                "all ranks alive and at the same update", str(error))
-            found.rank = rank
-            raise found from error
-        parts = list(received.split(back))
-        parts[rank] = mine
-        return parts
-
-
-class _Reader:
-    """Reads consecutive matrices from a uint8 tensor."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next matrix [rows, columns], of `dtype`."""
-        begin, self._at = self._at, self._at + rows * columns * dtype.itemsize
-        part = self._data[begin:self._at]
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).view(rows, columns)
+                for x in self._counterparts.exchange([data], [data.numel()] * self.groups.count)]
 
 
 def _bytes(view: torch.Tensor) -> memoryview:
@@ -395,45 +417,3 @@ def _bytes(view: torch.Tensor) -> memoryview:
 
 def _index(slots: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(slots.astype(np.int64))
-
-
-def _union(slots: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the distinct slots of all arrays, ascending."""
-    return np.unique(np.concatenate(slots))
-
-
-def _places(union: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-    """Return the indices, int64, at which ascending `union` has the values `slots`."""
-    return torch.from_numpy(np.searchsorted(union, slots).astype(np.int64))
-
-
-def _within(slots: np.ndarray, union: np.ndarray) -> np.ndarray:
-    """Return those of the ascending `slots` that lie between the first and the last value of the
-    ascending `union`."""
-    if not union.size:
-        return union
-    return slots[np.searchsorted(slots, union[0]):np.searchsorted(slots, union[-1], "right")]
-
-
-def _mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Tensor]
-          ) -> torch.Tensor:
-    """Return the means of rows over the groups that contribute them, float32 [n, columns].
-
-    The mean of count rows x is computed as x0 + sum(x - x0) / count, where x0 is the first of them,
-    so that the mean of equal rows is exactly that row.
-
-    Args:
-        union: slots of the result's rows, ascending [n]; each is in at least one of `slots`.
-        slots: by group, the slots of `rows`.
-        rows: by group, the rows to average, [number of slots, columns].
-    """
-    first = torch.zeros(union.size, rows[0].shape[1])
-    total, count = torch.zeros_like(first), torch.zeros(union.size, 1)
-    for some, values in zip(slots, rows, strict=True):
-        at, x = _places(union, some), values.float()
-        number = count.index_select(0, at)
-        base = torch.where(number == 0, x, first.index_select(0, at))
-        first.index_copy_(0, at, base)
-        total.index_copy_(0, at, total.index_select(0, at) + (x - base))
-        count.index_copy_(0, at, number + 1)
-    return first + total / count
