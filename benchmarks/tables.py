@@ -1,5 +1,5 @@
-"""Writes the tables of three pages from the records: README.md, benchmarks/README.md and
-docs/explanation/reliability.md.
+"""Writes the tables of four pages from the records: README.md, benchmarks/README.md,
+docs/explanation/reliability.md and docs/reference/recommender-results.md.
 
     python benchmarks/tables.py            # rewrites them
     python benchmarks/tables.py --check    # fails where a table is not what the records say
@@ -19,7 +19,8 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 PAGES = (FOLDER / "README.md", FOLDER.parent / "docs" / "explanation" / "reliability.md",
-         FOLDER.parent / "README.md")
+         FOLDER.parent / "README.md",
+         FOLDER.parent / "docs" / "reference" / "recommender-results.md")
 _MARKED = re.compile(r"(<!-- records: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -192,10 +193,65 @@ def gpu() -> str:
                                 for what in ("OPER", "fbgemm", "of floor"))], rows)
 
 
+def _interval(x: dict[str, float], digits: int = 4, scale: float = 1.0, sign: str = "") -> str:
+    mean, low, high = (format(scale * x[key], f"{sign}.{digits}f") for key in (
+        "mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def _relative(case: dict[str, Any], other: dict[str, Any]) -> str:
+    """Paired difference of nDCG@10 from `other`, in percent of its mean."""
+    return _interval(case["against"][other["model"]]["ndcg@10"], 1,
+                     100 / other["metrics"]["ndcg@10"]["mean"], "+")
+
+
+def ablations() -> str:
+    """Variants of CDT4Rec by their validation on MovieTweetings, beside SASRec."""
+    logs = ("movietweetings/last-two", "online-retail/last-invoice")
+    by_log = {log: {c["model"]: c for c in load("recommenders-ablations")["cases"]
+                    if c["name"].startswith(log)} for log in logs}
+
+    def valid(case: dict[str, Any]) -> float:
+        runs = [r["valid_ndcg@10"] for r in case["runs"]]
+        return sum(runs) / len(runs)
+
+    rows = []
+    for name in sorted(by_log[logs[0]], key=lambda x: -valid(by_log[logs[0]][x])):
+        row = [f"`{name}`"]
+        for log in logs:
+            case, other = by_log[log].get(name), by_log[log]["sasrec"]
+            row += ["-"] * 4 if case is None else [
+                str(len(case["runs"])), f"{valid(case):.4f}", _interval(case["metrics"]["ndcg@10"]),
+                "-" if name == "sasrec" else _relative(case, other)]
+        rows.append(row)
+    return table(["variant", *(f"{log}: {what}" for log in ("MovieTweetings", "Online Retail")
+                               for what in ("seeds", "validation", "test", "less SASRec, %"))],
+                 rows)
+
+
+def baselines() -> str:
+    """Models on MovieTweetings beside SASRec, under one protocol."""
+    cases = {c["model"]: c for c in load("recommenders-baselines")["cases"]}
+    other = cases["sasrec"]
+    rows = []
+    for name, c in sorted(cases.items(), key=lambda x: -x[1]["metrics"]["ndcg@10"]["mean"]):
+        if "sasrec" in c["against"]:
+            less = _relative(c, other)
+        else:
+            turned = other["against"].get(name)
+            less = "-" if turned is None else _relative(
+                {"against": {"sasrec": {"ndcg@10": {
+                    "mean": -turned["ndcg@10"]["mean"], "low": -turned["ndcg@10"]["high"],
+                    "high": -turned["ndcg@10"]["low"]}}}}, other)
+        rows.append([f"`{name}`", str(len(c["runs"])), *(
+            _interval(c["metrics"][m]) for m in ("ndcg@10", "recall@10")), less])
+    return table(["model", "seeds", "nDCG@10", "recall@10", "nDCG@10 less SASRec's, %"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
     "faults": faults, "cluster": cluster, "dynamic": dynamic, "drift": drift, "front": front,
-    "gpu": gpu}
+    "gpu": gpu, "ablations": ablations, "baselines": baselines}
 
 
 def rendered(text: str) -> str:

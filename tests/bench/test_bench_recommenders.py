@@ -150,12 +150,15 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
     assert held["ml-1m-all-items"].item_core == 1 and held["ml-20m"].test == 10_000
 
 
-def test_graded_rewards_have_the_same_targets(tmp_path: Path) -> None:
-    """Models that ignore rewards' sizes get the same figures; CDT4Rec regresses the rewards."""
+def test_graded_rewards_have_the_same_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                              ) -> None:
+    """Models that ignore rewards' sizes get the same figures."""
     write_log(tmp_path)
-    graded, binary = (run(tmp_path, f"movietweetings/{p}/*[ey]")[0] for p in ("graded", "last-two"))
+    graded, binary = (run(tmp_path, f"movietweetings/{p}/[ep]*")[0] for p in ("graded", "last-two"))
+    assert {e["model"] for e in graded} == {"popularity", "ease"}
     assert [e["metrics"] for e in graded] == [e["metrics"] for e in binary]
     assert [e["data"] for e in graded] == [e["data"] for e in binary]
+    monkeypatch.setenv("OPER_DATA", str(tmp_path))
     data = recommenders.load("movietweetings", "graded")
     assert set(data.rewards) == set(np.float32([1, 2, 3]) / np.float32(3))
 

@@ -102,7 +102,7 @@ def test_what_grades_do_not_suit_is_refused(log: tuple[Path, dict[int, int]], tm
     path, _ = log
     data = load(path, tmp_path / "graded", RATED, label="rating:number")
     with pytest.raises(InvalidInputError, match="mse"):
-        fit("cdt4rec", dataclasses.replace(CONFIG, reward_loss="bce"), data, 1)
+        fit("cdt4rec", dataclasses.replace(CONFIG, reward_loss="bce"), data, 1, FitOptions())
     with pytest.raises(InvalidInputError, match=r"model of clicks.*numbers.*0 and 1"):
         ClickTask(TrainConfig(data=str(tmp_path / "graded")))
     with pytest.raises(InvalidInputError, match="no threshold"):
