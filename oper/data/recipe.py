@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require
-from oper.ranges import Count, Parsed, Positive, Rule, one_of, rules_of
+from oper.ranges import Count, Parsed, Positive, Rule, one_of, rules_of, within
 from oper.support.files import datasets_root, read_toml
 from oper.support.settings import Reader
 
@@ -187,7 +187,7 @@ class Cross:
 
     name: Text
     of: tuple[Text, ...]
-    rows: Annotated[int, Rule(lambda x: 1 <= x < 1 << 31, "1..2^31 - 1")]
+    rows: Annotated[int, within(1, (1 << 31) - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class Split:
     by: Annotated[str, one_of("rows", "time")] = "rows"
     valid: Share = Fraction(0)
     test: Share = Fraction(0)
-    buckets: Annotated[int, Rule(lambda x: 1 <= x <= 32767, "1..32767")] = 1
+    buckets: Annotated[int, within(1, 32767)] = 1
     bucket_seconds: Count = 0
     bucket_column: Text = "bucket"
 
