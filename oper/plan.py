@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from oper.errors import FileFormatError, PlanError, differing_names, require
 from oper.messages import EXACT, MessageBits
+from oper.ranges import Amount, Count, Positive, one_of, rules_of
 from oper.support.files import parse_json, write_text
 from oper.support.settings import Reader
 from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
@@ -156,36 +157,25 @@ class Plan:
         synchronize_delay: number of updates made while the rows of a synchronization are sent.
     """
 
-    world_size: int
+    world_size: Positive
     tables: tuple[TablePlan, ...]
-    objective: str = "training"
-    batch_size: int = 0
+    objective: Annotated[str, one_of(*OBJECTIVES)] = "training"
+    batch_size: Count = 0
     topology: str = ""
-    step_us: float = 0.0
-    lower_bound_us: float = 0.0
+    step_us: Amount = 0.0
+    lower_bound_us: Amount = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     message_bits: MessageBits = EXACT
-    replica_groups: int = 1
-    synchronize_every: int = 1
-    synchronize_delay: int = 0
+    replica_groups: Positive = 1
+    synchronize_every: Positive = 1
+    synchronize_delay: Count = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise PlanError("invalid plan", "world_size", self.world_size, ">= 1",
-                            "state how many ranks the plan is for")
-        for name in ("replica_groups", "synchronize_every"):
-            if getattr(self, name) < 1:
-                raise PlanError("invalid plan", name, getattr(self, name), ">= 1",
-                                "leave it out if there is one group")
+        for name, is_right, expected in rules_of(self):
+            if not is_right:
+                raise PlanError("invalid plan", name, getattr(self, name), expected,
+                                "correct it, or leave it out if it may be unknown")
         check_delay("invalid plan", self.synchronize_every, self.synchronize_delay)
-        if self.objective not in OBJECTIVES:
-            raise PlanError("invalid plan", "objective", self.objective, EXPECTED_OBJECTIVE,
-                            "write training or inference")
-        for name in ("batch_size", "step_us", "lower_bound_us"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise PlanError("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
-                                "leave it out if it is unknown")
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
             raise PlanError(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
@@ -302,11 +292,8 @@ class Plan:
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(what, "kind, version", (kind, version),
                                   f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release")
-
-        def error(name: str, value: object, expected: str) -> FileFormatError:
-            return FileFormatError(what, name, value, expected, "correct it, or plan again")
-
-        file = Reader(error).build(_File, value)
+        file = Reader(lambda *wrong: FileFormatError(what, *wrong, "correct it, or plan again")
+                      ).build(_File, value)
         orders = dict(file.orders)
         tables = []
         for entry in file.tables:

@@ -51,6 +51,11 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"one of {names}")
 
 
+def within(least: int, most: int) -> Rule:
+    """Return a rule that allows numbers in [least, most]."""
+    return Rule(lambda x: least <= x <= most, f"{least}..{most}")
+
+
 Positive = Annotated[int, Rule(lambda x: x >= 1, "an integer >= 1")]
 Count = Annotated[int, Rule(lambda x: x >= 0, "an integer >= 0")]
 Amount = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "a finite number >= 0")]
@@ -62,7 +67,7 @@ PositiveShare = Annotated[float, Rule(lambda x: 0 < x <= 1, "> 0 and <= 1")]
 
 
 @lru_cache
-def hints_of(kind: type) -> dict[str, Any]:
+def hints_of(kind: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, with annotations."""
     return typing.get_type_hints(kind, include_extras=True)
 

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from oper.errors import InvalidInputError, require
+from oper.errors import InvalidInputError, require_fields
+from oper.ranges import Positive, Rule, one_of, rules_of
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Bits per code of read-only, quantised rows, in the layout of FBGEMM's IntNBit tables: a float16
@@ -101,27 +102,20 @@ class TableSpec:
         InvalidInputError: a field has an invalid value.
     """
 
-    name: str
-    num_rows: int
-    dim: int
+    name: Annotated[str, Rule(lambda x: isinstance(x, str) and x != "", "a non-empty name")]
+    num_rows: Positive
+    dim: Positive
     features: tuple[str, ...] = ()
-    pooling: str = "sum"
-    dtype: str = "float32"
-    optimizer: str = "rowwise_adagrad"
+    pooling: Annotated[str, one_of(*POOLINGS)] = "sum"
+    dtype: Annotated[str, one_of(*DTYPES)] = "float32"
+    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
         features: object = self.features  # of any type: a caller's or a file's value
-        require(
-            f"invalid table {self.name!r}", "correct this field of the table",
-            ("name", self.name, isinstance(self.name, str) and self.name != "", "a non-empty name"),
-            ("features", features, isinstance(features, tuple | list)
-             and all(isinstance(f, str) for f in features), "a sequence of names"),
-            *((name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-               "an integer >= 1") for name, value in (("num_rows", self.num_rows),
-                                                      ("dim", self.dim))),
-            *((name, value, value in allowed, f"one of {allowed}") for name, value, allowed in (
-                ("pooling", self.pooling, POOLINGS), ("dtype", self.dtype, DTYPES),
-                ("optimizer", self.optimizer, tuple(OPTIMIZERS)))))
+        require_fields(
+            self, f"invalid table {self.name!r}", "correct this field of the table",
+            *rules_of(self), ("features", isinstance(features, tuple | list)
+                              and all(isinstance(f, str) for f in features), "a sequence of names"))
         if self.dtype in CODE_BITS and self.optimizer != "none":
             raise InvalidInputError(f"invalid table {self.name!r}", "optimizer", self.optimizer,
                                     f"'none' for rows of {self.dtype}",

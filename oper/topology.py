@@ -258,11 +258,8 @@ class Topology:
     def from_dict(value: dict[str, Any]) -> Topology:
         """Make a topology from a parsed TOML file; raises InvalidInputError as `from_toml` does."""
         what = f"invalid topology {value.get('name', '')!r}"
-
-        def error(name: str, value: object, expected: str) -> InvalidInputError:
-            return InvalidInputError(what, name, value, expected, "correct the topology file")
-
-        file = Reader(error).build(_File, value)
+        file = Reader(lambda *wrong: InvalidInputError(what, *wrong, "correct the topology file")
+                      ).build(_File, value)
         domains: list[Domain] = []
         for entry in file.domain:
             domains += entry.domains(sum(len(d.ranks) for d in domains))

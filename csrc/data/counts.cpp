@@ -1,4 +1,4 @@
-// Dictionary encoding of values, merging of counts, lookup of ids, and tables of counts.
+// Dictionary encoding of values, assignment of ids, and tables of counts.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -206,41 +206,6 @@ int64_t encoded(void* codes, V* distinct, int64_t* counts) {
     return num;
 }
 
-template <class V>
-int64_t merge(const V* a, const int64_t* counts_a, int64_t size_a, const V* b,
-              const int64_t* counts_b, int64_t size_b, V* out, int64_t* counts) {
-    int64_t i = 0, j = 0, n = 0;
-    while (i < size_a && j < size_b) {
-        V x = a[i], y = b[j];
-        bool from_a = x <= y, from_b = y <= x;  // both if equal; avoids mispredicted branches
-        out[n] = from_a ? x : y;
-        counts[n++] = (from_a ? counts_a[i] : 0) + (from_b ? counts_b[j] : 0);
-        i += from_a;
-        j += from_b;
-    }
-    for (; i < size_a; ++i, ++n) out[n] = a[i], counts[n] = counts_a[i];
-    for (; j < size_b; ++j, ++n) out[n] = b[j], counts[n] = counts_b[j];
-    return n;
-}
-
-template <class V>
-void lookup(const V* known, const int32_t* ids, int64_t num_known, const V* values, int64_t size,
-            int32_t* out) {
-    int64_t low = 0;
-    for (int64_t k = 0; k < size; ++k) {
-        // Both arrays ascend: gallop from the last position, then binary search.
-        int64_t step = 1, high = low;
-        while (high < num_known && known[high] < values[k]) {
-            low = high + 1;
-            high += step;
-            step *= 2;
-        }
-        const V* end = known + std::min(high, num_known);
-        low = std::lower_bound(known + low, end, values[k]) - known;
-        out[k] = low < num_known && known[low] == values[k] ? ids[low] : 0;
-    }
-}
-
 // Whether the 64-bit hash of an id (the finalizer of splitmix64) has `level` leading zeros.
 inline bool is_sampled(uint64_t id, int32_t level) {
     uint64_t x = id + 0x9e3779b97f4a7c15u;
@@ -430,23 +395,6 @@ OPER_DATA_API int64_t oper_data_tally_list(int32_t wide, const void* table, int3
     using namespace oper::data;
     BY_WIDTH(wide, return tally_list(static_cast<const Tallied<V>*>(table), bits,
                                      static_cast<V>(above), level, room, ids, counts))
-}
-
-// Merges two lists of ascending distinct values, adding counts; returns the length of the result.
-OPER_DATA_API int64_t oper_data_merge(int32_t kind, const void* a, const int64_t* counts_a,
-                                      int64_t size_a, const void* b, const int64_t* counts_b,
-                                      int64_t size_b, void* out, int64_t* counts) {
-    BY_KIND(kind, return oper::data::merge<V>(
-        static_cast<const V*>(a), counts_a, size_a, static_cast<const V*>(b), counts_b, size_b,
-        static_cast<V*>(out), counts))
-}
-
-// Looks up the ids of ascending values among ascending known values; 0 = not known.
-OPER_DATA_API int64_t oper_data_lookup(int32_t kind, const void* known, const int32_t* ids,
-                                       int64_t num_known, const void* values, int64_t size,
-                                       int32_t* out) {
-    BY_KIND(kind, oper::data::lookup<V>(static_cast<const V*>(known), ids, num_known,
-                                        static_cast<const V*>(values), size, out); return 0)
 }
 
 // Assigns ids to values by count, see `deal` in oper/support/native.py. Returns 1 if a count is not

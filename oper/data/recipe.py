@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from oper.errors import InvalidInputError, require
-from oper.ranges import Count, Finite, Parsed, Positive, Rule, one_of, rules_of
+from oper.ranges import Count, Finite, Parsed, Positive, Rule, one_of, rules_of, within
 from oper.support.files import datasets_root, read_toml
 from oper.support.settings import Reader
 
@@ -188,7 +188,7 @@ class Cross:
 
     name: Text
     of: tuple[Text, ...]
-    rows: Annotated[int, Rule(lambda x: 1 <= x < 1 << 31, "1..2^31 - 1")]
+    rows: Annotated[int, within(1, (1 << 31) - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Split:
     by: Annotated[str, one_of("rows", "time")] = "rows"
     valid: Share = Fraction(0)
     test: Share = Fraction(0)
-    buckets: Annotated[int, Rule(lambda x: 1 <= x <= 32767, "1..32767")] = 1
+    buckets: Annotated[int, within(1, 32767)] = 1
     bucket_seconds: Count = 0
     bucket_column: Text = "bucket"
 
@@ -398,10 +398,8 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     The file has a ``name`` and either ``column`` tables, if there is one layout, or ``layout``
     tables, each with its own name and columns. `what` begins error messages.
     """
-    def error(name: str, value: object, expected: str) -> InvalidInputError:
-        return InvalidInputError(what, name, value, expected, "correct the recipe")
-
-    entry = Reader(error).build(_RecipeEntry, value)
+    entry = Reader(lambda *wrong: InvalidInputError(what, *wrong, "correct the recipe")
+                   ).build(_RecipeEntry, value)
     require(what, "write them into every [[layout]]", (
         "column and options of a layout", sorted(set(value) - {"name"}), not entry.layout or (
             not entry.column and entry.options == LayoutOptions().options),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
+from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, require_fields
 from oper.integration.torchrec_modules import configs_of, table_specs
 from oper.plan import MAX_PATTERN, Piece, Plan, TablePlan, Tier
+from oper.ranges import one_of, rules_of
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
@@ -64,16 +65,12 @@ class ExportOptions:
 
     device_type: str = "cpu"
     local_size: int | None = None
-    row_ranges: str = "even"
+    row_ranges: Annotated[str, one_of(*ROW_RANGES)] = "even"
     kinds: frozenset[str] = KINDS
 
     def __post_init__(self) -> None:
-        if self.row_ranges not in ROW_RANGES:
-            raise InvalidInputError("cannot export a plan", "row_ranges", self.row_ranges,
-                                    f"one of {ROW_RANGES}", "choose one of these")
-        if "table_wise" not in self.kinds:
-            raise InvalidInputError("cannot export a plan", "kinds", sorted(self.kinds),
-                                    "a set that contains 'table_wise'", "add 'table_wise'")
+        require_fields(self, "cannot export a plan", "correct this option", *rules_of(self),
+                       ("kinds", "table_wise" in self.kinds, "a set that contains 'table_wise'"))
 
 
 @dataclass(frozen=True, slots=True)

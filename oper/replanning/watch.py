@@ -15,10 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from oper.errors import OperError, require, require_fields
 from oper.plan import Plan
+from oper.ranges import Positive, PositiveAmount, Rule, rules_of
 from oper.replanning.decision import Replanning, check_batch, replan
 from oper.sharding import migrate, tables_of
 from oper.stats import AccessStats
@@ -70,19 +71,14 @@ class WatchOptions:
         InvalidInputError: a value is out of range.
     """
 
-    window: int = 16
-    tolerance: float = 0.1
-    bytes_per_step: int | None = None
-    copy_gbps: float = 1.0
+    window: Positive = 16
+    tolerance: Annotated[float, Rule(lambda x: 0 < x < 1, "between 0 and 1")] = 0.1
+    bytes_per_step: Positive | None = None
+    copy_gbps: PositiveAmount = 1.0
 
     def __post_init__(self) -> None:
-        require_fields(
-            self, _WHAT, "pass a value in this range, or omit it for the default",
-            ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
-            ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
-            ("bytes_per_step", self.bytes_per_step is None or self.bytes_per_step >= 1,
-             "a number of bytes >= 1, or None"),
-            ("copy_gbps", self.copy_gbps > 0, "> 0"))
+        require_fields(self, _WHAT, "pass a value in this range, or omit it for the default",
+                       *rules_of(self))
 
 
 class Replanner:

@@ -1,7 +1,8 @@
-"""Interface to compiled functions that parse, encode, count and reorder values of logs.
+"""Interface to compiled functions that parse, encode, count and reorder values of logs, and NumPy
+functions that merge and look up sorted values.
 
 ``liboper_data.so`` has a plain C interface and does not need torch, so that processes that read
-logs start quickly. NumPy processes types that it does not support, such as strings.
+logs start quickly.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parents[1] / "_lib" / "liboper_data.so"
     try:
         found = ctypes.CDLL(str(path))
-        for name in ("parse", "encode", "encoded", "sample", "merge", "lookup", "deal", "tally",
-                     "tally_move", "tally_purge", "tally_levels", "tally_list"):
+        for name in ("parse", "encode", "encoded", "sample", "deal", "tally", "tally_move",
+                     "tally_purge", "tally_levels", "tally_list"):
             getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         raise MissingDependencyError(
@@ -50,12 +51,6 @@ def _size(array: np.ndarray) -> ctypes.c_int64:
     return ctypes.c_int64(array.size)
 
 
-def _kind(*arrays: np.ndarray) -> int | None:
-    """Return the library's code of the arrays' dtype; None if dtypes differ or are unsupported."""
-    dtypes = {a.dtype for a in arrays}
-    return _KINDS.get(dtypes.pop()) if len(dtypes) == 1 else None
-
-
 def sampled(ids: np.ndarray, level: int) -> np.ndarray:
     """Return ascending indices of `ids`, int64 [K], whose 64-bit hash begins with `level` zeros.
 
@@ -72,11 +67,6 @@ def sampled(ids: np.ndarray, level: int) -> np.ndarray:
 def merge_counts(parts: list[Counts] | tuple[Counts, ...]) -> Counts:
     """Merge (values, counts) pairs, each sorted by value, adding the counts (int64) of equal
     values."""
-    parts = list(parts)
-    if _kind(*(v for v, _ in parts)) is not None:
-        while len(parts) > 1:  # merge pairs of neighbours, in a logarithmic number of rounds
-            parts = [_merge_two(*parts[k:k + 2]) if k + 1 < len(parts) else parts[k]
-                     for k in range(0, len(parts), 2)]
     if len(parts) == 1:
         return parts[0]
     values = np.concatenate([v for v, _ in parts])
@@ -87,21 +77,6 @@ def merge_counts(parts: list[Counts] | tuple[Counts, ...]) -> Counts:
         return values, counts
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     return values[starts], np.add.reduceat(counts, starts)
-
-
-def _merge_two(one: Counts, other: Counts) -> Counts:
-    if not one[0].size or not other[0].size:
-        return one if one[0].size else other
-    arrays = [np.ascontiguousarray(a) for a in one] + [np.ascontiguousarray(a) for a in other]
-    arrays[1::2] = (a.astype(np.int64, copy=False) for a in arrays[1::2])
-    total = one[0].size + other[0].size
-    values, counts = np.empty(total, one[0].dtype), np.empty(total, np.int64)
-    size = library().oper_data_merge(
-        _KINDS[values.dtype], address(arrays[0]), address(arrays[1]), _size(arrays[0]),
-        address(arrays[2]), address(arrays[3]), _size(arrays[2]), address(values), address(counts))
-    if 2 * size < total:  # copy, to free the unused part of the buffers
-        return values[:size].copy(), counts[:size].copy()
-    return values[:size], counts[:size]
 
 
 def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: int = 0
@@ -138,15 +113,8 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
         ids: ids of `known`, int32 [M].
         values: the values to look up [K], ascending.
     """
-    found = np.zeros(values.size, np.int32)
     if not known.size or not values.size:
-        return found
-    kind = _kind(known, values)
-    if kind is not None:
-        values = np.ascontiguousarray(values)
-        library().oper_data_lookup(kind, address(known), address(ids), _size(known),
-                                   address(values), _size(values), address(found))
-        return found
+        return np.zeros(values.size, np.int32)
     first, last = np.searchsorted(known, [values[0], values[-1]])
     at = np.searchsorted(known[first:last + 1], values) + first
     at[at == known.size] = 0

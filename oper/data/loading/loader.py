@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,8 +19,10 @@ from oper.data.loading.groups import RowGroups
 from oper.data.loading.kjt import Assembly
 from oper.data.loading.windows import EpochOrder, WindowReader
 from oper.errors import InvalidInputError, require, require_fields
+from oper.ranges import Count, one_of, rules_of, within
 
 _STATE_KIND, _STATE_VERSION = "oper-loader", 1
+_MOST = (1 << 31) - 1  # largest number of samples or ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,17 @@ class LoaderOptions:
             ``inverse_indices`` and a variable batch size per feature in the KeyedJaggedTensor.
     """
 
-    batch_size: int
-    window: int = 1 << 17
-    seed: int = 0
+    batch_size: Annotated[int, within(1, _MOST)]
+    window: Annotated[int, within(0, _MOST)] = 1 << 17
+    seed: Annotated[int, within(0, (1 << 64) - 1)] = 0
     drop_last: bool = False
-    share: str = "rows"
-    rank: int | None = None
-    world_size: int | None = None
-    prefetch: int = 1
+    share: Annotated[str, one_of("rows", "batches")] = "rows"
+    rank: Count | None = None
+    world_size: Annotated[int, within(1, _MOST)] | None = None
+    prefetch: Annotated[int, within(0, 64)] = 1
     pin_memory: bool | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
-    interleave: int = 1
+    interleave: Annotated[int, within(1, 1024)] = 1
     group_by: str = ""
     deduplicate: tuple[str, ...] = ()
 
@@ -71,18 +73,9 @@ class LoaderOptions:
         require(what, "set both", ("rank, world_size", (self.rank, self.world_size),
                                     (self.rank is None) == (self.world_size is None),
                                     "both or none"))
-        top = (1 << 31) - 1
-        world_size = 1 if self.world_size is None else self.world_size
-        for name, value, least, most in (
-                ("batch_size", self.batch_size, 1, top), ("window", self.window, 0, top),
-                ("seed", self.seed, 0, (1 << 64) - 1), ("world_size", world_size, 1, top),
-                ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64),
-                ("interleave", self.interleave, 1, 1024)):
-            require(what, "choose an integer in this range",
-                    (name, value, type(value) is int and least <= value <= most,
-                     f"{least}..{most}"))
-        require_fields(self, what, "change this field of LoaderOptions",
-                       ("share", self.share in ("rows", "batches"), "rows or batches"),
+        require_fields(self, what, "change this field of LoaderOptions", *rules_of(self),
+                       ("rank", self.rank is None or self.rank < (self.world_size or 0),
+                        "below world_size"),
                        ("group_by", not self.group_by or bool(self.window),
                         "a window > 0, within which rows are grouped"))
 

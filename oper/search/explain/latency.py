@@ -18,13 +18,14 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, require_fields
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
+from oper.ranges import PositiveAmount, rules_of, within
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import Constraints
@@ -52,20 +53,18 @@ class LatencyGoal:
         max_batch: largest batch to consider, samples.
     """
 
-    request_rate: float
-    bound_ms: float
+    request_rate: PositiveAmount
+    bound_ms: PositiveAmount
     dense_us: tuple[float, float] = (0.0, 0.0)
-    max_batch: int = 1024
+    max_batch: Annotated[int, within(1, 1 << 16)] = 1024
 
     def __post_init__(self) -> None:
         require_fields(
             self, "invalid latency goal", "pass the request rate in samples per second, the bound "
             "in milliseconds, and dense compute in microseconds as (fixed, per sample)",
-            ("request_rate", 0 < self.request_rate < math.inf, "> 0 and finite"),
-            ("bound_ms", 0 < self.bound_ms < math.inf, "> 0 and finite"),
+            *rules_of(self),
             ("dense_us", len(self.dense_us) == 2 and all(0 <= x < math.inf for x in self.dense_us),
-             "two numbers >= 0: fixed, per sample"),
-            ("max_batch", 1 <= self.max_batch <= 1 << 16, "a batch size in 1..65536"))
+             "two numbers >= 0: fixed, per sample"))
 
 
 @dataclass(frozen=True, slots=True)

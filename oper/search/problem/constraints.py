@@ -183,10 +183,7 @@ class _File:
 
 
 def _from_mapping(value: Any) -> Constraints:
-    def error(name: str, value: object, expected: str) -> InvalidInputError:
-        return InvalidInputError(_WRONG, name, value, expected, "correct the constraints")
-
-    reader = Reader(error)
+    reader = Reader(lambda *wrong: InvalidInputError(_WRONG, *wrong, "correct the constraints"))
     file = reader.build(_File, value)
     tables = {name: held if isinstance(held, TableConstraint) else
               reader.build(_Entry, held, f"tables.{name}.").constraint()

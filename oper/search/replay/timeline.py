@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import require_fields
+from oper.ranges import Amount, Positive, rules_of
 from oper.search.cost.model import Phase
 from oper.search.problem.machine import REQUEST, TERMS, Term
 from oper.search.replay.realized import StepLoad
@@ -46,13 +47,11 @@ class Schedule:
 
     training: bool
     has_push: bool = False
-    dense_us: float = 0.0
-    in_flight: int = 1
+    dense_us: Amount = 0.0
+    in_flight: Positive = 1
 
     def __post_init__(self) -> None:
-        require_fields(self, "cannot replay steps", "pass a finite number in that range",
-                       ("dense_us", 0 <= self.dense_us < float("inf"), "finite, >= 0"),
-                       ("in_flight", 1 <= self.in_flight < float("inf"), "finite, >= 1"))
+        require_fields(self, "cannot replay steps", "pass a number in that range", *rules_of(self))
 
 
 @dataclass(slots=True, eq=False)

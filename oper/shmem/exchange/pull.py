@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from oper.errors import require
+from oper.errors import require_fields
+from oper.ranges import Amount, rules_of
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.numa import find_nodes, near_domain
 from oper.shmem.protocol import Tables
@@ -36,14 +37,12 @@ class PullCosts:
         per_copied_byte: cost per byte of copying a distinct row.
     """
 
-    extra_per_byte: float = 0.0
-    per_id: float = 4.0
-    per_copied_byte: float = 0.05
+    extra_per_byte: Amount = 0.0
+    per_id: Amount = 4.0
+    per_copied_byte: Amount = 0.05
 
     def __post_init__(self) -> None:
-        require("invalid costs of pulled rows", "pass a finite number >= 0", *(
-            (name, value, 0 <= value < float("inf"), "a finite number >= 0")
-            for name, value in asdict(self).items()))
+        require_fields(self, "invalid costs of pulled rows", "correct it", *rules_of(self))
 
 
 class Duplication(NamedTuple):
