@@ -29,7 +29,7 @@ from oper.integration.targets import (
 )
 from oper.plan import Plan, uniform_plan
 from oper.shmem.memory.numa import find_nodes
-from oper.shmem.publication.changes import Changes
+from oper.shmem.publication.changes import ChangedElements, Changes
 from oper.shmem.publication.publisher import Prepared, Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.stats import AccessStats
@@ -89,7 +89,7 @@ class Publication(Publisher):
             {key: source.tensor(key) for key in dense}, timeout_s)
 
     def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None,
-              timeout_s: float = 1.0) -> int:
+              timeout_s: float = 1.0, elements: ChangedElements | None = None) -> int:
         """Change some rows, and optionally the dense weights, in place and atomically.
 
         The cost is proportional to the number of changed rows; the tables are not copied. Workers'
@@ -100,6 +100,9 @@ class Publication(Publisher):
             rows: by table name, distinct ids int64 [n] and their new rows, floats [n, dim].
             dense: new dense weights by ``state_dict`` key, with any common prefix; all or none.
             timeout_s: seconds to wait for workers' calls that are under way.
+            elements: single elements of dense weights of integers that change, by key, such as
+                those of a map from keys to rows: places int64 [n] in the weight, viewed as a vector
+                of the values' dtype, and values [n]. `dense` need not have the weights named here.
 
         Returns:
             The new epoch, two above the last one.
@@ -109,15 +112,16 @@ class Publication(Publisher):
                 the old weights stay in use.
             DeadlineError: a worker does not finish; the old weights stay in use.
         """
-        return self.commit(self.prepare(rows, dense), timeout_s)
+        return self.commit(self.prepare(rows, dense, elements), timeout_s)
 
-    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None) -> Prepared:
+    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None,
+                elements: ChangedElements | None = None) -> Prepared:
         """Check and convert changes for `commit` while workers serve; the first step of `apply`."""
         if dense:
-            entries = self.layout.dense
-            source = Weights(dense, [e.key for e in entries])
-            dense = {e.key: source.tensor(e.key) for e in entries}
-        return self.prepare_rows(rows, dense or {})
+            keys = [e.key for e in self.layout.dense if e.key not in (elements or {})]
+            source = Weights(dense, keys)
+            dense = {key: source.tensor(key) for key in keys}
+        return self.prepare_rows(rows, dense or {}, elements)
 
     @property
     def plan(self) -> Plan:

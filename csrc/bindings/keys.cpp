@@ -184,15 +184,64 @@ Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, 
   return out;
 }
 
-int64_t keys_write(int64_t handle, int64_t table, bool candidates, int64_t begin, Tensor records,
+// `numbers`, int64 [n], of `records`, int64 [n, 3].
+int64_t keys_write(int64_t handle, int64_t table, bool candidates, Tensor numbers, Tensor records,
                    bool checks) {
   const auto tables = collections().share(handle);
   KeyDirectory& directory = tables->directory(table);
-  const int64_t n = records.numel() / 3;
-  STD_TORCH_CHECK(begin >= 0 && begin + n <= directory.num_records(candidates),
+  const std::span<const int64_t> at{int64_data(numbers), static_cast<size_t>(numbers.numel())};
+  const int64_t most = directory.num_records(candidates);
+  STD_TORCH_CHECK(records.numel() == 3 * numbers.numel() &&
+                      std::ranges::all_of(at, [=](int64_t k) { return 0 <= k && k < most; }),
                   "internal: no such records");
-  return directory.write(candidates, begin, n,
-                         reinterpret_cast<const KeyRecord*>(int64_data(records)), checks);
+  return directory.write(candidates, at, reinterpret_cast<const KeyRecord*>(int64_data(records)),
+                         checks);
+}
+
+// Of this rank's buckets: the numbers of the records that updates after clock `since` have changed,
+// int64 [n], and the records, int64 [n, 3].
+std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool candidates,
+                                        int64_t since) {
+  const auto tables = collections().share(handle);
+  const KeyDirectory& directory = tables->directory(table);
+  const std::vector<int64_t> numbers =
+      directory.changed(candidates, static_cast<uint32_t>(since));
+  const int64_t n = static_cast<int64_t>(numbers.size());
+  Tensor records = pooled_tensor(ScalarType::Long, {n, 3});
+  auto* const out = static_cast<KeyRecord*>(records.mutable_data_ptr());
+  for (int64_t i = 0; i < n; ++i) directory.read(candidates, numbers[i], 1, out + i);
+  return {tensor_of(numbers, 1), records};
+}
+
+// Slots of this rank's buckets whose keys have expired since clock `since` (-1: ever), int64 [n].
+Tensor keys_expired(int64_t handle, int64_t table, int64_t since) {
+  const auto tables = collections().share(handle);
+  return tensor_of(tables->directory(table).expired(since, tables->clock(table)), 1);
+}
+
+// The rows of `keys`, int64 [n], in a directory without ages: `buckets`, uint8 [num_buckets,
+// KeyDirectory::kBucketBytes]; int64 [n], 0 = no row.
+Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
+  static Spares<DistinctKeys> spares;
+  STD_TORCH_CHECK(num_slots > 0 && buckets.is_contiguous() &&
+                      buckets.scalar_type() == ScalarType::Byte &&
+                      buckets.numel() == (num_slots + kBucketSlots - 1) / kBucketSlots *
+                                             KeyDirectory::kBucketBytes,
+                  "internal: not the buckets of a directory");
+  KeyRules rules;
+  rules.seed = static_cast<uint64_t>(seed);
+  const KeyDirectory directory({static_cast<char*>(buckets.mutable_data_ptr())}, 0, num_slots,
+                               rules);
+  const int64_t* from = int64_data(keys);
+  Tensor out = pooled_tensor(ScalarType::Long, {keys.numel()});
+  auto* const rows = static_cast<int64_t*>(out.mutable_data_ptr());
+  const auto distinct = spares.borrow();
+  for (int64_t at = 0; at < keys.numel(); at += DistinctKeys::kMost)
+    kernels().find_keys(directory,
+                        {from + at, false, std::min(DistinctKeys::kMost, keys.numel() - at), 0,
+                         rows + at, false, nullptr},
+                        *distinct);
+  return out;
 }
 
 // The initial rows of `keys`, int64 [n]; float32 [n, dim].
@@ -231,8 +280,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(keys_read,
                 "(int handle, int table, bool candidates, int begin, int end) -> Tensor");
   OPER_OPERATOR(keys_write,
-                "(int handle, int table, bool candidates, int begin, Tensor records, "
+                "(int handle, int table, bool candidates, Tensor numbers, Tensor records, "
                 "bool checks=False) -> int");
+  OPER_OPERATOR(keys_changed,
+                "(int handle, int table, bool candidates, int since) -> (Tensor, Tensor)");
+  OPER_OPERATOR(keys_expired, "(int handle, int table, int since) -> Tensor");
+  OPER_OPERATOR(keys_rows, "(Tensor buckets, int num_slots, int seed, Tensor keys) -> Tensor");
   OPER_OPERATOR(keys_draw, "(Tensor keys, int seed, int dim, float bound) -> Tensor");
   OPER_OPERATOR(keys_close, "(int handle) -> ()");
 }

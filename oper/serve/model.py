@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
-import typing
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.follow import Change
-from oper.integration.checkpoint.weights import extra_value
 from oper.serve.options import TieredRows, publish_options
 from oper.serve.requests import Predictor, Request, Signature
-from oper.support.files import read_json
-from oper.tables import TableSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from oper.train.config import DynamicConfig
-
-CONFIG, STATE = "config.json", "state.pt"  # as oper.train writes them
 
 
 def kjt_of(batch: Request, features: tuple[str, ...]) -> Any:
@@ -57,7 +47,10 @@ class PublishedModel:
             returning it to the system.
 
     Attributes:
-        read_folder: function from a training folder to weights that `publish` accepts.
+        read_folder: function from a training folder to weights that `publish` accepts; None =
+            `oper.train.trained.read_weights`.
+        changed_maps: function from the changed keys of a `Change` to the ``elements`` of
+            `oper.Publication.apply`, for models with maps from keys to rows; None = no such maps.
     """
 
     def __init__(self, build: Callable[[str], nn.Module], weights: Any, signature: Signature,
@@ -76,7 +69,8 @@ class PublishedModel:
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._publication: Any = oper.publish(model, name, weights=rest, keep_spare=keep_spare,
                                               **publish_options(row_dtype))
-        self.read_folder: Callable[[str | os.PathLike[str]], Any] = read_weights
+        self.read_folder: Callable[[str | os.PathLike[str]], Any] | None = None
+        self.changed_maps: Callable[[Any], Any] | None = None
         self._reads_again: Callable[[], Any] | None = None
 
     @property
@@ -109,8 +103,14 @@ class PublishedModel:
     def prepare(self, weights: Any = None) -> Callable[[], int]:
         """See `Source`."""
         if isinstance(weights, Change):
+            if weights.keys and self.changed_maps is None:
+                raise InvalidInputError("cannot publish a delta", "dynamic tables",
+                                        list(weights.keys), "none, in a model without key maps",
+                                        "serve the folder of the run, or publish all weights")
             with _one_thread():
-                prepared = self._publication.prepare(weights.rows, weights.dense)
+                prepared = self._publication.prepare(
+                    weights.rows, weights.dense,
+                    self.changed_maps(weights.keys) if self.changed_maps else None)
             return lambda: int(self._publication.commit(prepared))
         if weights is None:
             if self._reads_again is None:
@@ -195,25 +195,6 @@ class AttachedModel:
         self._served.close()
 
 
-def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
-                  device: str, on_raw_ids: bool = False) -> nn.Module:
-    """Build the DLRM of a training run, without its loss, on `device`.
-
-    With `on_raw_ids`, it is an `OnRawIds`, which maps raw ids to rows first.
-    """
-    from oper.train.config import DLRMConfig
-    from oper.train.model import build_dlrm
-
-    # Importing TorchRec logs a warning that does not concern the user.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
-    if on_raw_ids:
-        from oper.train.raw_ids import OnRawIds
-
-        return OnRawIds(model.model, tables, device).eval()
-    return typing.cast("nn.Module", model.model.eval())
-
-
 def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
                row_dtype: str | TieredRows | None = None, keep_spare: bool = False
                ) -> PublishedModel:
@@ -229,121 +210,13 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
         FileFormatError: the folder is not from ``oper train``, or is damaged.
         FileNotFoundError: the folder does not exist.
     """
-    folder = Path(folder)
-    tables, num_dense, config, dynamic = _describe(folder)
-    on_raw_ids = dynamic is not None
-    build = functools.partial(build_trained, tables, num_dense, config, on_raw_ids=on_raw_ids)
-    rows = {f: None if on_raw_ids else t.num_rows for t in tables for f in t.features}
-    signature = Signature(name, tuple(rows), tuple(rows.values()), num_dense)
-    read_newest: Callable[[str | os.PathLike[str]], Any] = read_weights
-    if dynamic is not None:
-        read_newest = functools.partial(_read_on_raw_ids, build, tables,
-                                        dynamic.time_to_live or None)
-    numbering = _numbering(folder)
+    from oper.train.trained import TrainedRun
 
-    def read(place: str | os.PathLike[str]) -> Any:
-        found = _numbering(place)
-        if numbering and found and found != numbering:  # clients would send other rows' numbers
-            raise InvalidInputError(
-                f"cannot publish the weights in {os.fspath(place)!r}", "numbering of their rows",
-                found, f"{numbering}, the numbering of the weights in service",
-                "start another server for them, whose clients use their vocabulary")
-        return read_newest(place)
-
-    model = PublishedModel(build, read_newest(folder), signature, row_dtype, keep_spare)
-    model.read_folder = read
-    return model.reads_again(functools.partial(read, folder))
-
-
-def find_weights(folder: str | os.PathLike[str]) -> Path:
-    """Return the path of a training folder's newest weights.
-
-    It is ``state.pt``, which ``oper train`` writes at its end, or the folder of the last
-    checkpoint, whichever is newer.
-
-    Raises:
-        FileFormatError: there are none.
-    """
-    from oper.integration.checkpoint.files import METADATA
-    from oper.train.resume import CHECKPOINT
-
-    folder = Path(folder)
-    found: list[tuple[int, Path]] = []
-    for path in (folder / STATE, *(folder / name / METADATA
-                                   for name in (CHECKPOINT, f"{CHECKPOINT}.previous"))):
-        with contextlib.suppress(FileNotFoundError):  # missing, or being replaced
-            found.append((path.stat().st_mtime_ns, path))
-    if not found:
-        raise FileFormatError(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
-                              f"{STATE} or {CHECKPOINT}/ in it",
-                              "wait for the training's first checkpoint, or for its end")
-    newest = max(found)[1]
-    return newest.parent if newest.name == METADATA else newest
-
-
-def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Path:
-    """Return the newest weights of a training folder, in a form that `publish` accepts.
-
-    They are the contents of ``state.pt``, named as in the model without its loss, or the path of a
-    checkpoint.
-    """
-    from oper.train.model import load_state
-
-    path = find_weights(folder)
-    if path.name != STATE:
-        return path
-    return {name.removeprefix("model."): value for name, value in load_state(path).items()}
-
-
-def _numbering(folder: str | os.PathLike[str]) -> str:
-    """Return the identifier of the mapping from values to rows of a training folder's newest
-    weights; "" if it is unknown."""
-    path = find_weights(folder)
-    if path.is_dir():
-        return str(extra_value(path, "numbering") or "")
-    try:
-        return str(read_json(Path(folder) / CONFIG, CONFIG)["model"]["numbering"])
-    except (OSError, FileFormatError, KeyError, TypeError):  # missing, or of an earlier version
-        return ""
-
-
-def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],
-                     time_to_live: int | None, folder: str | os.PathLike[str]
-                     ) -> dict[str, torch.Tensor]:
-    """Read the newest weights of a training run on raw ids, with static tables and key maps."""
-    from oper.train.raw_ids import static_state
-
-    return static_state(find_weights(folder), build("meta"), tables, time_to_live)
-
-
-def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
-                                     DynamicConfig | None]:
-    """Read the configuration of a training folder.
-
-    Returns:
-        The first three arguments of `build_trained`, and the configuration of dynamic tables or
-        None.
-    """
-    from oper.train.config import DynamicConfig
-
-    what = f"cannot serve {os.fspath(folder)!r}"
-    try:
-        config = read_json(folder / CONFIG, f"{what}: {CONFIG}")
-        layers: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
-                  for k, v in config["config"]["model"].items()}
-        if layers.pop("name") != "dlrm":
-            raise ValueError("not a DLRM")
-        dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
-        model = config["model"]
-        tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
-                                 tuple(t["features"])) for t in model["tables"])
-        return tables, int(model["num_dense"]), layers, dynamic if dynamic.rows else None
-    except (FileFormatError, InvalidInputError):
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
-        raise FileFormatError(what, CONFIG, f"{type(error).__name__}: {error}",
-                              "the configuration of a DLRM and its tables",
-                              "name the folder of a DLRM trained with this release") from None
+    run = TrainedRun(folder)
+    signature = Signature(name, tuple(run.features), tuple(run.features.values()), run.num_dense)
+    model = PublishedModel(run.build, run.read(), signature, row_dtype, keep_spare)
+    model.read_folder, model.changed_maps = run.read, run.changed_maps
+    return model.reads_again(run.read)
 
 
 def _load(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -21,11 +21,11 @@ from typing import Any, Protocol, Self
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve import metrics
-from oper.serve.allocator import for_children, give_back
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
+from oper.support.allocator import for_children, give_back
 
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024

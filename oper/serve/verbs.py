@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from oper.errors import UsageError
@@ -60,8 +61,9 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="publish newer weights of the "
                         "folder as they appear; only the changed rows if the run saves deltas "
                         "(delta_every)")
-    parser.add_argument("--follow", metavar="DIR", help="like --watch, for another folder, to "
-                        "which the run's files are copied")
+    parser.add_argument("--follow", metavar="DIR_OR_URL", help="like --watch, for another folder "
+                        "to which the run's files are copied, or for one in a store, such as "
+                        "s3://bucket/run")
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
                      "publish the folder's weights again.")
@@ -79,12 +81,16 @@ def run_serve(args: argparse.Namespace) -> int:
             args.host, args.port, args.workers, args.threads,
             BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
             drain_s=args.drain_s, spin_us=args.spin_us)
-        run = _run(args) if args.watch or args.follow else None
-        model = _model(args)
-        if args.follow:
-            _read_from(model, args.follow)
-        server = Server(model, options)
-        try:
+        with contextlib.ExitStack() as stack:
+            folder = args.model
+            if args.follow:
+                folder = stack.enter_context(_local_folder(args.follow))
+            run = _follower(folder, bool(args.follow)) if args.watch or args.follow else None
+            model = _model(args)
+            if args.follow:
+                _read_from(model, folder)
+            server = Server(model, options)
+            stack.callback(server.stop)
             server.start(signals)
             where = {"address": server.address, "model": server.model.signature.name,
                      "pid": os.getpid(), "workers": server.worker_pids}
@@ -94,31 +100,44 @@ def run_serve(args: argparse.Namespace) -> int:
 
             server.serve_until_signalled(
                 None if run is None else lambda: server.follow(run), signals)
-        finally:
-            server.stop()
     return 0
 
 
-def _run(args: argparse.Namespace) -> Any:
-    """Return a follower of the training run in the folder of ``--follow`` or MODEL."""
-    from oper.integration.checkpoint.follow import Follower
-    from oper.serve.model import find_weights
+@contextlib.contextmanager
+def _local_folder(place: str) -> Iterator[str]:
+    """Yield `place`, the folder of a run, or a local copy of it if it is a URL."""
+    from oper.data.reading.store import is_url
 
-    folder = args.follow or args.model
-    return Follower(lambda: find_weights(folder), in_service=not args.follow)
+    if not is_url(place):
+        yield place
+        return
+    from oper.train.mirror import RunMirror
+
+    with RunMirror(place) as mirror:
+        yield str(mirror.folder)
+
+
+def _follower(folder: str, is_other: bool) -> Any:
+    """Return a follower of the training run in a folder, which may be another one than MODEL."""
+    from oper.integration.checkpoint.follow import Follower
+    from oper.train.trained import find_weights
+
+    return Follower(lambda: find_weights(folder), in_service=not is_other)
 
 
 def _read_from(model: Any, folder: str) -> None:
     """Make a model read its next weights from another folder."""
     from oper.errors import InvalidInputError
     from oper.serve.model import PublishedModel
+    from oper.train.trained import read_weights
 
     if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
         raise InvalidInputError("cannot follow a training run", "model, folder",
                                 (type(model).__name__, folder),
                                 "a PublishedModel and an existing folder",
                                 "make the folder, or serve what oper train wrote")
-    model.reads_again(lambda: model.read_folder(folder))
+    read = model.read_folder or read_weights
+    model.reads_again(lambda: read(folder))
 
 
 def _row_dtype(args: argparse.Namespace) -> Any:
@@ -144,7 +163,8 @@ def _model(args: argparse.Namespace) -> Any:
             raise InvalidInputError("cannot serve", "model", args.model,
                                     "a folder that oper train wrote, or MODULE:FUNCTION",
                                     "check the path")
-        from oper.serve.model import find_weights, load_model
+        from oper.serve.model import load_model
+        from oper.train.trained import find_weights
 
         with contextlib.suppress(FileFormatError):  # load_model raises it, after other errors
             print(f"loading {find_weights(args.model)}", file=sys.stderr, flush=True)

@@ -243,7 +243,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         is_ours, elsewhere = self.sharding == "oper", f"with sharding={self.sharding!r}"
         plain, ours_only = ("rowwise_adagrad", "sgd"), "0 unless sharding='oper'"
-        of_dynamic = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
+        of_dynamic = {"sharding": "oper", "model_name": "dlrm"}
         num_items = self.catalogue.num_items
         _check("catalogue.", self.catalogue,
                ("num_items", self.model_name != "dlrm" or not num_items, "0 with a DLRM"))

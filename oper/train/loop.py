@@ -27,13 +27,20 @@ from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
 from oper.train.phases import by_phase, take_phases
-from oper.train.resume import Checkpoints, cut_metrics, forget_checkpoint, has_checkpoint
+from oper.train.resume import (
+    CONFIG,
+    STATE,
+    Checkpoints,
+    cut_metrics,
+    forget_checkpoint,
+    has_checkpoint,
+)
 from oper.train.tasks import Task, make_task, progress_bar
 
 if TYPE_CHECKING:
     from oper.tracing import Trace
 
-CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
+METRICS = "metrics.jsonl"
 _SECOND_CTRL_C_S = 1.0  # signals within this time are one: launchers forward the terminal's Ctrl-C
 
 

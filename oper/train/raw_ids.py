@@ -1,17 +1,23 @@
-"""Models for serving runs on raw ids: static tables, each with a map from keys to rows."""
+"""Models for serving a run: on row numbers, or on raw ids with maps from keys to rows."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from oper.integration.checkpoint.follow import KeyChange
 from oper.integration.checkpoint.weights import Source, Weights
-from oper.integration.keys.keyed_rows import KeyedRows, KeyMap
+from oper.integration.keys.key_slots import Elements, KeySlots, buckets_of, changed_buckets
+from oper.shmem.keys.rules import DynamicTable
 from oper.tables import TableSpec
+from oper.train.config import DLRMConfig
+from oper.train.model import build_dlrm
 from oper.train.names import table_name
 
 _TABLES = "model.sparse_arch.embedding_bag_collection.embedding_bags"
@@ -24,14 +30,16 @@ class OnRawIds(nn.Module):
     Args:
         model: the DLRM, with ``forward(dense, kjt, ...)`` on row numbers.
         tables: its tables; the number of rows includes the default row.
-        device: device of the keys.
+        seed: seed of the dynamic tables.
+        device: device of the maps.
     """
 
-    def __init__(self, model: nn.Module, tables: Sequence[TableSpec], device: str) -> None:
+    def __init__(self, model: nn.Module, tables: Sequence[TableSpec], seed: int, device: str
+                 ) -> None:
         super().__init__()
         self.model = model
         with torch.device(device):
-            self.to_rows = nn.ModuleList(KeyMap(t.num_rows - 1) for t in tables)
+            self.to_rows = nn.ModuleList(KeySlots(t.num_rows - 1, seed) for t in tables)
         self._table_of = {f: k for k, t in enumerate(tables) for f in t.features}
 
     def forward(self, dense: torch.Tensor, keys: Any, *rest: Any) -> Any:
@@ -45,16 +53,15 @@ class OnRawIds(nn.Module):
             keys.keys(), torch.cat(rows), lengths=keys.lengths(), stride=keys.stride()), *rest)
 
 
-def static_state(source: Source, model: OnRawIds, tables: Sequence[TableSpec],
-                 time_to_live: int | None) -> dict[str, torch.Tensor]:
+def served_state(source: Source, model: nn.Module, tables: Sequence[TableSpec],
+                 rule: DynamicTable) -> dict[str, torch.Tensor]:
     """Convert the weights of a training run on raw ids to a ``state_dict`` of `OnRawIds`.
 
     Args:
         source: source of the run's weights, with the state of its dynamic tables.
-        model: the model to load the state into.
+        model: the `OnRawIds` to load the state into.
         tables: tables of `model`.
-        time_to_live: `time_to_live` of the dynamic tables; expired keys get no row. None = keys do
-            not expire.
+        rule: settings of the dynamic tables; expired keys get no row.
 
     Raises:
         InvalidInputError: the weights are of another model.
@@ -67,7 +74,41 @@ def static_state(source: Source, model: OnRawIds, tables: Sequence[TableSpec],
     weights = Weights(source, [*dense, *itertools.chain(*entries.values())])
     found = {name: weights.tensor(name) for name in dense}
     for k, (table, prefix) in enumerate(zip(tables, prefixes, strict=True)):
-        state = {name: weights.value(name) for name in entries[prefix]}
-        known = KeyedRows.of_entries(state, prefix, time_to_live)
-        found[f"to_rows.{k}.keys"], found[f"{prefix}weight"] = known.static(table.num_rows)
+        records, clock = (weights.tensor(f"{prefix}{name}") for name in ("keys", "clock"))
+        oldest = 0 if rule.time_to_live is None else max(0, int(clock) - rule.time_to_live)
+        slots = (records[:, 2] >= oldest).nonzero()[:, 0]
+        found[f"to_rows.{k}.buckets"] = buckets_of(
+            slots.numpy(), records[slots, 0].numpy(), table.num_rows - 1, rule.seed)
+        found[f"{prefix}weight"] = weights.value(f"{prefix}weight")
     return found
+
+
+def changed_maps(tables: Sequence[TableSpec], seed: int, keys: Mapping[str, KeyChange]
+                 ) -> dict[str, Elements]:
+    """Return the elements of the maps of `OnRawIds` that change, by ``state_dict`` key of each map.
+
+    Args:
+        tables: tables of the model.
+        seed: seed of the dynamic tables.
+        keys: the changed keys by table, as in a `Change`.
+    """
+    found: dict[str, Elements] = {}
+    for k, table in enumerate(tables):
+        change = keys.get(table_name(table.name))
+        found[f"to_rows.{k}.buckets"] = [] if change is None else changed_buckets(
+            change.slots, change.keys, change.is_held, table.num_rows - 1, seed)
+    return found
+
+
+def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
+                  device: str, seed: int | None = None) -> nn.Module:
+    """Build the DLRM of a training run, without its loss, on `device`.
+
+    With `seed`, that of its dynamic tables, it is an `OnRawIds`, which maps raw ids to rows first.
+    """
+    # Importing TorchRec logs a warning that does not concern the user.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
+    if seed is not None:
+        return OnRawIds(model.model, tables, seed, device).eval()
+    return typing.cast("nn.Module", model.model.eval())

@@ -25,7 +25,7 @@ from oper.train.engines import Engine
 from oper.train.model import ranks
 
 _log = logging.getLogger(__name__)
-CHECKPOINT = "checkpoint"
+CHECKPOINT, CONFIG, STATE = "checkpoint", "config.json", "state.pt"
 
 
 def is_restart() -> bool:
@@ -188,7 +188,7 @@ class Checkpoints:
         """Raise InvalidInputError if dynamic tables of the run in `out` differ from this run's.
         Loading would fail as well, but with an error that names only sizes."""
         try:
-            saved = read_json(Path(out) / "config.json", what)["config"]
+            saved = read_json(Path(out) / CONFIG, what)["config"]
             theirs = _places(saved["dynamic"], saved["seed"])
         except (OSError, FileFormatError, KeyError, TypeError):
             return  # the other run's configuration is missing

@@ -77,8 +77,8 @@ def _run_folder(out: str, force: bool, resume: bool) -> Iterator[None]:
     """
     from oper.errors import InvalidInputError
     from oper.support.locks import locked
-    from oper.train.loop import METRICS, STATE
-    from oper.train.resume import has_checkpoint
+    from oper.train.loop import METRICS
+    from oper.train.resume import STATE, has_checkpoint
 
     what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,9 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.serve import PublishedModel, Request, Signature
-from oper.serve.model import find_weights
 from oper.shmem.publication.publisher import Prepared, Publisher
 from oper.train.resume import CHECKPOINT
+from oper.train.trained import find_weights
 from tests.world_support import report
 
 ROWS, DIM, TOUCHED = 640, 4, 8
@@ -69,18 +70,37 @@ def train(rank: int, world_size: int, folder: str, steps: int, full_every: int) 
             saver.save_full(0, {"step": 0})
         report(done)
         for step in range(done + 1, steps + 1):
-            first = (step * 7 * TOUCHED) % (ROWS - TOUCHED)
-            ids = torch.arange(first, first + TOUCHED).repeat(2)
-            kjt = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([TOUCHED] * 2))
-            (-model.bags(kjt).values().sum()).backward()
-            with torch.no_grad():
-                model.step += 1
+            make_step(model, step)
             if step % full_every == 0:
                 saver.save_full(step, {"step": step})
             else:
                 saver.save(step)
             time.sleep(0.01)
     return steps
+
+
+def make_step(model: Any, step: int) -> None:
+    first = (step * 7 * TOUCHED) % (ROWS - TOUCHED)
+    ids = torch.arange(first, first + TOUCHED).repeat(2)
+    kjt = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([TOUCHED] * 2))
+    (-model.bags(kjt).values().sum()).backward()
+    with torch.no_grad():
+        model.step += 1
+
+
+def save_chains(folder: Path, count: int, deltas: int) -> None:
+    """Save a checkpoint with so many deltas in each of ``folder/0``, ``folder/1``, ..."""
+    model: Any = oper.shard(Model(), optimizer=oper.SGD(lr=1.0))
+    step = 0
+    with DeltaCheckpoints(folder / "run" / CHECKPOINT, model) as saver:
+        for k in range(count):
+            saver.save_full(step, {"step": step})
+            for _ in range(deltas):
+                step += 1
+                make_step(model, step)
+                saver.save(step)
+            saver.flush()
+            shutil.copytree(folder / "run", folder / str(k))
 
 
 def build(device: str) -> nn.Module:

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +20,11 @@ from pathlib import Path
 import pytest
 
 from oper.errors import OperError
+from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.serve import Client
 from oper.serve.client import ServerError
-from tests.faults.delta_run import DIE_AT, REQUEST, step_of, train
+from oper.train.resume import CHECKPOINT
+from tests.faults.delta_run import DIE_AT, REQUEST, save_chains, step_of, train
 from tests.forked import Forked
 from tests.support import ROOT, wait_for
 from tests.world_support import world
@@ -152,3 +155,57 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
         wait_for(lambda: served.serves(400))
         served.says("starting another one")
         assert all("cannot be read" in text for text in served.refused)
+
+
+DELTAS = 3  # of a chain
+# What goes wrong after the first delta of a chain: where its next deltas arrive, by number, and the
+# words by which the server refuses the first wrong one.
+HARMS: dict[str, tuple[dict[int, int], str]] = {
+    "dropped": ({2: 2}, "000001 is missing, 000002 is there"),
+    "doubled": ({0: 1, 1: 2}, "ranks, number, step"),
+    "reordered": ({2: 1, 1: 2}, "ranks, number, step"),
+    "damaged": ({1: 1, 2: 2}, "CRC-32"),
+}
+
+
+def copy(source: Path, to: Path, damaged: bool = False) -> None:
+    """Copy a folder and rename it when it is complete; with `damaged`, one bit is another."""
+    aside = to.with_name("aside")
+    shutil.copytree(source, aside)
+    if damaged:
+        part = next(aside.glob("*.npz"))
+        data = bytearray(part.read_bytes())
+        data[data.rindex(b"\x93NUMPY") + 128] ^= 4  # the first number of the last array
+        part.write_bytes(data)
+    if to.exists():
+        to.rename(to.with_name("old"))
+    aside.rename(to)
+    shutil.rmtree(to.with_name("old"), ignore_errors=True)
+
+
+def test_dropped_doubled_reordered_and_damaged_deltas(tmp_path: Path) -> None:
+    """Each is refused by name, nothing after it is served, and the next checkpoint heals."""
+    save_chains(tmp_path, len(HARMS) + 1, DELTAS)
+    served_run = tmp_path / "served"
+    served_run.mkdir()
+    copy(tmp_path / "0" / CHECKPOINT, served_run / CHECKPOINT)
+    with serving(served_run) as served:
+        for k, harm in enumerate([*HARMS, "none"]):
+            moves, words = HARMS.get(harm, ({1: 1, 2: 2}, ""))
+            copy(tmp_path / str(k) / CHECKPOINT, served_run / CHECKPOINT)
+            base = base_of(served_run / CHECKPOINT)
+            chain = folder_of(tmp_path / str(k) / CHECKPOINT) / base
+            target = folder_of(served_run / CHECKPOINT) / base
+            target.mkdir(parents=True)
+            copy(chain / "000000", target / "000000")
+            wait_for(lambda step=k * DELTAS + 1: served.serves(step))
+            for source, number in moves.items():
+                copy(chain / f"{source:06d}", target / f"{number:06d}",
+                     damaged=harm == "damaged" and number == 1)
+            if words:
+                assert "until the next full checkpoint" in served.says(words)
+                time.sleep(0.2)
+                assert served.serves(k * DELTAS + 1), harm
+        wait_for(lambda: served.serves((len(HARMS) + 1) * DELTAS))
+        assert f"oper_failed_publications_total {len(HARMS)}" in served.client.metrics()
+        assert not served.refused and served.steps == sorted(served.steps)

@@ -40,6 +40,8 @@ from oper.shmem.group.connections import rank_of
 from oper.shmem.group.desync import CollectivePhase
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.group.liveness import LivenessMonitor
+from oper.shmem.keys.directories import Keys
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
@@ -113,10 +115,12 @@ def delta(data: bytes) -> None:
 
 @functools.cache
 def _tables() -> ShardedTables:
-    """A destination for a delta's rows."""
-    spec = TableSpec("t", 3, 2, ("f",), optimizer="rowwise_adagrad")
-    return ShardedTables(uniform_plan([spec], 1), [("f", "t")], ThreadGroup.create(1)[0],
-                         RowWiseAdagrad(lr=0.1))
+    """A destination for a delta's rows and keys."""
+    specs = [TableSpec(t, 3, 2, (f,), optimizer="rowwise_adagrad") for t, f in ("tf", "dg")]
+    tables = ShardedTables(uniform_plan(specs, 1), [("f", "t"), ("g", "d")],
+                           ThreadGroup.create(1)[0], RowWiseAdagrad(lr=0.1))
+    tables.keys = Keys(tables, {"d": DynamicTable(admit_after=2)})
+    return tables
 
 
 class _Peers:
@@ -260,8 +264,15 @@ def seeds(name: str) -> list[bytes]:
         return [(place() / "seed").read_bytes()]
     if name == "delta":
         where = {"number": 0, "step": 1, "since": 0, "rank": 0, "world_size": 1, "part": 0}
-        rows = {"0.ids": np.arange(3, dtype=np.uint32), "0.rows": np.ones((3, 2), np.float32)}
-        write_part(place(), where, rows, {"items": [[0, "t", 0, ["rows"]]], "last": True})
+        seen = np.array([[1, 0], [0, (1 << 32) - 1]], np.uint32)
+        arrays = {"0.ids": np.arange(3, dtype=np.uint32), "0.rows": np.ones((3, 2), np.float32),
+                  "3.slots": np.arange(1, dtype=np.uint32)}
+        for k in "12":
+            arrays |= {f"{k}.slots": np.arange(2, dtype=np.uint32), f"{k}.seen": seen,
+                       f"{k}.keys": np.array([-7, 0])}
+        write_part(place(), where, arrays, {"items": [
+            [0, "t", 0, ["rows"]], *([0, "d", 0, [p]] for p in ("keys", "candidates", "expired"))],
+            "last": True})
         return [(place() / "rank-00000-00000.npz").read_bytes()]
     if name == "plan":
         return [mixed_plan().to_text().encode()]

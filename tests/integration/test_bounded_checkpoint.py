@@ -24,7 +24,7 @@ from oper.integration.checkpoint import (
 )
 from oper.integration.torch_modules import module_spec
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.serve.allocator import give_back
+from oper.support.allocator import give_back
 from tests.checkpoint_support import (
     CHUNK,
     flat,

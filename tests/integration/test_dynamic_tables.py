@@ -351,8 +351,9 @@ def test_refused_uses(tmp_path: Path) -> None:
     from oper.shmem.renumbering import renumber
 
     model = shard(bag())
-    for use in (lambda: copy.deepcopy(model), lambda: oper.DeltaCheckpoints(tmp_path, model),
-                lambda: Survivors(model), lambda: oper.publish(model, tmp_path),
+    for use in (lambda: copy.deepcopy(model), lambda: Survivors(model),
+                lambda: oper.DeltaCheckpoints(tmp_path, model).load(newest_rows=True),
+                lambda: oper.publish(model, tmp_path),
                 lambda: renumber(model.tables, {"weight": np.arange(ROWS)})):
         with pytest.raises(InvalidInputError, match="dynamic tables=\\['weight'\\]"):
             use()

@@ -19,10 +19,12 @@ from oper import cli
 from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.follow import Change
 from oper.serve import Client, Request
-from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
+from oper.serve.model import PublishedModel, kjt_of, load_model
 from oper.serve.requests import join
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
+from oper.train.raw_ids import build_trained
+from oper.train.resume import CONFIG, STATE
 from tests.support import announced, damage_record, serving, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))

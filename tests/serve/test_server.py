@@ -9,8 +9,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -343,3 +345,25 @@ def test_bad_addresses_are_refused(address: str) -> None:
 def test_a_model_without_publish_says_so(server: Server) -> None:
     with pytest.raises(InvalidInputError, match="publish"):
         server.publish()
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_worker_polls_for_a_while() -> None:
+    """With `spin_us`, after a request only, and then it sleeps; scores are the same."""
+    options = ServeOptions(port=0, workers=1, spin_us=5e5)
+    with Server(Sums(), options) as server, Client(server.address, timeout_s=30) as client:
+        (pid,) = server.worker_pids
+        request = random_request(np.random.default_rng(0), 3)
+        for _ in range(3):
+            assert np.array_equal(client.score_request(request)[0], expected(request))
+        begin = cpu_s(pid)
+        wait_for(lambda: cpu_s(pid) > begin + 0.1)
+        time.sleep(0.7)
+        idle = cpu_s(pid)
+        time.sleep(0.4)
+        assert cpu_s(pid) < idle + 0.1

@@ -105,7 +105,8 @@ class Directory:
         return OPS.keys_read(self.handles[-1], 0, candidates, 0, number)
 
     def write(self, candidates: bool, records: torch.Tensor) -> list[int]:
-        return [OPS.keys_write(h, 0, candidates, 0, records) for h in self.handles]
+        numbers = torch.arange(records.shape[0])
+        return [OPS.keys_write(h, 0, candidates, numbers, records) for h in self.handles]
 
     def records(self) -> dict[int, tuple[int, int, int]]:
         """Records (row, count, clock) by key, as the oracle returns them."""
@@ -158,6 +159,37 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
                       for p in oracle.waiting.get(b, [None] * CANDIDATES)]
             assert directory.read(True).tolist() == [
                 [0, 0, -1] if p is None else [p[0], p[1].count, p[1].clock] for p in places]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_records_that_have_changed_are_known(rule: DynamicTable) -> None:
+    """Those of all ranks since any earlier update, written to another directory, make it equal;
+    keys that have expired since then are listed once."""
+    slots = 70
+    directory, copy = Directory(slots, rule, 2), Directory(slots, rule)
+    rng = np.random.default_rng(1)
+    since, gone = 0, set()
+    for step in range(12):
+        keys = (rng.zipf(1.3, 60) % 90).tolist()
+        directory.update(dealt(keys, 2))
+        if step % 3:
+            continue
+        for candidates in (False, True):
+            before = copy.read(candidates)
+            found = [OPS.keys_changed(h, 0, candidates, since) for h in directory.handles]
+            numbers, records = (torch.cat(x) for x in zip(*found, strict=True))
+            assert (numbers[1:] > numbers[:-1]).all()
+            assert OPS.keys_write(copy.handles[0], 0, candidates, numbers, records) == -1
+            assert torch.equal(copy.read(candidates), directory.read(candidates))
+            same = before == copy.read(candidates)
+            assert not same[numbers].all(1).any()  # nothing else is listed
+        expired = {k for h in directory.handles for k in OPS.keys_expired(h, 0, since).tolist()}
+        assert expired == {s for s, (_, _, clock) in enumerate(directory.read().tolist())
+                           if rule.time_to_live and 0 <= clock < directory.clock
+                           - rule.time_to_live} - gone
+        ever = {k for h in directory.handles for k in OPS.keys_expired(h, 0, -1).tolist()}
+        gone, since = ever, directory.clock
+    assert directory.read()[:, 2].max() > 0
 
 
 @pytest.mark.parametrize("rule", RULES)

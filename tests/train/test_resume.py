@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.serve.model import find_weights
 from oper.support.locks import LOCK
 from oper.train import tasks
 from oper.train.config import load_config
 from oper.train.engines import Engine
 from oper.train.loop import train
 from oper.train.model import load_state
+from oper.train.trained import find_weights
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
 from tests.support import ROOT, run_here, wait_for

@@ -15,10 +15,11 @@ import torch
 from oper.data import Folder
 from oper.errors import InvalidInputError
 from oper.serve import Client, Request
-from oper.serve.model import CONFIG, STATE, find_weights, load_model
+from oper.serve.model import load_model
 from oper.train.model import build_dlrm, load_state
-from oper.train.resume import CHECKPOINT
+from oper.train.resume import CHECKPOINT, CONFIG, STATE
 from oper.train.tasks import click_batches
+from oper.train.trained import find_weights
 from tests.serve_support import value_of
 from tests.support import announced, serving, wait_for
 from tests.train.conftest import Prepared
@@ -75,7 +76,7 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
 
 
 def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path) -> None:
-    """Every delta copied to another folder is served, with its lag; a damaged one is refused."""
+    """Every delta copied to a store is served, with its lag; a damaged one is refused."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=9,
                     checkpoint_every=5, delta_every=1))
@@ -86,7 +87,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
     os.rename(run / STATE, tmp_path / STATE)
     there = copy / f"{CHECKPOINT}.deltas" / chain.name
     copy.mkdir()
-    with serving(run, *SERVER, "--follow", str(copy)) as server:
+    with serving(run, *SERVER, "--follow", copy.as_uri()) as server:
         client = Client(announced(server)["address"], timeout_s=30)
         assert client.score_request(request)[1] == 1
         shutil.copytree(run / CHECKPOINT, copy / CHECKPOINT)

@@ -259,6 +259,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     if (slot >= 0) {
       bucket.tags[slot] = 0;
       __atomic_store_n(&bucket.hash(slot), free_hash(slot), __ATOMIC_RELAXED);
+      bucket.ages[slot] = {clock, 0};  // for `changed`
       ++changes.expired;
       changes.rows.push_back({-(bucket.first_slot + slot + 1), key_of(key.hash)});
     }
@@ -283,7 +284,10 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     changes.rows.push_back({bucket.first_slot + slot + 1, key_of(key.hash)});
     if (rules_.min_count > 1)
       for (int64_t i = 0; i < kBucketCandidates; ++i)
-        if (bucket.candidates[i] == key.hash) bucket.candidate_counts[i] = 0;
+        if (bucket.candidates[i] == key.hash && bucket.candidate_counts[i] != 0) {
+          bucket.candidate_clocks[i] = clock;
+          bucket.candidate_counts[i] = 0;
+        }
   }
 }
 
@@ -338,19 +342,20 @@ void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* ou
   }
 }
 
-int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records,
-                            bool checks) {
+int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
+                            const KeyRecord* records, bool checks) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  const int64_t n = static_cast<int64_t>(numbers.size());
   for (int64_t i = 0; i < n; ++i) {
     const KeyRecord& r = records[i];
     if (r.clock == -1) continue;
     const bool is_legal = r.clock >= 0 && r.clock < kMost && r.count >= (candidates ? 1 : 0) &&
                           r.count <= (candidates ? 255 : kMost);
-    if (!is_legal || bucket_of(hash_of(r.key)) != place_of(candidates, begin + i).bucket) return i;
+    if (!is_legal || bucket_of(hash_of(r.key)) != place_of(candidates, numbers[i]).bucket) return i;
   }
   if (checks) return -1;
   for (int64_t i = 0; i < n; ++i) {
-    const auto [number, at] = place_of(candidates, begin + i);
+    const auto [number, at] = place_of(candidates, numbers[i]);
     if (owner_of(number) != rank_) continue;
     const Bucket bucket = bucket_at(number);
     const KeyRecord& r = records[i];
@@ -369,6 +374,35 @@ int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const Key
     }
   }
   return -1;
+}
+
+std::vector<int64_t> KeyDirectory::changed(bool candidates, uint32_t since) const {
+  std::vector<int64_t> found;
+  if (candidates && num_records(true) == 0) return found;
+  for (int64_t bucket = first_bucket_[rank_]; bucket < end_bucket(); ++bucket) {
+    const Bucket at = bucket_at(bucket);
+    const int64_t n = candidates ? kBucketCandidates : at.num_slots;
+    const int64_t first = candidates ? bucket * kBucketCandidates : at.first_slot;
+    for (int64_t i = 0; i < n; ++i)
+      if ((candidates ? at.candidate_clocks[i] : at.ages[i].clock) > since)
+        found.push_back(first + i);
+  }
+  return found;
+}
+
+std::vector<int64_t> KeyDirectory::expired(int64_t since, uint32_t clock) const {
+  std::vector<int64_t> found;
+  if (rules_.time_to_live == 0) return found;
+  for (int64_t bucket = first_bucket_[rank_]; bucket < end_bucket(); ++bucket) {
+    const Bucket at = bucket_at(bucket);
+    for (int64_t i = 0; i < at.num_slots; ++i) {
+      const uint32_t seen = at.ages[i].clock;
+      if (at.tags[i] != 0 && is_expired(seen, clock) &&
+          (since < 0 || !is_expired(seen, static_cast<uint32_t>(since))))
+        found.push_back(at.first_slot + i);
+    }
+  }
+  return found;
 }
 
 }  // namespace oper::host

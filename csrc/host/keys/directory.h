@@ -16,6 +16,9 @@
 // buckets: lookups read lines at random and need no ages unless keys expire, so they touch half as
 // many pages; updates write ages at random, and also touch fewer. With admission by count, a bucket
 // also counts up to kBucketCandidates keys without a row (6.5 more bytes per slot), after the ages.
+//
+// An update that changes a slot or candidate, or frees it, stores its clock there. What has changed
+// since an earlier clock is therefore known without a list of changes.
 #pragma once
 
 #include <algorithm>
@@ -255,9 +258,17 @@ class KeyDirectory {
   // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Writes the records that this rank owns, or with `checks` only checks them. Returns -1, or the
-  // index of the first record that cannot be at its place; then nothing has been written.
-  int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records, bool checks);
+  // Writes the records with these numbers that this rank owns, or with `checks` only checks all of
+  // them. Returns -1, or the index of the first record that cannot be at its place; then nothing has
+  // been written.
+  int64_t write(bool candidates, std::span<const int64_t> numbers, const KeyRecord* records,
+                bool checks);
+  // Numbers of the records in this rank's buckets that updates after clock `since` have changed or
+  // removed, ascending.
+  std::vector<int64_t> changed(bool candidates, uint32_t since) const;
+  // Slots in this rank's buckets whose keys have expired at `clock` and had not at clock `since`,
+  // ascending; -1 = at no clock before.
+  std::vector<int64_t> expired(int64_t since, uint32_t clock) const;
 
  private:
   struct Bucket {
@@ -276,6 +287,10 @@ class KeyDirectory {
 
   int64_t key_of(uint64_t hash) const;
   Bucket bucket_at(int64_t bucket) const;
+  int64_t end_bucket() const {  // of this rank
+    const size_t next = static_cast<size_t>(rank_) + 1;
+    return next < first_bucket_.size() ? first_bucket_[next] : num_buckets_;
+  }
   Place place_of(bool candidates, int64_t number) const;
   uint64_t admitted_count(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
   int64_t take_slot(const Bucket& bucket, int64_t line, uint32_t clock, KeyChanges& changes) const;

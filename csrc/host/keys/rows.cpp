@@ -67,6 +67,8 @@ void begin_pieces(const Context& context, const RowRules& rules, const Table& ta
       put(table.rows + slot * table.row_bytes());
       begin_state(table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
       begin_state(table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+      if (table.changed)  // other threads initialise other rows
+        __atomic_fetch_or(table.changed + slot / 64, uint64_t{1} << slot % 64, __ATOMIC_RELAXED);
     }
     for (const Refresh* part : replicas)
       if (part->owner == owner && part->slot_begin <= slot && slot < part->slot_end)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from oper.bench.core.child import Child, ProcessOptions
 from oper.bench.core.record import BusyClock
 from oper.errors import OperError
-from oper.serve.allocator import MALLOC, give_back
+from oper.support.allocator import MALLOC, give_back
 from oper.support.processes import free_port
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity

@@ -16,11 +16,11 @@ import numpy as np
 
 from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, collect_stats
 from oper.data.generate.ids import power_law_ids
-from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
 from oper.stats import AccessStats
+from oper.support.allocator import give_back
 
 if TYPE_CHECKING:
     from torch import nn

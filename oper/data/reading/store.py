@@ -98,6 +98,25 @@ def stamp(path: str) -> tuple[int, int]:
     return info.size, info.mtime_ns or 0
 
 
+def inside(url: str, name: str) -> str:
+    """Return the URL of a file or folder inside the folder `url`."""
+    plain, mark, query = url.partition("?")
+    return f"{plain.rstrip('/')}/{name}{mark}{query}"
+
+
+def listing(url: str) -> dict[str, tuple[int, int]]:
+    """Return the `stamp`s of all files in a folder of a store, by name relative to the folder,
+    which need not exist."""
+    from pyarrow import fs
+
+    found, name, _ = filesystem(url)
+    with _asking(url):
+        infos = found.get_file_info(fs.FileSelector(name, allow_not_found=True, recursive=True))
+    start = name.rstrip("/") + "/"
+    return {i.path[i.path.index(start) + len(start):]: (i.size, i.mtime_ns or 0)
+            for i in infos if i.is_file}
+
+
 def size(path: str) -> int:
     return stamp(path)[0]
 

@@ -5,6 +5,10 @@ identifies F by the checksum of its file of checksums, so that deltas of differe
 not mixed up. Deltas and parts are numbered from 0. The metadata of a rank's last part mark it as
 the last, and a delta is complete when the last parts of all ranks exist, so that ranks need not
 wait for each other. Every array of a file has a CRC-32, see `oper.support.files`.
+
+An item of a part is [collection, table, first column, parts]. ``rows`` and optimizer states have
+their rows' numbers in ``ids``. Records of a dynamic table's directory (``keys``, ``candidates``)
+and ``expired`` slots are as `keys_to_numpy` returns them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,17 @@ from torch.utils._pytree import tree_map
 from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
+from oper.shmem.counters.changes import EXPIRED
+from oper.shmem.keys.directories import RECORDS
 from oper.shmem.rows import LogicalRows
+from oper.shmem.tables import ShardedTables
 from oper.support.files import ArrayFile, read_arrays, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
+_NO_CLOCK = (1 << 32) - 1  # of an empty record
+KEY_BYTES = 20  # of a record in a file
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
@@ -254,9 +263,44 @@ def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
     return rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
 
 
+def keys_to_numpy(numbers: torch.Tensor, records: torch.Tensor | None) -> dict[str, np.ndarray]:
+    """Return records of a directory, or only their numbers, in the form in which files hold them.
+
+    Args:
+        numbers: int64 [n].
+        records: int64 [n, 3]: key, count, clock, -1 = empty record; None = none.
+
+    Returns:
+        ``slots`` uint32 [n], ``keys`` int64 [n], ``seen`` uint32 [n, 2]: count and clock, 2^32 - 1
+        = empty record.
+    """
+    found = {"slots": numbers.numpy().astype(np.uint32)}
+    if records is not None:
+        # The clock -1 becomes 2^32 - 1.
+        found |= {"keys": records[:, 0].numpy().copy(),
+                  "seen": records[:, 1:].numpy().astype(np.uint32)}
+    return found
+
+
+def keys_of_part(arrays: Mapping[str, np.ndarray], k: int, num_records: int
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `keys_to_numpy` for item `k` of a part; raises KeyError or ValueError unless it has
+    records of a directory with `num_records` records."""
+    slots, keys, seen = (arrays[f"{k}.{name}"] for name in ("slots", "keys", "seen"))
+    n = slots.size
+    if [x.dtype.str for x in (slots, keys, seen)] != ["<u4", "<i8", "<u4"] or (
+            keys.shape != (n,) or seen.shape != (n, 2) or (n and int(slots.max()) >= num_records)):
+        raise ValueError(f"records {slots.dtype} {slots.shape}, {keys.dtype} {keys.shape}, "
+                         f"{seen.dtype} {seen.shape}, for {num_records}")
+    seen = seen.astype(np.int64)
+    seen[seen[:, 1] == _NO_CLOCK, 1] = -1
+    return (torch.from_numpy(slots.astype(np.int64)),
+            torch.from_numpy(np.concatenate([keys[:, None], seen], axis=1)))
+
+
 def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
              ) -> None:
-    """Write the rows of a part that this rank owns to `tables`.
+    """Write the rows and records of keys of a part that this rank owns to `tables`.
 
     Raises:
         FileFormatError: the part does not fit the tables.
@@ -266,6 +310,11 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
         try:
             collection, table, column, parts = item
             target = tables[collection]
+            if parts == [EXPIRED]:  # for servers: the directory itself knows when keys expire
+                continue
+            if parts[0] in RECORDS:
+                _put_keys(arrays, k, table, parts[0], target)
+                continue
             ids = arrays[f"{k}.ids"].astype(np.int64)
             num_rows = target.specs[table].num_rows
             pairs = [(part, torch.from_numpy(arrays[f"{k}.{part}"])) for part in parts]
@@ -286,3 +335,12 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
             raise FileFormatError(what, "rows", f"{type(error).__name__}: {error}",
                                   "rows of this model",
                                   "load it into the model that wrote it") from error
+
+
+def _put_keys(arrays: dict[str, np.ndarray], k: int, table: str, part: str, target: LogicalRows
+              ) -> None:
+    """Write the records of item `k` of a part to the directory of a dynamic table."""
+    keys = target.keys if isinstance(target, ShardedTables) else None
+    if keys is None or table not in keys.tables:
+        raise ValueError(f"keys of {table!r}, which is not a dynamic table here")
+    keys.write(table, part, *keys_of_part(arrays, k, keys.num_records(table, RECORDS[part])))

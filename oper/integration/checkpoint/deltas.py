@@ -1,9 +1,10 @@
 """Delta checkpoints: the rows that training has changed since the previous checkpoint or delta.
 
-The owner of a row marks it when updating it. The training loop waits only while the marked rows and
-their optimizer states are copied to buffers; a thread writes these to disk. Each delta continues
-the previous one. A checkpoint and its deltas restore the latest step whose delta all ranks have
-written.
+The owner of a row marks it when updating it, and every record of a dynamic table's directory has
+the number of its last update; a key that lost its row becomes an empty record. The training loop
+waits only while the changed rows, their optimizer states and the records are copied to buffers; a
+thread writes these to disk. Each delta continues the previous one. A checkpoint and its deltas
+restore the latest step whose delta all ranks have written.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from torch import nn
 
 from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.delta_files import (
+    KEY_BYTES,
     base_of,
     check_readable,
     copy_state,
     folder_of,
+    keys_to_numpy,
     pack_state,
     rows_to_numpy,
     write_part,
@@ -43,7 +46,7 @@ from oper.integration.checkpoint.saving import (
     tables_of,
 )
 from oper.rows.directory import TableDirectory
-from oper.shmem.counters.changes import ChangedRows
+from oper.shmem.counters.changes import ChangedKeys, ChangedRows
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 
@@ -68,8 +71,7 @@ class DeltaCheckpoints:
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
-            read-only, dynamic, in replica groups or not in host memory; or `memory_bytes` is below
-            1.
+            read-only, in replica groups or not in host memory; or `memory_bytes` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -83,9 +85,8 @@ class DeltaCheckpoints:
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
                 "at least one collection, at least a byte", "save whole checkpoints")
         for t in found:
-            for part in (t.keys, t.replicas):
-                if part is not None:
-                    part.refuse(_WHAT, "save whole checkpoints")
+            if t.replicas is not None:
+                t.replicas.refuse(_WHAT, "save whole checkpoints")
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written
@@ -156,6 +157,8 @@ class DeltaCheckpoints:
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
             for piece, mine in (slots or {}).items():
                 parts.add(k, changed, piece, mine)
+            for keys in changed.take_keys():
+                parts.add_keys(k, keys)
         parts.end(extra)
         self._folder, self._number, self._since = folder, self._number + 1, step
 
@@ -246,7 +249,12 @@ class DeltaCheckpoints:
 
         Raises:
             The errors of `oper.load_checkpoint`.
+            InvalidInputError: `newest_rows` with dynamic tables, whose keys and rows may belong to
+                different ranks, so that a key could get another one's row.
         """
+        dynamic = next((c.tables.keys for c in self._changed if c.tables.keys is not None), None)
+        if newest_rows and dynamic is not None:
+            dynamic.refuse("cannot load rows of several steps", "load without newest_rows")
         self.wait()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
         if found.folder == self._place and found.is_exact:
@@ -314,6 +322,21 @@ class _Parts:
                 changed.copy(part, piece, some, room)
                 self._arrays[f"{k}.{part}"] = rows_to_numpy(room)
             self._bytes += some.size * row_bytes
+            if self._bytes >= self._owner.part_bytes:
+                self._put(False)
+
+    def add_keys(self, collection: int, changed: ChangedKeys) -> None:
+        """Add changes of a directory, which are copies already."""
+        done, size = 0, changed.numbers.numel()
+        while done < size:
+            some = slice(done, done + max(1, (self._owner.part_bytes - self._bytes) // KEY_BYTES))
+            k = len(self._items)
+            self._items.append([collection, changed.table, 0, [changed.part]])
+            found = keys_to_numpy(changed.numbers[some],
+                                  None if changed.records is None else changed.records[some])
+            self._arrays |= {f"{k}.{name}": values for name, values in found.items()}
+            done += found["slots"].size
+            self._bytes += found["slots"].size * KEY_BYTES
             if self._bytes >= self._owner.part_bytes:
                 self._put(False)
 

@@ -197,12 +197,7 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
         _check_items(folder, turn, turns)
         return
     what = f"cannot read the checkpoint {str(folder)!r}"
-    _, meta = read_arrays(folder / CHECKSUMS, KIND, VERSION)
-    wanted = meta.get("files")
-    if not isinstance(wanted, dict) or not all(
-            _is_file_name(n) and isinstance(v, list) for n, v in wanted.items()):
-        raise FileFormatError(what, CHECKSUMS, meta, "sizes and sums by file",
-                              "load another checkpoint")
+    wanted = _sums(folder, what)
     for name in sorted(wanted)[turn::turns]:
         try:
             found = list(sum_of(folder / name))
@@ -212,6 +207,26 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
             raise FileFormatError(what, f"{name}: bytes, CRC-32", found,
                                   f"{wanted[name]} as when it was saved",
                                   "the file is damaged; load another checkpoint")
+
+
+def has_all_files(folder: Path) -> bool:
+    """Whether all files named by a checkpoint's file of checksums are there in their sizes."""
+    try:
+        wanted = _sums(folder, "")
+        return all((folder / name).stat().st_size == size for name, (size, _) in wanted.items())
+    except (FileFormatError, FileNotFoundError, ValueError):
+        return False
+
+
+def _sums(folder: Path, what: str) -> dict[str, list[int]]:
+    """Return size and CRC-32 by file of a checkpoint from its file of checksums."""
+    _, meta = read_arrays(folder / CHECKSUMS, KIND, VERSION)
+    wanted = meta.get("files")
+    if not isinstance(wanted, dict) or not all(
+            _is_file_name(n) and isinstance(v, list) for n, v in wanted.items()):
+        raise FileFormatError(what, CHECKSUMS, meta, "sizes and sums by file",
+                              "load another checkpoint")
+    return wanted
 
 
 class _Part(io.RawIOBase):

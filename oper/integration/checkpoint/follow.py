@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,28 @@ from oper.integration.checkpoint.delta_files import (
     Delta,
     base_of,
     folder_of,
+    keys_of_part,
     look,
     open_part,
 )
+from oper.rows.directory import MAX_ROWS
+from oper.shmem.counters.changes import EXPIRED
 from oper.support.files import ArrayFile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyChange:
+    """Slots of a dynamic table that have other keys than before, or none any more.
+
+    Attributes:
+        slots: int64 [n], distinct; the key in slot s has row s + 1.
+        keys: int64 [n], the keys of the slots.
+        is_held: bool [n]; False = the slot has no key any more, or one that has expired.
+    """
+
+    slots: np.ndarray
+    keys: np.ndarray
+    is_held: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,7 @@ class Change:
         rows: maps tables to ids int64 [n] and rows [n, dim] in the saved dtype. Every access reads
             them from the delta's files, one table at a time.
         dense: weights other than tables, by ``state_dict`` key.
+        keys: changed keys by name of dynamic table.
     """
 
     number: int
@@ -45,6 +64,7 @@ class Change:
     time_s: float
     rows: Mapping[str, tuple[np.ndarray, torch.Tensor]]
     dense: dict[str, torch.Tensor]
+    keys: Mapping[str, KeyChange] = field(default_factory=dict)
 
 
 class Follower:
@@ -143,6 +163,7 @@ class Follower:
                                   "wait for the next whole checkpoint")
         places: dict[str, dict[int, list[tuple[ArrayFile, int]]]] = {}
         dense: dict[str, torch.Tensor] = {}
+        keys: dict[str, list[_KeyItem]] = {}
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
             file = open_part(path)
@@ -151,17 +172,19 @@ class Follower:
                 for k, (_, table, column, parts) in enumerate(file.meta["items"]):
                     if "rows" in parts:
                         places.setdefault(table, {}).setdefault(int(column), []).append((file, k))
+                    elif parts[0] in ("keys", EXPIRED):
+                        keys.setdefault(table, []).append(_key_item(file, k, parts[0]))
                 if "state" in file.names:
                     dense |= _dense(file.read("state"))
                 for name in file.names:  # verifies checksums of arrays that are not used, too
-                    if not name.endswith((".ids", ".rows", "state")):
+                    if not name.endswith((".ids", ".rows", "state", *_OF_KEYS)):
                         file.read(name)
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
                 raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
                                       "rows and a state",
                                       "wait for the next whole checkpoint") from error
         return Change(delta.number, delta.step, made / 1e6, _Rows(what, places, self.refuse),
-                      dense)
+                      dense, {table: _joined_keys(items) for table, items in keys.items()})
 
 
 class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
@@ -197,6 +220,32 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+_KeyItem = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # the part; as in `KeyChange`
+_OF_KEYS = (".slots", ".keys", ".seen")  # arrays of such an item
+
+
+def _key_item(file: ArrayFile, k: int, part: str) -> _KeyItem:
+    """Read item `k` of a file, records of a directory or slots whose keys have expired."""
+    if part == EXPIRED:
+        slots = file.read(f"{k}.slots").astype(np.int64)
+        return part, slots, np.zeros_like(slots), np.zeros(slots.size, bool)
+    numbers, records = keys_of_part(
+        {f"{k}{name}": file.read(f"{k}{name}") for name in _OF_KEYS}, k, MAX_ROWS)
+    return part, numbers.numpy(), records[:, 0].numpy(), (records[:, 2] >= 0).numpy()
+
+
+def _joined_keys(items: list[_KeyItem]) -> KeyChange:
+    """Join the changed keys of all ranks; a key that has changed may also have expired."""
+    gone = np.concatenate([np.zeros(0, np.int64), *(s for part, s, *_ in items if part == EXPIRED)])
+    found = [x for x in items if x[0] != EXPIRED]
+    slots, keys, is_held = (np.concatenate([np.zeros(0, dtype), *(x[k] for x in found)])
+                            for k, dtype in ((1, np.int64), (2, np.int64), (3, bool)))
+    is_held &= ~np.isin(slots, gone)
+    more = np.setdiff1d(gone, slots)
+    return KeyChange(np.concatenate([slots, more]), np.concatenate([keys, np.zeros_like(more)]),
+                     np.concatenate([is_held, np.zeros(more.size, bool)]))
 
 
 def _floats(rows: np.ndarray) -> torch.Tensor:

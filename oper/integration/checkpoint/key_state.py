@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError, fail
+from oper.integration.checkpoint.on_demand import may_copy_rows
 from oper.integration.checkpoint.table_state import (
     chunks_of,
     distributed,
@@ -39,14 +40,14 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
 
     Returns:
         With one rank, copies. With several, ``DTensor`` objects sharded like the rows, except for
-        ``clock``, a plain tensor.
+        ``clock``, a plain tensor. Inside `rows_never`, only ``clock``.
     """
     keys = tables.keys
     if keys is None or name not in keys.tables:
         return {}
     size = 1 if tables.group.is_local else tables.group.world_size
     found: dict[str, Any] = {}
-    for part in keys.parts(name):
+    for part in keys.parts(name) if may_copy_rows() else ():
         num_records = keys.num_records(name, RECORDS[part])
         begin, end = shard_range(num_records, size, tables.group.rank if size > 1 else 0)
         found[part] = distributed(tables, keys.read(name, part, begin, end), num_records)
@@ -85,7 +86,10 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
             for part in keys.parts(name):
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
-                        keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
+                        some = records[at:at + _CHUNK_RECORDS]
+                        first = begin + at
+                        keys.write(name, part, torch.arange(first, first + some.shape[0]), some,
+                                   checks)
         errors = errors_of_all(tables.group, [], errors)
     if not errors:
         keys.set_clock(name, int(state_dict[f"{prefix}clock"]))

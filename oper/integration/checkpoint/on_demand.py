@@ -136,7 +136,8 @@ class TableRows:
 def rows_never() -> Iterator[None]:
     """Inside the block, ``state_dict()`` copies no rows, even if ranks do not share memory.
 
-    It contains `TableRows`, whose rows must not be read. Applies to this thread.
+    It contains `TableRows`, whose rows must not be read, and no keys of dynamic tables. Applies to
+    this thread.
     """
     token = _HANDLES.set(True)
     try:
@@ -144,6 +145,11 @@ def rows_never() -> Iterator[None]:
             yield
     finally:
         _HANDLES.reset(token)
+
+
+def may_copy_rows() -> bool:
+    """Whether ``state_dict()`` may copy rows, that is, whether this is not inside `rows_never`."""
+    return not _HANDLES.get()
 
 
 def gives_handles(tables: ShardedTables) -> bool:

@@ -1,7 +1,9 @@
-"""Rows that training has changed, marked by their owners during updates."""
+"""Rows that training has changed, marked by their owners during updates, and changed keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +15,34 @@ if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
 
 
+EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedKeys:
+    """Changes of a dynamic table's directory in this rank's buckets.
+
+    Attributes:
+        table: name of the table.
+        part: ``"keys"`` or ``"candidates"``, a part of `oper.shmem.keys.directories.RECORDS`; or
+            ``"expired"``: slots whose keys have outlived their time to live since the last changes
+            were taken, although the directory still holds them.
+        numbers: int64 [n], ascending, numbers of the records or slots.
+        records: int64 [n, 3]: key, count and clock of each record, clock -1 = none any more; None
+            if `part` is ``"expired"``.
+    """
+
+    table: str
+    part: str
+    numbers: torch.Tensor
+    records: torch.Tensor | None
+
+
 class ChangedRows:
     """Tracks which rows of this rank updates have changed, with one bit per row.
+
+    Changes of the directories of dynamic tables need no marks: every change has the clock of its
+    update.
 
     Args:
         tables: tables with an optimizer, in host memory.
@@ -37,6 +65,10 @@ class ChangedRows:
         """Clear all marks and start marking. No update may be under way on this rank."""
         torch.ops.oper.context_mark_changes(self.tables.handle, True)
         self._of = self._now()
+        keys = self.tables.keys
+        self._clocks = {name: keys.clock(name) for name in keys.tables} if keys else {}
+        # The time to live may have been another one before.
+        self._expired_since = dict.fromkeys(self._clocks, -1)
 
     def accept(self) -> None:
         """Regard the rows published so far as known, and keep all marks: `take` does not return
@@ -59,6 +91,16 @@ class ChangedRows:
         handle = self.tables.handle
         return {k: torch.ops.oper.context_take_changes(handle, k).numpy().view(np.uint32)
                 for k in range(len(self.tables.directories))}
+
+    def take_keys(self) -> Iterator[ChangedKeys]:
+        """Yield the changes of all directories since the last call or `restart`; call it after
+        `take`, if that returned slots."""
+        keys = self.tables.keys
+        for name, since in self._clocks.items() if keys else ():
+            for part in keys.parts(name):
+                yield ChangedKeys(name, part, *keys.changed(name, part, since))
+            yield ChangedKeys(name, EXPIRED, keys.expired(name, self._expired_since[name]), None)
+            self._clocks[name] = self._expired_since[name] = keys.clock(name)
 
     def copy(self, part: str, piece: int, slots: np.ndarray, to: torch.Tensor) -> None:
         """Copy rows of this rank in their stored form.

@@ -248,10 +248,27 @@ class Keys:
         return torch.ops.oper.keys_read(
             self._handle, self.tables[name], RECORDS[part], begin, end)
 
-    def write(self, name: str, part: str, begin: int, records: torch.Tensor,
+    def changed(self, name: str, part: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the records of a part, in this rank's buckets, that have changed or become empty
+        in updates after clock `since`.
+
+        Returns:
+            Their numbers int64 [n], ascending, and the records as `read` returns them.
+        """
+        numbers, records = torch.ops.oper.keys_changed(
+            self._handle, self.tables[name], RECORDS[part], since)
+        return numbers, records
+
+    def expired(self, name: str, since: int) -> torch.Tensor:
+        """Return the slots in this rank's buckets, int64 [n], ascending, whose keys have outlived
+        their time to live now and had not at clock `since`; -1: all whose keys have."""
+        slots: torch.Tensor = torch.ops.oper.keys_expired(self._handle, self.tables[name], since)
+        return slots
+
+    def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
               checks: bool = False) -> None:
-        """Restore records from `read`, equal on all ranks; a barrier must follow. With `checks`,
-        only check them.
+        """Restore the records with these numbers (int64 [n]) from `read` or `changed`, equal on all
+        ranks; a barrier must follow. With `checks`, only check them.
 
         Raises:
             InvalidInputError: the records have a wrong dtype or shape, or one is invalid there.
@@ -264,10 +281,10 @@ class Keys:
         if not checks:
             self._history.load()
         bad = torch.ops.oper.keys_write(self._handle, self.tables[name], RECORDS[part],
-                                        begin, records.contiguous(), checks)
+                                        numbers, records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
-                f"cannot load the {part} of dynamic table {name!r}", f"record {begin + bad}",
+                f"cannot load the {part} of dynamic table {name!r}", f"record {int(numbers[bad])}",
                 records[bad].tolist(), "a key of this slot's bucket, a valid count and clock",
                 "load a checkpoint of a table with the same rows, seed and admit_after")
 

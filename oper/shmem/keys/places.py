@@ -9,6 +9,7 @@ from oper.tables import KEY_BUCKET_ROWS
 _BUCKET_CANDIDATES = 32
 _LINES = 8  # lines per bucket; slot k of a bucket belongs to line k % 8
 _LOW = np.uint64(0xFFFFFFFF)
+BUCKET_BYTES = 9 * KEY_BUCKET_ROWS  # a tag per slot, then a hash per slot
 
 
 def buckets_of_keys(keys: np.ndarray, num_slots: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,6 +29,33 @@ def slots_of_buckets(buckets: np.ndarray, num_slots: int) -> tuple[np.ndarray, n
     size, larger = divmod(num_slots, num_buckets(num_slots))
     begin = buckets * size + np.minimum(buckets, larger)
     return begin, begin + size + (buckets < larger)
+
+
+def places_of_slots(slots: np.ndarray, num_slots: int
+                    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Locate slots, int64 [n], in the memory of a directory's buckets.
+
+    Returns:
+        The slots' buckets; where their tags are, in bytes; where their hashes are, in units of 8
+        bytes (int64 [n] each); and the hashes that they have while they are free, uint64 [n].
+    """
+    size, larger = divmod(num_slots, num_buckets(num_slots))
+    end = larger * (size + 1)  # of the larger buckets
+    buckets = np.where(slots < end, slots // (size + 1), larger + (slots - end) // size)
+    at = slots - slots_of_buckets(buckets, num_slots)[0]
+    line = at % _LINES
+    words = KEY_BUCKET_ROWS // 8 + line * (KEY_BUCKET_ROWS // _LINES) + at // _LINES
+    return (buckets, buckets * BUCKET_BYTES + at, buckets * (BUCKET_BYTES // 8) + words,
+            np.where(line == 0, np.uint64(1 << 8), np.uint64(0)))
+
+
+def empty_buckets(num_slots: int) -> np.ndarray:
+    """Return the memory of a directory's buckets without keys, uint8 [num_buckets,
+    BUCKET_BYTES]."""
+    words = np.zeros((num_buckets(num_slots), BUCKET_BYTES // 8), np.uint64)
+    first = KEY_BUCKET_ROWS // 8
+    words[:, first:first + KEY_BUCKET_ROWS // _LINES] = 1 << 8  # line 0
+    return words.view(np.uint8)
 
 
 def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: int) -> np.ndarray:

@@ -14,6 +14,8 @@ from oper.shmem.memory.quantise import as_rows
 from oper.shmem.publication.buffers import DenseEntry, Layout
 
 Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table name
+# Places int64 [n] and values [n] of elements of a dense weight, by its key.
+ChangedElements = Mapping[str, list[tuple[torch.Tensor, torch.Tensor]]]
 Stored = list[tuple[np.ndarray, torch.Tensor]]  # for each element type: ids, rows in stored form
 
 
@@ -94,6 +96,32 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
             raise InvalidInputError(what, entry.key, "inf or nan", "finite numbers",
                                     "look at the training run")
     return entries
+
+
+def checked_elements(layout: Layout, elements: ChangedElements
+                     ) -> list[tuple[DenseEntry, torch.Tensor, torch.Tensor]]:
+    """Return the weights, places and values of elements that change.
+
+    Raises:
+        InvalidInputError: there is no such weight or place, or the weight has floats, which would
+            need a check for NaN.
+    """
+    entries = {e.key: e for e in layout.dense}
+    found = []
+    for key, parts in elements.items():
+        entry = entries.get(key)
+        for places, values in parts:
+            most = 0 if entry is None else entry.num_bytes // values.element_size()
+            if entry is None or getattr(torch, entry.dtype).is_floating_point or (
+                    places.shape != values.shape or places.dtype != torch.int64) or (
+                    places.numel() and not 0 <= int(places.min()) <= int(places.max()) < most):
+                raise InvalidInputError(
+                    "cannot change elements of published weights", "key, places, values",
+                    (key, tuple(places.shape), tuple(values.shape)),
+                    f"a weight of integers, and as many places as values in [0, {most})",
+                    "publish weights of the same model")
+            found.append((entry, places.contiguous(), values.contiguous()))
+    return found
 
 
 def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:

@@ -34,15 +34,18 @@ from oper.shmem.publication.buffers import (
     BufferRows,
     DenseEntry,
     Layout,
+    Places,
     Write,
     checksums,
     dense_entries,
     dense_view,
 )
 from oper.shmem.publication.changes import (
+    ChangedElements,
     Changes,
     changed_entries,
     check_dense,
+    checked_elements,
     packed_rows,
     stored_rows,
 )
@@ -61,10 +64,26 @@ _SEND_S = 10.0  # timeout for sending the handshake to a reader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Checked changes of rows, and of dense weights as one row each, in their stored form."""
+    """Checked changes of rows, of dense weights as one row each, and of elements of dense weights,
+    in their stored form."""
 
     writes: list[Write]
     dense: list[tuple[DenseEntry, torch.Tensor]]
+    elements: list[tuple[DenseEntry, torch.Tensor, torch.Tensor]]
+
+    def places(self, view: BufferRows, dense_at: int) -> Places:
+        """Return what to write where, for ``place_rows``, in the buffer with these rows and dense
+        weights."""
+        to, places, rows = view.places(self.writes)
+        for entry, value in self.dense:
+            to.append(dense_view(dense_at, entry).view(value.shape))
+            places.append(_ONLY)
+            rows.append(value)
+        for entry, at, values in self.elements:
+            to.append(dense_view(dense_at, entry).view(-1).view(values.dtype)[:, None])
+            places.append(at)
+            rows.append(values[:, None])
+        return to, places, rows
 
 
 class Publisher:
@@ -160,7 +179,8 @@ class Publisher:
         state.try_to_give_back()
         return epoch
 
-    def prepare_rows(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare_rows(self, rows: Changes, dense: Mapping[str, torch.Tensor],
+                     elements: ChangedElements | None = None) -> Prepared:
         """Check and convert changes for `commit`, and load the rows that they replace into caches.
 
         Readers wait during `commit`, so all slow work is done here, where the caller may run at low
@@ -169,6 +189,8 @@ class Publisher:
         Args:
             rows: by table name, distinct ids int64 [n] and their rows as for `publish_rows`.
             dense: dense weights that change, by key.
+            elements: single elements of dense weights that change, by key: distinct places int64
+                [n] in the weight, viewed as a vector of the values' dtype, and the values [n].
 
         Raises:
             InvalidInputError: a change does not fit.
@@ -179,11 +201,17 @@ class Publisher:
                   for ids, stored in packed_rows(layout, name, *found)
                   for write in layout.writes(name, ids, stored)]
         prepared = Prepared(writes, [(e, _as_row(dense[e.key]))
-                                     for e in changed_entries(layout, dense)])
+                                     for e in changed_entries(layout, dense)],
+                            checked_elements(layout, elements or {}))
         with self._state.lock:  # the buffer must not be freed meanwhile
             if self._state.epoch:
-                torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
+                torch.ops.oper.fetch_rows(*prepared.places(self._views()[0], self._dense_at)[:2])
         return prepared
+
+    @property
+    def _dense_at(self) -> int:
+        """Address of the last epoch's dense weights."""
+        return self._state.buffers[self._state.epoch & 1].addresses[-1]
 
     def _views(self) -> list[BufferRows]:
         """Return the rows of the last epoch as seen from each memory domain."""
@@ -215,12 +243,8 @@ class Publisher:
             if not epoch:
                 raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
                                         "publish all weights first")
-            views, dense_at = self._views(), state.buffers[epoch & 1].addresses[-1]
-            to, places, rows = views[0].places(prepared.writes)
-            for entry, value in prepared.dense:
-                to.append(dense_view(dense_at, entry).view(value.shape))
-                places.append(_ONLY)
-                rows.append(value)
+            views, dense_at = self._views(), self._dense_at
+            to, places, rows = prepared.places(views[0], dense_at)
             header = self._header(epoch + 2, {})
             self._keep_out(epoch, timeout_s)
             # If this fails, readers cannot pin an epoch until all weights are published again.

@@ -1,0 +1,180 @@
+"""A local copy of the weights of a training run in a store, kept up to date for a server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from oper.data.reading import store
+from oper.errors import FileFormatError, InvalidInputError
+from oper.integration.checkpoint.delta_files import base_of, folder_of
+from oper.integration.checkpoint.files import CHECKSUMS, METADATA, check_files, has_all_files
+from oper.support.files import atomic_write
+from oper.train.resume import CHECKPOINT, CONFIG, STATE
+
+_log = logging.getLogger(__name__)
+INTERVAL_S = 0.25  # between two looks at the store
+Stamps: TypeAlias = dict[str, tuple[int, int]]  # size in bytes and modification time by name
+
+
+class _ReplacedError(Exception):
+    """A file has changed while it was copied, or was not copied to its end."""
+
+
+class RunMirror:
+    """Copies new weights of a run from a URL to a temporary folder, in a thread of its own.
+
+    In the folder, every file is complete, and the files of a checkpoint are of one checkpoint: it
+    is put in place when all of them are there and have the checksums in it. In the store, files
+    may therefore appear in any order, if each appears as a whole. Of deltas, only those of the
+    checkpoint in place are copied.
+
+    Args:
+        url: the folder of the run in a store that `oper.data.reading.store` can open.
+
+    Attributes:
+        folder: the local folder, until `close`.
+
+    Raises:
+        InvalidInputError: the store cannot be opened or listed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._files: Stamps = {}  # of the files copied: those in the folder itself, and deltas
+        self._deltas: Stamps = {}
+        self._arrived: Stamps = {}  # of the checkpoint that is being copied
+        self._seen: Stamps = {}  # of the checkpoint in place, or refused
+        self._sums, self._is_refused = b"", False
+        self._told = ""  # what is wrong in the store, as last logged
+        self._stop = threading.Event()
+        self._temporary = tempfile.TemporaryDirectory(prefix="oper-follow-")
+        self.folder = Path(self._temporary.name)
+        self._incoming = self.folder / f"{CHECKPOINT}.incoming"
+        self._thread = threading.Thread(target=self._run, name="oper-mirror", daemon=True)
+        try:
+            self._tell(self.update())
+        except BaseException:
+            self._temporary.cleanup()
+            raise
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, and remove the folder."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._temporary.cleanup()
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            try:
+                self._tell(self.update())
+            except (InvalidInputError, OSError) as error:  # the store may come back
+                self._tell(str(error))
+
+    def _tell(self, text: str) -> None:
+        if text and text != self._told:
+            _log.warning("%s", text)
+        self._told = text
+
+    def update(self) -> str:
+        """Copy what is new in the store; return why a new checkpoint is refused, or "".
+
+        Raises:
+            InvalidInputError, OSError: the store or the disk failed; the next call tries again.
+        """
+        found = store.listing(self._url)
+        for name in (CONFIG, STATE):
+            if name in found:
+                self._copy(name, found[name], self.folder / name, self._files)
+            elif self._files.pop(name, None):
+                (self.folder / name).unlink()
+        refused = self._update_checkpoint({name: stamp for name, stamp in found.items()
+                                           if name.startswith(f"{CHECKPOINT}/")})
+        place = self.folder / CHECKPOINT
+        if not place.exists():
+            return refused
+        deltas = f"{CHECKPOINT}.deltas/{base_of(place)}/"
+        for name in sorted(n for n in found if n.startswith(deltas)):
+            if not self._stop.is_set():
+                self._copy(name, found[name], self.folder / name, self._deltas)
+        return refused
+
+    def _copy(self, name: str, stamp: tuple[int, int], to: Path, have: Stamps) -> None:
+        """Copy a file of the store unless it is in `have`, and add it there. A file that changes
+        meanwhile is left for the next call."""
+        if have.get(name) == stamp or ".." in name.split("/"):
+            return
+        url = store.inside(self._url, name)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with atomic_write(to) as out, store.open_input(url) as file:
+                while (piece := file.read(1 << 22)) and not self._stop.is_set():
+                    out.write(piece)
+                if out.tell() != stamp[0] or store.stamp(url) != stamp:
+                    raise _ReplacedError
+        except _ReplacedError:
+            return
+        if stamp[1]:  # the newest of the weights is served
+            os.utime(to, ns=(stamp[1], stamp[1]))
+        have[name] = stamp
+
+    def _update_checkpoint(self, found: Stamps) -> str:
+        """Put the checkpoint of the store, whose files are `found`, in place if it is another one
+        and complete; return why it is refused, or ""."""
+        if f"{CHECKPOINT}/{METADATA}" not in found or self._is_seen(found):
+            return ""
+        for name in self._arrived.keys() - found.keys():
+            (self._incoming / name.rpartition("/")[2]).unlink()
+            del self._arrived[name]
+        for name, stamp in found.items():
+            if self._stop.is_set():
+                return ""
+            self._copy(name, stamp, self._incoming / name.rpartition("/")[2], self._arrived)
+        if self._arrived != found or not has_all_files(self._incoming):
+            return ""  # still being written
+        self._seen, self._is_refused = found, True
+        self._sums = (self._incoming / CHECKSUMS).read_bytes()
+        try:
+            check_files(self._incoming)
+        except FileFormatError as error:  # damaged, or of two checkpoints while one is replaced
+            if not _has_fine_times(found):
+                self._arrived = {}
+            return f"the checkpoint in {store.full_name(self._url)!r} is not served yet: {error}"
+        self._is_refused = False
+        place = self.folder / CHECKPOINT
+        olds = [p for p in (place, folder_of(place)) if p.exists()]
+        for old in olds:  # at once, since a server may be reading it
+            old.rename(old.with_name(f"{old.name}.old"))
+        self._incoming.rename(place)
+        for old in olds:
+            shutil.rmtree(old.with_name(f"{old.name}.old"))
+        self._arrived, self._deltas = {}, {}
+        return ""
+
+    def _is_seen(self, found: Stamps) -> bool:
+        """Whether the checkpoint with these files is in place, or was refused."""
+        if found != self._seen or (self._is_refused and 0 in {time for _, time in found.values()}):
+            return False
+        if _has_fine_times(found):
+            return True
+        with store.open_input(store.inside(self._url, f"{CHECKPOINT}/{CHECKSUMS}")) as file:
+            return file.read() == self._sums
+
+
+def _has_fine_times(found: Stamps) -> bool:
+    """Whether files with equal stamps are equal. With times in whole seconds, or none, a file that
+    has replaced another one may have its stamp."""
+    return any(time % 10**9 for _, time in found.values())

@@ -1,0 +1,192 @@
+"""Deltas of dynamic tables: a chain restores rows, keys, counts and clocks bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oper
+from oper.errors import FileFormatError
+from oper.integration.checkpoint.delta_files import find, read_part
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.support.files import write_arrays
+from tests.integration.test_dynamic_tables import RULES, STEPS, bag, records, shard, step_of
+from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
+
+FULL = 3  # step after which the full checkpoint is saved
+
+
+def state_of(model: Any) -> list[torch.Tensor]:
+    """Rows, optimizer states, records of keys and candidates, clock: all that resuming needs."""
+    return [model.tables.read("weight"), model.tables.read("weight", part="momentum1"),
+            records(model), torch.tensor([model.tables.keys.clock("weight")])]
+
+
+def saved_run(rank: int, world_size: int, folder: str, rule: int, every: int, steps: int
+              ) -> list[torch.Tensor]:
+    """A full checkpoint after step `FULL`, and a delta after each `every` further steps."""
+    model = shard(bag(), RULES[rule])
+    with DeltaCheckpoints(folder, model, memory_bytes=4000) as saver:
+        for step in range(1, steps + 1):
+            step_of(model, step, rank, world_size)
+            if step == FULL:
+                saver.save_full(step, {"step": step})
+            elif step > FULL and (step - FULL) % every == 0:
+                saver.save(step, {"step": step})
+        saver.flush()
+    return state_of(model)
+
+
+def loaded(rank: int, world_size: int, folder: str, rule: int, steps: range) -> list[torch.Tensor]:
+    """The state after loading, and after further steps with a delta each."""
+    model = shard(bag(), RULES[rule])
+    with DeltaCheckpoints(folder, model) as saver:
+        found = saver.load()
+        assert found.is_exact and found.step == steps.start - 1, found
+        for step in steps:
+            step_of(model, step, rank, world_size)
+            saver.save(step, {"step": step})
+        saver.flush()
+    return state_of(model)
+
+
+def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    for k, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert_bitwise(one, other, f"{what} {k}")
+
+
+@pytest.mark.parametrize("world_size, rule, every", [(1, 1, 3), (2, 0, 1)])
+def test_a_chain_is_the_run(world_size: int, rule: int, every: int, tmp_path: Path) -> None:
+    """On the same ranks, on others, and after further steps."""
+    folder = str(tmp_path / "c")
+    (held, *_) = run_world(world_size, saved_run, folder, rule, every, STEPS)
+    chain = find(tmp_path / "c", tmp_path / "c")
+    assert len(chain) == (STEPS - FULL) // every
+    parts = [read_part(p) for d in chain for files in d.files.values() for p in files]
+    kinds = {item[3][0] for _, meta in parts for item in meta["items"]}
+    assert kinds == {"rows", "keys"} | ({"candidates"} if RULES[rule].admit_after > 1 else set())
+    for other in (world_size, 3 - world_size):
+        (found, *_) = run_world(other, loaded, folder, rule, range(STEPS + 1, STEPS + 1))
+        assert_same(found, held, f"on {other}")
+    (went_on, *_) = run_world(world_size, loaded, folder, rule, range(STEPS + 1, STEPS + 4))
+    (again, *_) = run_world(world_size, loaded, folder, rule, range(STEPS + 4, STEPS + 4))
+    (through, *_) = run_world(world_size, saved_run, str(tmp_path / "d"), rule, every, STEPS + 3)
+    assert_same(again, went_on, "again")
+    assert_same(went_on, through, "as without a break")
+
+
+def one_key(model: Any, *keys: int) -> None:
+    model(torch.tensor([keys])).sum().backward()
+
+
+def test_keys_that_are_lost_are_deletions(tmp_path: Path) -> None:
+    """A key that another one replaces, one that outlives its time to live, and a counted key that
+    gets a row."""
+    model = shard(bag(3), oper.DynamicTable(time_to_live=2))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        one_key(model, 1, 2)
+        saver.save_full(0)
+        for step in range(1, 4):
+            one_key(model, 2, 2)  # for key 1, the time is over after the third update
+            saver.save(step)
+        one_key(model, 3, 2)  # takes its place
+        saver.save(4)
+        saver.flush()
+        found = [dict(zip([item[3][0] for item in meta["items"]], range(9), strict=False)) | {
+            "arrays": arrays} for d in find(tmp_path / "c", tmp_path / "c")
+            for arrays, meta in [read_part(d.files[0][0])]]
+        expired = [f["arrays"][f"{f['expired']}.slots"].tolist() if "expired" in f else []
+                   for f in found]
+        keys = [f["arrays"][f"{f['keys']}.keys"].tolist() for f in found]
+        (slot,) = expired[2]
+        assert expired == [[], [], [slot], []] and keys[:3] == [[2]] * 3
+        assert sorted(keys[3]) == [2, 3]
+        want = state_of(model)
+        saver.load()
+        assert_same(state_of(model), want, "loaded")
+
+
+def test_a_slot_that_becomes_free(tmp_path: Path) -> None:
+    """A key whose time is over returns, and must be counted again before it gets a row."""
+    model = shard(bag(5), oper.DynamicTable(admit_after=2, time_to_live=2))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        one_key(model, 1, 1, 2, 2)
+        saver.save_full(0)
+        for _ in range(3):
+            one_key(model, 2)
+        saver.save(1)
+        one_key(model, 1)
+        saver.save(2)
+        saver.flush()
+        *_, last = find(tmp_path / "c", tmp_path / "c")
+        arrays, meta = read_part(last.files[0][0])
+        of = {item[3][0]: k for k, item in enumerate(meta["items"])}
+        assert arrays[f"{of['keys']}.seen"][:, 1].tolist() == [2**32 - 1]
+        assert arrays[f"{of['candidates']}.keys"].tolist() == [1]
+        want = state_of(model)
+        saver.load()
+        assert_same(state_of(model), want, "loaded")
+
+
+def test_a_row_that_is_only_new_is_in_the_delta(tmp_path: Path) -> None:
+    """A new key's row is initialised after its first update, which does not touch the row."""
+    model = shard(bag(20), oper.DynamicTable(init_bound=0.5))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        one_key(model, 7)
+        saver.save(1)
+        saver.flush()
+        want = state_of(model)
+        one_key(model, 7)
+        saver.load()
+        assert_same(state_of(model), want, "loaded")
+        assert saver.written_bytes < 10_000
+
+
+@pytest.mark.parametrize("harm", ["bucket", "number", "width", "static"])
+def test_keys_that_do_not_fit_are_refused(harm: str, tmp_path: Path) -> None:
+    """Intact files whose records cannot belong to the table."""
+    folder = tmp_path / "c"
+    model = shard(bag(301), oper.DynamicTable())
+    with DeltaCheckpoints(folder, model) as saver:
+        saver.save_full(0)
+        one_key(model, *range(40))
+        saver.save(1)
+        saver.flush()
+    path = find(folder, folder)[0].files[0][0]
+    arrays, meta = read_part(path)
+    (k,) = (k for k, item in enumerate(meta["items"]) if item[3] == ["keys"])
+    if harm == "bucket":
+        arrays[f"{k}.keys"] = arrays[f"{k}.keys"][::-1].copy()
+    elif harm == "number":
+        arrays[f"{k}.slots"][-1] = 300
+    elif harm == "width":
+        arrays[f"{k}.seen"] = arrays[f"{k}.seen"][:, :1].copy()
+    else:
+        meta["items"][k][1] = "other"
+    meta = {name: value for name, value in meta.items() if name not in ("kind", "version")}
+    write_arrays(path, "oper-delta", 1, arrays, meta)
+    with pytest.raises(FileFormatError, match="cannot load a delta checkpoint"), \
+            DeltaCheckpoints(folder, model) as saver:
+        saver.load()
+
+
+def test_a_delta_costs_what_has_changed(tmp_path: Path) -> None:
+    """One key in a hundred, with its count and clock, at most three hundredths of the bytes."""
+    num_rows = 20_000
+    torch.manual_seed(0)
+    model = shard(torch.nn.EmbeddingBag(num_rows, 64, mode="sum"), oper.DynamicTable())
+    keys = torch.from_numpy(np.random.default_rng(0).integers(-2**62, 2**62, 10_000))
+    model(keys.view(-1, 10)).sum().backward()
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        saver.save_full(0)
+        full = sum(p.stat().st_size for p in (tmp_path / "c").iterdir())
+        model(keys[:num_rows // 100].view(-1, 10)).sum().backward()
+        saver.save(1)
+        saver.flush()
+        assert 0.008 < saver.written_bytes / full < 0.02
