@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from search_cases import (
+    KINDS,
     counted,
     gpus,
     racked,
+    random_plan,
     shared,
     space_bound,
     tables_and_stats,
@@ -125,6 +127,22 @@ def test_column_pieces_beside_pinned_rows_need_a_hotness_order() -> None:
                         head_ids=np.zeros(0, np.int64))
         found = outside_space(replace(plan, tables=(entry, *plan.tables[1:])), problem)
         assert word in found and bool(word) == bool(found)
+
+
+def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
+    """With more overlaps than are distinguished, or pinned loads, no host is distinguished."""
+    for seed in range(3):
+        specs, stats = tables_and_stats(4, seed, lengths=(20, 50))
+        problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096,
+                               allow=EVERYTHING)
+        alike = plan_problem(problem, time_budget_s=1.0)
+        hidden = [0.0, 0.0, *(alike.step_us * (1 + 0.1 * n) for n in range(6))]
+        stated = with_overlap(problem, {"forward": hidden, "update": hidden})
+        bound = space_bound(stated, max_work=1400)
+        rng = np.random.default_rng(seed)
+        steps = [plan_problem(stated, time_budget_s=1.0).step_us] + [
+            evaluate(random_plan(stated, rng, KINDS), stated).step_us for _ in range(20)]
+        assert bound <= min(steps) * (1 + 1e-9)
 
 
 def test_explain_states_why_a_plan_is_not_certified(tmp_path, capsys) -> None:

@@ -102,3 +102,12 @@ def test_a_host_is_distinguished_if_hosts_are_alike():
     plan = plan_problem(many, target_gap=0.0)
     better = tighten_bound(plan, many, max_work=2100)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)
+
+
+def test_no_host_is_distinguished_if_hosts_differ():
+    """A pinned table makes hosts differ; the bound is still valid."""
+    held = {"tables": {"t0": {"ranks": [0, 1]}}}
+    uneven = stated(1, "hosts", constraints=held)
+    plan = plan_problem(uneven, target_gap=0.0)
+    better = tighten_bound(plan, uneven, max_work=1400)
+    assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us
