@@ -19,37 +19,18 @@ import torch
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.optim.optimizers import (
-    LAMB,
-    SGD,
-    STATE_PARTS,
-    Adagrad,
-    Adam,
-    LarsSGD,
-    Optimizer,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-)
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_formulas import first_states, update_rows
+from tests.optimizer_formulas import EVERY, first_states, update_rows
 
 Optimizers = Optimizer | Mapping[str, Optimizer]  # of all tables, or by table
 
-OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": SGD(lr=0.5),
-    "rowwise_adagrad": RowWiseAdagrad(lr=0.05, eps=1e-8),
-}
-OTHER_OPTIMIZERS: dict[str, Optimizer] = {
-    "adagrad": Adagrad(lr=0.05, eps=1e-6),
-    "adam": Adam(lr=0.02, eps=1e-6, weight_decay=0.01),
-    "partial_rowwise_adam": PartialRowWiseAdam(lr=0.02, eps=1e-6, weight_decay=0.01),
-    "momentum_sgd": SGD(lr=0.1, momentum=0.8, weight_decay=0.01),
-    "lars_sgd": LarsSGD(lr=0.2, weight_decay=0.01, eta=0.1),
-    "lamb": LAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
-    "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
-}
+# One of every kind; those that most tests use, and all others.
+OPTIMIZERS = {name: EVERY[name] for name in ("sgd", "rowwise_adagrad")}
+OTHER_OPTIMIZERS = {EVERY[name].name: EVERY[name] for name in (
+    "adagrad", "adam_decay", "partial_rowwise_adam_decay", "momentum_sgd_decay", "lars_sgd_decay",
+    "lamb_decay", "partial_rowwise_lamb_decay")}
 ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 

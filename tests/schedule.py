@@ -20,8 +20,9 @@ ALONE = (
 
 # What is shown on random problems: on the same few in `make test`, on many new ones at night.
 RANDOM_PROBLEMS = (
-    "tests/search/test_certificate.py::test_no_plan_of_the_space_is_below_the_uncapped_bound",
-    "tests/search/test_verify.py::test_what_the_planner_certifies_the_checker_does",
+    "tests/search/test_random_problems.py::"
+    "test_plans_satisfy_their_problem_and_none_is_below_the_bound",
+    "tests/search/test_random_problems.py::test_checker_and_search_prove_the_same_bound",
     "tests/search/test_unequal_links.py", "tests/search/test_properties.py",
 )
 
@@ -83,9 +84,8 @@ NIGHTLY = (
     Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
             "test_two_processes_measure_and_verify; test_bench_cluster.py"),
     # ---- the search ------------------------------------------------------------------------------
-    Nightly("tests/search/test_shared_links.py::"
-            "test_the_bound_is_below_the_best_of_all_pairs_of_placements",
-            "one pair of tables on each topology", "[12]-.*"),
+    Nightly("tests/search/test_random_problems.py::test_bound_optimum_and_search_are_in_order",
+            "one seed on each machine", "[1-9]-.*"),
     Nightly("tests/search/test_shared_links.py::"
             "test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares",
             "both together: racks behind links that hosts share", "shared|racks"),
@@ -98,20 +98,13 @@ NIGHTLY = (
             "LARS", ".*lamb"),
     Nightly("tests/search/test_branching.py::test_no_plan_is_below_the_bound_of_its_own_node",
             "two seeds on each topology", "(True|False)-[2-9]-.*"),
-    Nightly("tests/search/test_bound.py::"
-            "test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ranks",
-            "two seeds on each topology", ".*-[2-9]"),
-    Nightly("tests/search/test_bound.py::test_bound_optimum_and_search_are_in_order_on_tiny_cases",
-            "three seeds for each kind of placement", ".*-[3-9]"),
-    Nightly("tests/search/test_host_apart.py::"
-            "test_no_plan_is_below_the_bound_whatever_its_hosts_own",
-            "two seeds on each topology", "[2-9]-.*"),
-    Nightly("tests/search/test_host_apart.py::test_the_bound_is_below_the_optimum_of_tiny_cases",
-            "two seeds", "2-.*"),
     # ---- the runtime -----------------------------------------------------------------------------
     Nightly("tests/shmem/test_exchange.py::test_push_columns_weights_and_optimizers",
             "these optimizers on two and on four ranks of two domains",
-            r"(rowwise_adagrad|partial_rowwise_adam)-\(0, 1, [12], .*"),
+            r"host-(rowwise_adagrad|partial_rowwise_adam)-\(0, 1, [12], .*"),
+    Nightly("tests/shmem/test_row_dtypes.py::test_one_step_is_the_fp32_step_rounded",
+            "each optimizer with one of the two types",
+            r"float16-.*(adam|lamb|lars).*|bfloat16-(?!.*(adam|lamb|lars)).*"),
     Nightly("tests/shmem/test_micro_batches.py::test_equals_whole_batches",
             "within a memory domain and between two; every optimizer in one of them",
             "domains2-.*|None-(rowwise_adagrad_l2|adam)|domains1-sgd"),

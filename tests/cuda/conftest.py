@@ -10,12 +10,10 @@ from tests.cuda import emulated
 
 
 @pytest.fixture
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Use the emulated device library, and build it before ranks wait for each other."""
-    emulated.load()
-    monkeypatch.setattr("oper.shmem.library.load_device", emulated.load)
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", str(4 << 20))
-    yield monkeypatch
+def emulation(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The emulated device library instead of that of a GPU."""
+    emulated.emulate(monkeypatch)
+    return monkeypatch
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from oper.shmem import library
 from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.passes import Backward
+from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.compiler import emulated_library
 from tests.runtime_support import Case, Result, make_steps, train_virtual
@@ -42,6 +43,13 @@ def load() -> Any:
 def replace_library() -> None:
     """Make this process use the emulated library until it exits."""
     library.load_device = load
+
+
+def emulate(patches: pytest.MonkeyPatch) -> None:
+    """Use the emulated device library, and build it before ranks wait for each other."""
+    load()
+    patches.setattr(library, "load_device", load)
+    patches.setenv("OPER_OUTBOX_BYTES", str(4 << 20))
 
 
 class _HostLookup(torch.autograd.Function):
@@ -118,6 +126,14 @@ def on_devices(patches: pytest.MonkeyPatch) -> Iterator[None]:
     with patches.context() as patch:
         patch.setattr(runtime_support, "ShardedTables", device_tables)
         yield
+
+
+def small_case(optimizer: str, **fields: Any) -> Case:
+    """Rows of whole 16-byte parts and others, a shared key, a mean."""
+    shapes = [("odd", 9, 6, ("f1",), "sum"), ("two", 300, 12, ("a", "b"), "sum"),
+              ("mean", 2000, 24, ("b",), "mean")]
+    tables = tuple(TableSpec(n, r, d, f, p, "float32", optimizer) for n, r, d, f, p in shapes)
+    return Case(tables, ("b", "f1", "extra", "a"), **{"base_batch": 8, **fields})
 
 
 def both(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,

@@ -117,7 +117,8 @@ def random_plan(stated: Problem, rng: np.random.Generator,
     world = stated.machine.world_size
     entries = []
     for t in stated.tables:
-        columns = _cuts(t.spec.dim, int(rng.integers(1, max_pieces + 1)), rng)
+        parts = int(rng.integers(1, max_pieces + 1))
+        columns = _cuts(t.spec.dim, parts if t.spec.may_be_split else 1, rng)
         pieces = []
         for a, b in pairwise(columns):
             rows = _cuts(t.spec.num_rows, int(rng.integers(1, 5)), rng)

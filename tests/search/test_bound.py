@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 from search_cases import gpus, host, problem, recomputed, with_host_memory
 
-from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
-from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound, solve_node
 from oper.search.pricing.node import Node
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.relaxation.relaxation import Relaxation
-from oper.search.rounding.placing import evaluated
-from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy, some_placements
+from tests.search.oracle import relaxed_by_cvxpy
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2), "one": host(1)}
@@ -93,47 +90,3 @@ def test_pricing_returns_only_cheaper_configurations(topology):
         dear = node.price(prices, least * 1.01)
         assert None not in dear.configurations
         assert dear.resources @ prices == pytest.approx(least, rel=1e-3)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("placements", [("owned",), ("owned", "replicated")])
-def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
-    """Uncut tables on three ranks: bound <= MILP optimum <= plan of the search."""
-    stated = problem(6, seed, gpus(3), "training", allow=frozenset({*placements, "pull"}))
-    bound = lower_bound(stated)
-    candidates = []
-    for t in bound.relaxation.tables:
-        rows = t.spec.num_rows
-        tiers = [Tier(0, rows, "owned", (r,)) for r in range(3)]
-        if "replicated" in placements:
-            tiers.append(Tier(0, rows, "replicated", (0, 1, 2)))
-        candidates.append([(Piece(0, t.spec.dim, (tier,)),) for tier in tiers])
-    optimum, picks = best_of_candidates(bound.relaxation, candidates)
-    assert len(picks) == 6
-    assert bound.lower_bound_us <= optimum * (1 + 1e-9)
-    plan = plan_problem(stated, target_gap=0.01)
-    if placements == ("owned",) and all(len(e.tiers) == 1 for e in plan.tables):
-        # Uncut tables only: the search cannot beat the optimum, but comes close to it.
-        assert optimum <= plan.step_us * (1 + 1e-6)
-    assert plan.step_us <= optimum * 1.03
-    assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("topology", [gpus(2, slow=1), gpus(3, per_host=2), gpus(3, slow=1),
-                                      host(2), gpus(4, per_host=2, slow=2)])
-def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ranks(seed, topology):
-    """The optimum is over dozens of placements per table, including the found plan's."""
-    stated = problem(3, 40 + seed, topology, allow=EVERYTHING)
-    plan = plan_problem(stated, target_gap=0.03)
-    relaxation = Relaxation(CostModel(stated))
-    candidates = [[entry.pieces, *some_placements(t, stated.machine.world_size, seed)]
-                  for t, entry in zip(relaxation.tables, plan.tables, strict=True)]
-    optimum, picks = best_of_candidates(relaxation, candidates)
-    chosen = [c[n] for c, n in zip(candidates, picks, strict=True)]
-    evaluation = evaluated(relaxation, chosen)
-    assert evaluation.step_us == pytest.approx(optimum, rel=1e-6)
-    assert optimum <= plan.step_us * (1 + 1e-6)
-    assert plan.notes["relaxation_us"] <= optimum * (1 + 1e-9)
-    assert plan.lower_bound_us <= optimum * (1 + 1e-9)
-    assert plan.step_us <= optimum * 1.05

@@ -8,10 +8,10 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, racked, random_tier, recomputed, shared, tables_and_stats
+from search_cases import gpus, host, racked, recomputed, shared, tables_and_stats
 
 from oper.bench.plan import workloads as plan_workloads
-from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.plan import Piece, Plan, Tier
 from oper.search.branching.tree import SearchTree, _largest, _load_branchings
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import PUSH
@@ -25,6 +25,7 @@ from oper.search.relaxation.pieces import LoadLimits, column_widths
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.relaxation.units import LOCAL
 from oper.topology import Domain, Topology
+from tests.search.random_problems import pushing_plan
 
 
 def alternating(num_ranks: int, per_host: int) -> Topology:
@@ -74,30 +75,6 @@ def branched(problem: Problem, max_nodes: int = 24) -> SearchTree:
     tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
     tree.run(max_nodes)
     return tree
-
-
-def pushing_plan(problem: Problem, rng: np.random.Generator) -> Plan:
-    """A random plan with column pieces, e.g. each with a pulled head and a pushed tail."""
-    world, entries = problem.machine.world_size, []
-    for t in problem.tables:
-        dim = t.spec.dim
-        parts = int(rng.integers(1, max(2, dim // MIN_COLUMNS + 1)))
-        inner = rng.choice(np.arange(MIN_COLUMNS, dim - MIN_COLUMNS + 1, COLUMN_STEP), parts - 1,
-                           replace=False) if parts > 1 else []
-        edges = [0]
-        for x in sorted({int(x) for x in inner}):
-            if x - edges[-1] >= MIN_COLUMNS:
-                edges.append(x)
-        pieces = []
-        for a, b in pairwise([*edges, dim]):
-            cuts = sorted({0, t.spec.num_rows, int(rng.integers(1, t.spec.num_rows))})
-            kinds = rng.choice(["replicated", "striped", "owned-push", "striped-push"],
-                               len(cuts) - 1)
-            pieces.append(Piece(a, b, tuple(
-                random_tier(x, y, str(k), world, rng)
-                for (x, y), k in zip(pairwise(cuts), kinds, strict=True))))
-        entries.append(TablePlan(t.spec, tuple(pieces)))
-    return Plan(world, tuple(entries), problem.objective, problem.batch_size)
 
 
 def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:

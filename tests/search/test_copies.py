@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from search_cases import examples, gpus, problem, random_plan, space_bound, tables_and_stats
+from search_cases import examples, gpus, problem, space_bound, tables_and_stats
 
 from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
@@ -20,7 +20,7 @@ from oper.search.problem.statement import TOUCHED
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.copies import spread_copies
 from oper.topology import Topology
-from tests.support import map_tiers
+from tests.search.random_problems import copied_plan
 
 PER_HOST = EXECUTABLE | {"per_host"}
 TOPOLOGIES = {"gpus": gpus(6, per_host=3), "unequal": gpus(6, per_host=2, slow=3),
@@ -57,20 +57,10 @@ def test_relaxed_copies_consume_as_in_the_cost_model(name, objective):
 @given(st.integers(0, 10**6), st.sampled_from(["gpus", "processes"]),
        st.sampled_from(["training", "inference"]))
 def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
-    """Copies are on any rank of every host, chosen per tier."""
     stated = problem(3, seed, TOPOLOGIES[name], objective, allow=PER_HOST)
-    bound, machine = space_bound(stated), stated.machine
-    rng = np.random.default_rng(seed)
-
-    def moved(x):
-        if x.placement != "replicated" or rng.random() < 0.2:
-            return x
-        return replace(x, ranks=tuple(int(rng.choice(np.flatnonzero(machine.host == h)))
-                                      for h in range(int(machine.host.max()) + 1)))
-
+    bound, rng = space_bound(stated), np.random.default_rng(seed)
     for _ in range(5):
-        plan = random_plan(stated, rng, ("replicated", "replicated", "striped", "owned"))
-        assert bound <= evaluate(map_tiers(plan, moved), stated).step_us * (1 + 1e-9)
+        assert bound <= evaluate(copied_plan(stated, rng), stated).step_us * (1 + 1e-9)
 
 
 def processes_on_slow_links() -> Topology:

@@ -7,13 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 from search_cases import gpus, problem, recomputed
-from test_branching import TOPOLOGIES, branched, pushing_plan, stated
+from test_branching import stated
 
 from oper.bench.plan import workloads as plan_workloads
-from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.branching.subspaces import _distinguished_load
 from oper.search.branching.tree import SearchTree
-from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import Bound, solve_node
@@ -25,11 +24,10 @@ from oper.search.pricing.node import (
     Node,
     PieceChoice,
 )
-from oper.search.problem.machine import GROUPS, neighbourhoods
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
 from oper.search.relaxation.relaxation import Relaxation
-from tests.search.oracle import best_of_candidates, some_placements
 
 REQUESTS = 0, GROUPS.index("cross_in")
 
@@ -79,69 +77,6 @@ def _cheapest(node: Node, k: int, prices: np.ndarray) -> float:
         found += [(PieceChoice(1.0, 1.0, j, mode, np.array(choice), amount),)
                   for j in range(number)]
     return float((node.resources(np.full(len(found), k), found) @ prices).min())
-
-
-def loads(problem: Problem) -> list[tuple[int, int]]:
-    """Loads of the slowest links of a problem's machine."""
-    phases, towards = CostModel(problem).phases, neighbourhoods(problem.machine)[1]
-    inward, outward = (GROUPS.index(towards.removesuffix("in") + x) for x in ("in", "out"))
-    # Links into the owner: ids (on a single host, also answers); then gradients.
-    return [(0, inward), (phases.index("forward"), outward), (len(phases) - 1, inward)]
-
-
-APART = ("gpus", "hosts", "many", "mixed", "pairs", "shared", "shared-pairs", "shared-mixed",
-         "racks", "shared-racks")
-
-
-@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-@pytest.mark.parametrize("seed", range(4))
-def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
-    many = stated(seed, name)
-    bounds = [branched(many).bound.lower_bound_us]
-    bounds += [apart(many, load).lower_bound_us for load in loads(many) if name in APART]
-    rng = np.random.default_rng(seed)
-    steps = [evaluate(pushing_plan(many, rng), many).step_us for _ in range(20)]
-    steps += [evaluate(_lopsided(many, rng), many).step_us for _ in range(30)]
-    # The planner's plan tests the bound more sharply than random plans.
-    steps.append(plan_problem(many, target_gap=0.0).step_us)
-    assert max(bounds) <= min(steps) * (1 + 1e-9)
-
-
-def _lopsided(many: Problem, rng: np.random.Generator) -> Plan:
-    """One host owns the pushed rows, and more or fewer of the pulled rows than other hosts."""
-    machine, entries = many.machine, []
-    world = machine.world_size
-    of_rank, _ = neighbourhoods(machine)
-    full = np.flatnonzero(of_rank == rng.integers(of_rank.max() + 1))
-    weights = np.where(np.isin(np.arange(world), full), rng.integers(1, 6), rng.integers(1, 6))
-    for t in many.tables:
-        rows = t.spec.num_rows
-        edge, colder = sorted(rng.integers(1, rows, 2).tolist()) if rows > 2 else (0, 0)
-        hot = [Tier(0, edge, "replicated", tuple(range(world)))] if edge else []
-        if colder > edge:
-            hot.append(Tier(edge, colder, "striped", tuple(range(world)),
-                            tuple(int(w) for w in weights), "pull"))
-        start, pieces = max(edge, colder), []
-        step = t.spec.dim if t.spec.dim < 16 else int(rng.choice([8, 16, t.spec.dim]))
-        for a in range(0, t.spec.dim, step):
-            pieces.append(Piece(a, a + step, (*hot, Tier(
-                start, rows, "owned", (int(rng.choice(full)),), mode="push"))))
-        entries.append(TablePlan(t.spec, tuple(pieces)))
-    return Plan(world, tuple(entries), many.objective, many.batch_size)
-
-
-@pytest.mark.parametrize("per_host", [2, 4])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_bound_is_below_the_optimum_of_tiny_cases(seed, per_host):
-    """Three tables on four ranks; the found plan's placements are among the choices."""
-    tiny = problem(3, 60 + seed, gpus(4, per_host=per_host), allow=EVERYTHING)
-    plan = plan_problem(tiny, target_gap=0.03)
-    relaxation = Relaxation(CostModel(tiny))
-    candidates = [[entry.pieces, *some_placements(t, 4, seed)]
-                  for t, entry in zip(relaxation.tables, plan.tables, strict=True)]
-    optimum, _ = best_of_candidates(relaxation, candidates)
-    assert max(apart(tiny, load).lower_bound_us for load in loads(tiny)) <= optimum * (1 + 1e-9)
-    assert plan.lower_bound_us <= optimum * (1 + 1e-9)
 
 
 def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_itself():

@@ -11,13 +11,9 @@ from search_cases import gpus, problem, tables_and_stats, with_host_memory
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import EXECUTABLE, evaluate, make_plan, make_problem, summary
-from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
-from oper.search.pricing.master import lower_bound
 from oper.search.problem.machine import Term
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
-from oper.search.relaxation.relaxation import Relaxation
-from tests.search.oracle import best_of_candidates
 from tests.support import run_command
 
 WITH_HOST = EXECUTABLE | {"host"}
@@ -102,32 +98,6 @@ def test_host_memory_that_is_too_small_is_named():
     plan = plan_problem(stated)
     found = evaluate(plan, stated.in_need())
     assert found.fits and found.host_bytes[0] > 0.9 * found.host_capacity_bytes[0]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("slow", [0, 1])
-def test_bound_optimum_and_search_are_in_order(seed, slow):
-    """Three small tables on three ranks that hold less than half of the rows."""
-    specs, stats = tables_and_stats(3, 60 + seed)
-    need = sum(s.num_rows * s.row_bytes for s in specs)
-    topology = with_host_memory(gpus(3, memory_bytes=0.15 * need, slow=slow), 2 * need)
-    stated = make_problem(specs, stats, topology, objective="inference", batch_size=256,
-                          allow=WITH_HOST)
-    plan = plan_problem(stated, target_gap=0.0)
-    relaxation, everyone, candidates = Relaxation(CostModel(stated)), (0, 1, 2), []
-    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
-        rows, some = t.spec.num_rows, [entry.pieces]
-        for cut in [0, *t.edges[1:-1:4].tolist()]:
-            for hot in ("replicated", "striped"):
-                for memory in ("device", "host"):
-                    tiers = [Tier(cut, rows, "striped", everyone, memory=memory)]
-                    tiers[:0] = [Tier(0, cut, hot, everyone)] * (cut > 0)
-                    some.append((Piece(0, t.spec.dim, tuple(tiers)),))
-        candidates.append(some)
-    optimum, _ = best_of_candidates(relaxation, candidates)
-    assert plan.lower_bound_us <= lower_bound(stated).relaxed_us <= optimum * (1 + 1e-6)
-    assert optimum <= plan.step_us * (1 + 1e-6)
-    assert plan.step_us <= optimum * (1.1 if slow else 1.02)
 
 
 def test_explain_names_host_memory(tmp_path, capsys):

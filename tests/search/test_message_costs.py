@@ -1,4 +1,4 @@
-"""Message bits in the cost model: bytes between hosts, the bound and its proof, replays."""
+"""Message bits in the cost model: bytes between hosts, replays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oper import cli
 from oper.messages import EXACT, MessageBits, number_bytes
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
-from oper.search import evaluate, make_plan, make_problem, verify_plan
+from oper.search import evaluate
 from oper.search.cost.tally import Messages
 from oper.search.problem.machine import TERMS, Term
 from oper.search.problem.statement import Problem
@@ -102,28 +102,6 @@ def test_sums_are_exact_in_each_direction() -> None:
                 assert m.sum_rows(t, width).tolist() == [
                     4 * width, number_bytes(a, width), number_bytes(g, width)]
             assert m.per_byte(t) @ [0, 256, 0] == number_bytes(a, 64)
-
-
-# ---- the bound and its proof ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [*BITS, {"t0": 8, "t2": (16, 8)}], ids=str)
-def test_plans_are_certified_with_their_bits(bits: Any, tmp_path: Path) -> None:
-    specs, stats = tables_and_stats(4, 3, lengths=(4, 20, 50))
-    topology = gpus(4, per_host=2)
-    plan = make_plan(specs, stats, topology, batch_size=1024, message_bits=bits)
-    assert plan.message_bits == MessageBits.parse(bits)
-    problem = replace(make_problem(specs, stats, topology, batch_size=1024),
-                      message_bits=plan.message_bits)
-    plan.save(tmp_path / "plan.json")
-    found = verify_plan(Plan.load(tmp_path / "plan.json"), problem)
-    assert found.certified, found.why
-    exact = make_plan(specs, stats, topology, batch_size=1024)
-    assert plan.step_us < exact.step_us
-    # A proof is for its message bits: neither the plan nor the problem may have others.
-    for other in (replace(plan, message_bits=EXACT), exact):
-        assert not verify_plan(other, problem).certified
-    assert not verify_plan(plan, replace(problem, message_bits=EXACT)).certified
 
 
 # ---- replays -------------------------------------------------------------------------------------

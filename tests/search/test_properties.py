@@ -6,74 +6,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from search_cases import (
     KINDS,
-    examples,
     gpus,
-    host,
     random_plan,
     space_bound,
     tables_and_stats,
     with_host_memory,
 )
 
-from oper.errors import PlanInfeasibleError
 from oper.plan import Plan
 from oper.search import evaluate, make_problem
 from oper.search.explain.what_if import compare
 from oper.search.planner import plan_problem
-from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE, used_features
+from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.stats import AccessStats
 from oper.topology import Topology
+from tests.search.random_problems import QUICK
 from tests.support import run_command
-
-QUICK = settings(max_examples=examples(25), deadline=None, phases=[Phase.explicit, Phase.generate],
-                 suppress_health_check=[HealthCheck.too_slow])
-SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
-          frozenset({"replicated", "owned", "push"}), EXECUTABLE | {"host"}, ACROSS_HOSTS, None)
-
-
-@st.composite
-def problems(draw, spaces=SPACES):
-    """Small problems of every kind, with too little to ample memory."""
-    world = draw(st.integers(1, 5))
-    specs, stats = tables_and_stats(draw(st.integers(1, 8)), draw(st.integers(0, 99)),
-                                    in_order=draw(st.booleans()), max_rows=3000)
-    need = sum(s.num_bytes for s in specs) / world
-    memory = draw(st.sampled_from([0.7, 1.3, 2.5, 1000.0])) * need + 2e6 * draw(st.booleans())
-    topology = draw(st.sampled_from([
-        gpus(world, memory_bytes=memory), host(world, memory * world),
-        gpus(world, memory_bytes=memory, slow=world // 2, per_host=2),
-        with_host_memory(gpus(world, memory_bytes=0.7 * memory, per_host=3), 2 * memory)]))
-    return make_problem(specs, stats, topology, batch_size=draw(st.integers(1, 600)),
-                        objective=draw(st.sampled_from(["training", "inference"])),
-                        allow=draw(st.sampled_from(spaces)))
-
-
-@QUICK
-@given(problems())
-def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
-    try:
-        plan = plan_problem(stated, time_budget_s=0.2)
-    except PlanInfeasibleError as error:
-        assert "smallest sufficient change" in str(error)
-        return
-    found = evaluate(plan, stated)
-    assert (found.domain_bytes <= found.capacity_bytes * (1 + 1e-9)).all()
-    assert (found.host_bytes <= found.host_capacity_bytes * (1 + 1e-9)).all()
-    assert used_features(plan) <= stated.in_need().allow
-    assert found.step_us == pytest.approx(plan.step_us)
-    assert 0 < plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
-    assert plan.notes["relaxation_us"] <= plan.step_us * (1 + 1e-9)  # not capped by the step
-    for t, entry in zip(stated.tables, plan.tables, strict=True):
-        assert entry.table == t.spec
-        held = np.zeros((t.spec.num_rows, t.spec.dim), np.int64)
-        for piece in entry.pieces:
-            for tier in piece.tiers:
-                held[tier.start:tier.stop, piece.start:piece.stop] += 1
-                assert len(set(tier.ranks)) == len(tier.ranks)
-        assert (held == 1).all()
 
 
 def renumbered(topology, order):

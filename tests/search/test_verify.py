@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 from search_cases import gpus, tables_and_stats
-from test_certificate import QUICK, constrained, placed_steps
 
 import oper.search.certificate
-from oper.errors import PlanInfeasibleError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
 from oper.search.planner import plan_problem, tighten_bound
-from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, with_overlap
 from oper.stats import AccessStats
@@ -132,26 +128,6 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     assert found.certified and found.gap > plan.gap
     other = with_overlap(problem, {"update": 3.0})
     assert "another problem" in verify_plan(plan, other).why
-
-
-@QUICK
-@given(constrained(), st.integers(0, 10**6))
-def test_what_the_planner_certifies_the_checker_does(problem: Problem, seed: int) -> None:
-    """With constraints, pins, unequal ranks, copies, host memory, overlaps and random costs; no
-    random plan is faster than the proved bound."""
-    try:
-        plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
-    except PlanInfeasibleError as error:
-        assert "smallest sufficient change" in str(error) or "without keep_together" in str(error)
-        return
-    assert violations(plan, problem.constraints) == [] and evaluate(plan, problem).fits
-    found = verify_plan(plan, problem)
-    assert found.certified == ("not_certified" not in plan.notes["certificate"]), found.why
-    if found.certified:
-        plan = tighten_bound(plan, problem, max_work=840)
-        found = verify_plan(plan, problem)
-        assert found.certified, found.why
-        assert min(placed_steps(problem, seed), default=np.inf) >= found.lower_bound_us * (1 - 1e-9)
 
 
 def test_the_checker_shares_nothing_with_the_search() -> None:

@@ -12,7 +12,7 @@ from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
 from oper.tables import TableSpec
-from tests.optimizer_support import EVERY
+from tests.optimizer_formulas import EVERY
 from tests.runtime_support import (
     Case,
     assert_bitwise,

@@ -18,7 +18,7 @@ from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.micro_batches import MicroBatches
 from oper.tables import TableSpec
-from tests.optimizer_support import EVERY
+from tests.optimizer_formulas import EVERY
 from tests.runtime_support import (
     Case,
     assert_bitwise,

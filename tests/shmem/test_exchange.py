@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
 from oper.topology import Topology
+from tests.cuda.emulated import emulate, on_devices, small_case
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
@@ -44,27 +46,62 @@ from tests.runtime_support import (
     train_virtual,
 )
 
-STEPS = 4
 DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
 Planner = Callable[[Case, int], Plan]
 
 
+class BackEnd(NamedTuple):
+    """Where tables of several domains are: in host memory, or on devices, which are emulated.
+
+    Attributes:
+        case: makes the case of an optimizer; a small one for devices.
+        steps: number of training steps.
+        active: within its block, tables are opened there.
+    """
+
+    case: Callable[..., Case]
+    steps: int
+    active: Callable[[], AbstractContextManager[None]]
+
+
+HOST = BackEnd(dlrm_case, 4, nullcontext)
+
+
+@pytest.fixture
+def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BackEnd:
+    if request.param == "host":
+        return HOST
+    emulate(monkeypatch)
+    return BackEnd(small_case, 2, lambda: on_devices(monkeypatch))
+
+
+def on_both(names: str, host: Iterable[Any], device: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by `names`: values for each back end."""
+    return pytest.mark.parametrize(f"back_end, {names}", [
+        (kind, *(x if names.count(",") else [x])) for kind, values in
+        (("host", host), ("device", device)) for x in values], ids=str, indirect=["back_end"])
+
+
 @functools.cache
-def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str) -> Result:
-    """The reference result of a single domain, which is also compared with the unsharded run."""
-    steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
+def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str, num_steps: int
+                  ) -> Result:
+    """The reference result of the host back end in a single domain, which is also compared with the
+    unsharded run."""
+    steps, fp32, fp64 = references(case, world_size, optimizer, num_steps)
     one = train_virtual(case, planner(case, world_size), steps, ALL_OPTIMIZERS[optimizer])
     assert_exact(case, one, fp32, fp64)
     return one
 
 
-def check(case: Case, planner: Planner, optimizer: str, domains: tuple[int, ...]) -> None:
+def check(back_end: BackEnd, case: Case, planner: Planner, optimizer: str,
+          domains: tuple[int, ...]) -> None:
     """Check that several domains give bitwise the results of one, close to the unsharded run."""
     size = len(domains)
-    steps, _, _ = references(case, size, optimizer, STEPS)
-    several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
-                            domains=domains)
-    same_bits(several, in_one_domain(case, planner, size, optimizer), replicas=True)
+    steps, _, _ = references(case, size, optimizer, back_end.steps)
+    with back_end.active():
+        several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
+                                domains=domains)
+    same_bits(several, in_one_domain(case, planner, size, optimizer, back_end.steps), replicas=True)
 
 
 @functools.cache
@@ -77,49 +114,52 @@ def rich(seed: int) -> Planner:
     return lambda case, world_size: rich_plan(case.tables, world_size, seed, columns=True)
 
 
-@pytest.mark.parametrize("domains", DOMAINS, ids=str)
-@pytest.mark.parametrize("name", ["replicated", "striped", "owned", "mixed0", "mixed1"])
-def test_placements(name: str, domains: tuple[int, ...]) -> None:
-    check(dlrm_case("rowwise_adagrad"), placed(name), "rowwise_adagrad", domains)
+PLACED = [("striped", (0, 1)), ("replicated", (0, 1, 0, 1)), ("owned", (0, 1, 2, 3)),
+          ("mixed0", (0, 1, 1, 1)), ("mixed1", (0, 1, 0, 1))]
+
+
+@on_both("name, domains", [*PLACED, *itertools.product(["mixed2"], DOMAINS)], PLACED)
+def test_placements(back_end: BackEnd, name: str, domains: tuple[int, ...]) -> None:
+    check(back_end, back_end.case("rowwise_adagrad"), placed(name), "rowwise_adagrad", domains)
 
 
 # The optimizers that exchange squares go through all domains.
-@pytest.mark.parametrize("optimizer, domains", [
-    *itertools.product(["rowwise_adagrad", "partial_rowwise_adam"], DOMAINS),
-    ("sgd", (0, 1, 0, 1)), ("adagrad", (0, 1)), ("adam", (0, 0, 1, 1)), ("momentum_sgd", (0, 1)),
-    ("lars_sgd", (0, 1, 1, 1)), ("lamb", (0, 1)), ("partial_rowwise_lamb", (0, 1, 0, 1))], ids=str)
-def test_push_columns_weights_and_optimizers(optimizer: str, domains: tuple[int, ...]) -> None:
+@on_both("optimizer, domains, seeds", [
+    *itertools.product(["rowwise_adagrad", "partial_rowwise_adam"], DOMAINS, [(1, 2)]),
+    ("sgd", (0, 1, 0, 1), (1, 2)), ("adagrad", (0, 1), (1, 2)), ("adam", (0, 0, 1, 1), (1, 2)),
+    ("momentum_sgd", (0, 1), (1, 2)), ("lars_sgd", (0, 1, 1, 1), (1, 2)),
+    ("lamb", (0, 1), (1, 2)), ("partial_rowwise_lamb", (0, 1, 0, 1), (1, 2))], [
+    ("rowwise_adagrad", (0, 1), (1,)), ("partial_rowwise_adam", (0, 1, 0, 1), (2,)),
+    ("sgd", (0, 0, 1, 1), (1,)), ("adam", (0, 1), (2,))])
+def test_push_columns_weights_and_optimizers(back_end: BackEnd, optimizer: str,
+                                             domains: tuple[int, ...], seeds: tuple[int, ...]
+                                             ) -> None:
     """Covers sum and mean pooling; weights and 32-bit ids for every second optimizer."""
     odd = list(ALL_OPTIMIZERS).index(optimizer) % 2 == 1
-    case = replace(dlrm_case(optimizer), weighted=odd,
+    case = replace(back_end.case(optimizer), weighted=odd,
                    id_dtype=torch.int32 if odd else torch.int64)
-    for seed in (1, 2):
-        check(case, rich(seed), optimizer, domains)
+    for seed in seeds:
+        check(back_end, case, rich(seed), optimizer, domains)
 
 
-@pytest.mark.parametrize("domains", [(0, 1), (0, 1, 0, 1)], ids=str)
-def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
-    """16-bit rows are sent exactly; stochastic rounding does not depend on the updating rank."""
-    case = dlrm_case("rowwise_adagrad")
+@on_both("domains", [(0, 1), (0, 1, 0, 1)], [(0, 1)])
+def test_rows_of_16_bits_and_two_rounds_of_squares(back_end: BackEnd, domains: tuple[int, ...]
+                                                   ) -> None:
+    """16-bit rows are sent exactly; stochastic rounding does not depend on the updating rank.
+    Clipping by row norm and a row-wise optimizer each exchange squares of column pieces."""
+    case = back_end.case("rowwise_adagrad")
     case = replace(case, tables=tuple(
         replace(t, dtype=("float16", "bfloat16", "float32")[k % 3])
         for k, t in enumerate(case.tables)))
-    steps = make_steps(case, len(domains), STEPS)
-    for plan in (rich_plan(case.tables, len(domains), 1, columns=True),
-                 mixed_plan(case.tables, len(domains), 1)):
-        one, several = (train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], domains=d)
-                        for d in (None, domains))
+    steps = make_steps(case, len(domains), back_end.steps)
+    for plan, chosen in (
+            (rich_plan(case.tables, len(domains), 1, columns=True),
+             RowWiseAdagrad(lr=0.05, max_row_norm=0.01)),
+            (mixed_plan(case.tables, len(domains), 1), OPTIMIZERS["rowwise_adagrad"])):
+        one = train_virtual(case, plan, steps, chosen)
+        with back_end.active():
+            several = train_virtual(case, plan, steps, chosen, domains=domains)
         same_bits(several, one, replicas=True)
-
-
-def test_two_rounds_of_squares() -> None:
-    """Clipping by row norm and a row-wise optimizer each exchange squares of column pieces."""
-    case = dlrm_case("rowwise_adagrad")
-    chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
-    steps = make_steps(case, 4, STEPS)
-    plan = rich_plan(case.tables, 4, 1, columns=True)
-    same_bits(train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1)),
-              train_virtual(case, plan, steps, chosen), replicas=True)
 
 
 def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], pooled: bool
@@ -139,10 +179,12 @@ def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], po
     return before, out.detach().clone(), None if weights is None else weights.grad, found
 
 
-@pytest.mark.parametrize("pooled, weighted", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("domains", [(0, 1), (0, 0, 1, 1), (0, 1, 2, 3)], ids=str)
+@on_both("domains, pooled, weighted", [
+    (d, *x) for d in [(0, 1), (0, 0, 1, 1), (0, 1, 2, 3)]
+    for x in [(True, True), (True, False), (False, False)]], [
+    ((0, 1, 0, 1), True, True), ((0, 1, 0, 1), False, False)])
 def test_lookups_without_gradients_sequences_and_weight_gradients(
-        domains: tuple[int, ...], pooled: bool, weighted: bool) -> None:
+        back_end: BackEnd, domains: tuple[int, ...], pooled: bool, weighted: bool) -> None:
     tables = (TableSpec("t", 900, 16, ("f", "g"), "sum" if pooled else "none", optimizer="sgd"),
               TableSpec("u", 70, 16, ("h",), "mean" if pooled else "none", optimizer="sgd"))
     case = Case(tables, ("g", "f", "h"), weighted)
@@ -152,13 +194,17 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
         def body(group: ThreadGroup, plan: Plan = plan) -> Any:
             return lookups(group, case, plan, batches, pooled)
 
-        one, several = run_ranks(size, body), run_ranks(size, body, domains=domains)
+        one = run_ranks(size, body)
+        with back_end.active():
+            several = run_ranks(size, body, domains=domains)
         for (before, *a), (far_before, *b) in zip(one, several, strict=True):
             for x, y in zip(a, b, strict=True):
-                if x is not None:
+                if x is not None and back_end is HOST:
                     assert_bitwise(x, y, "one domain and several")
+                elif x is not None:
+                    torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
             # Between domains owners pool pushed tiers without gradients too.
-            assert_bitwise(far_before, a[0], "without gradients")
+            assert_bitwise(far_before, b[0], "without gradients")
             torch.testing.assert_close(far_before, before, rtol=1e-5, atol=1e-6)
 
 
@@ -276,23 +322,25 @@ def test_rounding_on_the_way_is_explicit(bits: Any, error: float) -> None:
     assert num_bytes < 0.9 * all_bytes
 
 
-def test_an_id_out_of_range_releases_the_others() -> None:
-    case = dlrm_case("sgd")
+@on_both("domains", [(0, 0, 1, 1)], [(0, 0, 1, 1)])
+def test_an_id_out_of_range_releases_the_others(back_end: BackEnd, domains: tuple[int, ...]
+                                                ) -> None:
+    case = back_end.case("sgd")
     plan = uniform_plan(case.tables, 4, "striped")
-    errors: list[tuple[int, BaseException]] = []
 
-    def body(group: ThreadGroup) -> None:
+    def body(group: ThreadGroup) -> OperError | None:
         tables = open_tables(case, plan, group, SGD(lr=0.5))
         batch = make_batch(case, group.rank, 8)
         if group.rank == 2:
             batch.ids[batch.lengths.reshape(len(case.keys), -1)[:3].sum()] = 10**9
         try:
-            tables.lookup(batch.lookup(case))
+            tables.lookup(batch.lookup(case)).sum().backward()
         except OperError as error:
-            errors.append((group.rank, error))
+            return error
+        return None
 
-    run_ranks(4, body, domains=(0, 0, 1, 1))
-    found = dict(errors)
+    with back_end.active():
+        found = run_ranks(4, body, domains=domains)
     assert isinstance(found[2], InvalidInputError) and "1000000000" in str(found[2])
     for rank in (0, 1, 3):
         assert isinstance(found[rank], PeerLostError) and "rank=2," in str(found[rank])

@@ -21,7 +21,7 @@ from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.micro_batches import MicroBatches
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
-from tests.optimizer_support import EVERY
+from tests.optimizer_formulas import EVERY
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,

@@ -15,7 +15,7 @@ from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.optimizer_support import EVERY
+from tests.optimizer_formulas import EVERY
 from tests.rounding_reference import philox4x32, round_stochastically, rounding_bits
 from tests.runtime_support import (
     Case,
