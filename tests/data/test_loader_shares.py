@@ -72,5 +72,5 @@ def test_a_state_of_another_number_of_ranks(folder: Path) -> None:
         assert all(map(torch.equal, rest, parts)) and len(rest) == len(whole) - 4
     with pytest.raises(InvalidInputError, match="share"):
         Loader(folder, "train", LoaderOptions(60, rank=0, world_size=1)).load_state_dict(state)
-    with pytest.raises(InvalidInputError, match="one of .*rows.*batches"):
+    with pytest.raises(InvalidInputError, match=r"one of .*rows.*batches"):
         LoaderOptions(60, share="all")
