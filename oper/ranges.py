@@ -72,11 +72,11 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def rules_of(of: object) -> Iterator[tuple[str, bool, str]]:
+def rules_of(of: Any) -> Iterator[tuple[str, bool, str]]:
     """Yield the checks for `oper.errors.require_fields`, (name, whether the value is valid,
     expected), for every field of the dataclass instance `of` whose type has a `Rule`. None is valid
     if the type allows it."""
-    for name, hint in hints_of(type(of)).items():
+    for name, hint in hints_of(typing.cast(Any, type(of))).items():
         value, parts = getattr(of, name), typing.get_args(hint)
         for part in (hint, *parts):
             for rule in getattr(part, "__metadata__", ()):

@@ -44,7 +44,7 @@ class Reader:
         """
         if isinstance(values, kind):
             return values
-        hints = hints_of(kind)
+        hints = hints_of(typing.cast(Any, kind))
         if not isinstance(values, Mapping):
             raise self.error(prefix.rstrip(".") or "content", values,
                              f"a section of keys, some of {list(hints)}")
