@@ -282,6 +282,8 @@ def seeds_of(case: Case) -> list[int]:
     """The seeds to train with; if `case.seeds` is 0, those of stored runs."""
     if case.seeds:
         return list(range(1, 2 if case.quick else case.seeds + 1))
+    if case.runs is None or not any(Path(case.runs).glob(f"{case.name.replace('/', '-')}-*")):
+        return []  # the log need not be read
     data = load(case.data, case.protocol)
     return [seed for seed in range(1, MOST_SEEDS + 1)
             if (place := _place(case, data, seed)) and place.exists()]

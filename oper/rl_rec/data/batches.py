@@ -83,7 +83,7 @@ class SequenceBatches:
             yield Sequences(*_tensors(
                 self._users[at], self.data.items[rows], self.data.rewards[rows], lengths,
                 self._start[at] - self._first[at], self._returns[rows]),
-                **_optional(self.data, rows))
+                times=torch.from_numpy(self.data.times[rows]), actions=_actions(self.data, rows))
 
 
 class HistoryBatches:
@@ -112,13 +112,11 @@ def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> 
     """Return the interactions ``offsets[u]:stop`` of `users` int64 [B]; `stop` int64 [B]."""
     rows, lengths = data.rows_between(data.offsets[users], stop)
     return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths),
-                     **_optional(data, rows))
+                     times=torch.from_numpy(data.times[rows]), actions=_actions(data, rows))
 
 
-def _optional(data: Interactions, rows: np.ndarray) -> dict[str, torch.Tensor | None]:
-    """The optional fields of `Histories` for the interactions `rows` [L]."""
-    return {"times": torch.from_numpy(data.times[rows]),
-            "actions": None if data.actions is None else torch.from_numpy(data.actions[rows])}
+def _actions(data: Interactions, rows: np.ndarray) -> torch.Tensor | None:
+    return None if data.actions is None else torch.from_numpy(data.actions[rows])
 
 
 Batches = SequenceBatches | HistoryBatches
