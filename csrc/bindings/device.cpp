@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "common/lookup_schemas.h"
+#include "device/range.h"
 
 namespace oper::device {
 namespace {
@@ -33,16 +34,19 @@ void barrier(const Call& call) {
   call.context.barrier(call.stream);
 }
 
-// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks.
-void stop_at_errors(const Tables& tables) {
+// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks. Not
+// in a collective pass of several ranks: each of them makes as many, so errors are raised after it.
+void stop_at_errors(const Tables& tables, bool collective = false) {
   const int64_t code = tables.context->error().code;
-  if (code != 0 && !tables.tells) throw Status{code, 0};
+  const bool waits = collective && tables.context->view.world_size > 1;
+  if (code != 0 && !tables.tells && !waits) throw Status{code, 0};
 }
 
 // ---- preparation ---------------------------------------------------------------------------------
 
 Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
                       cudaStream_t stream) {
+  const Range range("oper bounds");
   const int64_t count = lengths.numel();
   Tensor bounds = tables.empty(count + 1, ScalarType::Long);
   if (count == 0) {
@@ -140,6 +144,7 @@ Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t s
 // Resolves and sorts the ids, unless that is done.
 void plan(Call& call) {
   if (call.prepared.is_planned) return;
+  const Range range("oper plan");
   make_plan(call.launch(), call.context.num_keys, call.batch, call.work.plan);
   call.prepared.is_planned = true;
   call.prepared.is_swapped = call.work.plan.is_swapped;
@@ -194,6 +199,7 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
   const ReceivedRows& far = tables.received;
   if (near) ++tables.num_staged;
   if (first + far.num_bytes == 0) return {nullptr, 0};
+  const Range range("oper staging");
   *memory = tables.empty(first + far.num_bytes, ScalarType::Byte);
   const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + far.num_bytes};
   STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
@@ -227,6 +233,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
 
 // Lets owners pool the rows that they hold of each bag, and adds their sums to `out`.
 void forward_push(const Call& call, const Output& out) {
+  const Range range("oper push");
   Tables& tables = call.tables;
   // Memory of its own, since the batch plan's memory may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
@@ -256,7 +263,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
                                                      const Tensor& lengths, bool collective,
                                                      std::shared_ptr<Prepared> prepared) {
   const cudaStream_t stream = stream_of(*tables.like);
-  stop_at_errors(tables);
+  stop_at_errors(tables, collective);
   if (!prepared)
     prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
   Call call = call_of(tables, x, *prepared, stream);
@@ -273,10 +280,14 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
     plan(call);
   ++tables.num_forward;
   const bool pushes = collective && call.context.has_push && x.pooled;
-  if (!x.pooled) lay_out_features(call.launch(), call.batch, call.work.plan);
+  if (!x.pooled && !prepared->is_planned)
+    lay_out_features(call.launch(), call.batch, call.work.plan);
   std::optional<Tensor> memory;
   const Staging staging = stage_rows(call, pushes ? Point::kPulledRows : Point::kRows, &memory);
-  pool(call.launch(), call.batch, call.work.plan, output, staging, pushes);
+  {
+    const Range range("oper pooling");
+    pool(call.launch(), call.batch, call.work.plan, output, staging, pushes);
+  }
   if (pushes) forward_push(call, output);
   if (collective) tables.kept = prepared;
   return {out, prepared->bounds, 0, 0};
@@ -427,6 +438,7 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
 
 // Merges the gradients in all outboxes, and updates rows and replicas.
 void exchange_gradients(Call& call, float scale) {
+  const Range range("oper exchange and update");
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
@@ -464,7 +476,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
   const OnDevice on(*tables);
   try {
     const cudaStream_t stream = stream_of(*tables->like);
-    stop_at_errors(*tables);
+    stop_at_errors(*tables, true);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
     const auto prepared = known_or_new(*tables, x, offsets, addresses, stream);
     tables->kept = nullptr;
@@ -475,8 +487,11 @@ std::tuple<int64_t, int64_t> lookup_backward(
     const bool at_once = call.context.updates_at_once;
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
-    reduce(call.launch(), call.batch, call.work.plan, {float_data(grads[0]), grads[0].stride(0), scale},
-           call.work.long_runs, at_once);
+    {
+      const Range range("oper reduction");
+      reduce(call.launch(), call.batch, call.work.plan,
+             {float_data(grads[0]), grads[0].stride(0), scale}, call.work.long_runs, at_once);
+    }
     if (!at_once) exchange_gradients(call, scale);
     return {0, 0};
   } catch (const Status& status) {

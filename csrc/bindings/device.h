@@ -104,6 +104,10 @@ struct Tables {
   // State of the step under way.
   ReceivedRows received;
   const Call* current = nullptr;
+#if defined(OPER_EMULATED)
+  int rank = 0;             // the emulated device
+  uint64_t neighbours = 0;  // bits of those whose arenas it can address
+#endif
 
   const KeyMap& key_map(const Tensor& key_of);
   Tensor empty(int64_t count, ScalarType type) const;
@@ -152,7 +156,7 @@ bool is_captured(cudaStream_t stream);
 class OnDevice {
  public:
   explicit OnDevice(int64_t index);
-  explicit OnDevice(const Tables& tables) : OnDevice(tables.like->get_device_index()) {}
+  explicit OnDevice(const Tables& tables);
   ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

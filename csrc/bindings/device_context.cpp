@@ -35,6 +35,12 @@ OnDevice::OnDevice(int64_t index) {
 #endif
 }
 
+OnDevice::OnDevice(const Tables& tables) : OnDevice(tables.like->get_device_index()) {
+#if defined(OPER_EMULATED)
+  emulation::device = {tables.rank, tables.neighbours};
+#endif
+}
+
 OnDevice::~OnDevice() {
   if (before_ >= 0) cudaSetDevice(before_);
 }
@@ -54,11 +60,14 @@ Prepared::~Prepared() {
 }
 
 Tensor Tables::empty(int64_t count, ScalarType type) const {
-  Tensor made = torch::stable::new_empty(*like, {count}, type);
 #if defined(OPER_EMULATED)
+  char* const memory = emulation::allocate(rank, false, static_cast<size_t>(count * 8));
+  const Tensor made = tensor_at(memory, {count}, type, kHostMemory, emulation::release);
   emulation::keep(made);
-#endif
   return made;
+#else
+  return torch::stable::new_empty(*like, {count}, type);
+#endif
 }
 
 const KeyMap& Tables::key_map(const Tensor& key_of) {
@@ -105,9 +114,13 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
-  const OnDevice on(*made);
   std::vector<bool> near(static_cast<size_t>(world_size));
   for (int64_t r : domain) near[r] = true;
+#if defined(OPER_EMULATED)
+  made->rank = static_cast<int>(rank);
+  for (int64_t r : domain) made->neighbours |= uint64_t{1} << r;
+#endif
+  const OnDevice on(*made);
   made->context =
       std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
                                 Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);

@@ -153,7 +153,9 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
       runs += n;
     }
     segments[T * W] = runs;
-    *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs, 0};
+    // Ranks of other domains have compared the settings already.
+    *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs,
+                                             int64_t{messages.settings}};
   }
   copy_to_device(tables.context->mirrors, mirrors, stream_of(*tables.like),
                  "cannot copy the headers of outboxes");

@@ -158,7 +158,7 @@ OPER_DEVICE int64_t* outbox_offsets(char* box, const View& view) {
 OPER_DEVICE int64_t outbox_header_bytes(const View& view) {
   return outbox_header_bytes(view.num_tables, view.world_size);
 }
-OPER_DEVICE bool outbox_is_full(const View& view) {
+OPER_DEVICE bool outbox_is_closed(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 

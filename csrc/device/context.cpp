@@ -67,11 +67,13 @@ class Context::Builder {
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);
     c_.epoch_ = memory_.take<uint32_t>(1);
-    c_.claimed_ = memory_.take<int>(1);
-    for (const RowClass& row_class : c_.classes)
+    int* const flags = memory_.take<int>(3);
+    for (RowClass& row_class : c_.classes)
       for (int32_t k = row_class.table_begin; k < row_class.table_end; ++k) {
         tables_.push_back(table(k));
         tables_.back().row_class = row_class.index;
+        row_class.has_push |= tables_.back().has_push;
+        row_class.has_pieces |= tables_.back().pieces != nullptr;
       }
     c_.num_keys = table_keys_.back();
     c_.own_rows = own_begin_.back();
@@ -87,7 +89,10 @@ class Context::Builder {
     c_.view.num_tables = static_cast<int32_t>(T);
     c_.view.rank = d_.rank;
     c_.view.world_size = d_.world_size;
-    c_.view.error = {&c_.words_->error, c_.claimed_};
+    c_.view.settings = c_.settings;
+    c_.view.error = {&c_.words_->error, flags};
+    c_.view.peers = {&c_.words_->peers, flags + 1};
+    c_.view.lacks_rows = flags + 2;
     c_.updates_at_once = W == 1 && std::ranges::none_of(tables_, [](const Table& table) {
       return table.has_replicas || table.pieces != nullptr;
     });
@@ -259,17 +264,21 @@ Context::Context(const Description& description, const Shared& shared, int64_t d
 }
 
 void Context::forget_error(cudaStream_t stream) {
-  const int32_t code = words_->error.code;
-  if (code == 0 || code == 2) return;
-  check(cudaMemsetAsync(claimed_, 0, sizeof(int), stream), "cannot forget an error");
-  // No kernel earlier on the stream still writes the words: it found them claimed.
-  words_->error = {};
+  const auto clear = [&](int* flag) {
+    check(cudaMemsetAsync(flag, 0, sizeof(int), stream), "cannot forget an error");
+  };
+  for (const ErrorSink& sink : {view.error, view.peers}) {
+    if (sink.word->code == 0 || sink.word->code == 2) continue;
+    clear(sink.claimed);
+    // No kernel earlier on the stream still writes the word: it found it claimed.
+    *sink.word = {};
+  }
+  clear(view.lacks_rows);
 }
 
 void Context::barrier(cudaStream_t stream) const {
   if (view.world_size > 1)
-    arrive_and_wait(pads_, epoch_, settings, view.rank, view.world_size, deadline_ms_, view.error,
-                    stream);
+    arrive_and_wait(pads_, epoch_, view.rank, view.world_size, deadline_ms_, view.error, stream);
 }
 
 namespace {
@@ -321,6 +330,7 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   w.plan.staged = memory.take<uint32_t>(1);
   w.plan.pair_weights = memory.take<float>(batch.weights ? P : 0);
   w.plan.segments = memory.take<uint32_t>(T * W + 1);
+  w.plan.refused = memory.take<uint32_t>(1);
   w.plan.bag_bits = bits_for(static_cast<uint64_t>(std::max<int64_t>(batch.batch_size, 1)));
   w.long_runs.capacity = long_run_capacity(P);
   w.long_runs.stride = (context.max_dim + 3) / 4 * 4;

@@ -21,7 +21,7 @@ struct Shared {
 
 // Host memory that kernels write.
 struct HostWords {
-  ErrorWord error;
+  ErrorWord error, peers;  // as in View
   int64_t duplication[2];  // pairs and runs of the last batch that was planned
 };
 
@@ -82,7 +82,7 @@ struct Context {
   std::vector<float*> far_squares;
   FarMasters* far_masters;
 
-  ErrorWord error() const { return words_->error; }
+  ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
   // Clears the error of one batch, so that errors of later batches are reported. A lost peer stays
   // lost.
   void forget_error(cudaStream_t stream);
@@ -105,7 +105,6 @@ struct Context {
   std::unique_ptr<HostWords, FreeHost> words_;
   DeviceMemory memory_;
   uint32_t* epoch_;
-  int* claimed_;
   uint32_t** pads_;
   int64_t deadline_ms_;
 };

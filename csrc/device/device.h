@@ -34,6 +34,7 @@ struct RowClass {
   int32_t index;                   // of this class; Table::row_class
   int32_t table_begin, table_end;  // in the order of keys
   int32_t dim;                     // columns of all its tables, or 0 if they differ
+  bool has_push, has_pieces;       // whether any of its tables does
   std::vector<int32_t> features;
   const int32_t* device_features;
 
@@ -95,7 +96,7 @@ struct Feature {
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
-  // exchange, 15 ranks update with different settings
+  // exchange, 13 a peer has refused its batch, 15 ranks update with different settings
   int32_t code;
   int32_t rank;    // rank that failed; 4: index of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
@@ -109,6 +110,9 @@ struct ErrorSink {
 constexpr int kLost = 2;
 
 // One batch; all pointers are to device memory. Unpooled: every id is a separate bag.
+//
+// If lengths do not fit the ids, all bounds are kRefusedBound, so that no kernel reads an id.
+constexpr int64_t kRefusedBound = 1;
 struct Batch {
   const void* ids;
   bool ids_are_32_bit;
@@ -130,8 +134,8 @@ struct Batch {
 // floats from `rows_offset`), then slots and rows.
 struct OutboxHeader {
   int64_t slots_offset, rows_offset;  // bytes from the start
-  int64_t num_runs;
-  int64_t reserved;
+  int64_t num_runs;                   // < 0: the rank refuses its batch, so that no rank updates
+  int64_t settings;                   // hash of the rank's optimizers' arguments
 };
 OPER_HD constexpr int64_t segment_bytes(int64_t num_tables, int64_t world_size) {
   return (4 * (num_tables * world_size + 1) + 7) / 8 * 8;
@@ -153,7 +157,13 @@ struct View {
   const char *arena_begin, *arena_end;  // this rank's memory
   int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
-  ErrorSink error;
+  const uint32_t* settings;  // hash of the optimizers' arguments, which must be equal on all ranks
+  // Errors of this rank's batches; and what it learns of other ranks, raised in the absence of such an
+  // error.
+  ErrorSink error, peers;
+  // Not 0 if a lookup could not request pushed rows: updates are then refused until the error has
+  // been raised.
+  int* lacks_rows;
 };
 
 // Keys have 32 bits if the total number of rows allows it, which halves the traffic of sorting.
@@ -204,6 +214,7 @@ struct BatchPlan : SortedPairs {
   uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
   uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
+  uint32_t* refused;  // [1] not 0 if lengths or an id are invalid
   int32_t bag_bits;  // payload = feature << bag_bits | bag
 };
 
@@ -314,6 +325,8 @@ struct Inbox {
   int64_t capacity;     // entries of one rank
   int64_t bytes;        // of all this
 };
+// All lists are empty if a rank has refused its batch or updates with other settings, or if a peer
+// is lost: then no kernel of the update finds a row.
 void collect(const Launch& on, const Inbox& inbox);
 // Sums of squares of merged gradients, for column pieces under row-wise optimizers.
 // `round`: row-wise clipping needs them of the gradients as merged (round 0) before the optimizer
@@ -323,12 +336,10 @@ void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale
 // Copies updated rows of replicated tiers into this rank's copies.
 void refresh(const Launch& on);
 
-// Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's 3 W words, of which
-// rank r writes words r, W + r and 2 W + r; `epoch`: this rank's number of arrivals, in its memory;
-// `settings`: the hash of its optimizers' arguments, in its memory, which must be equal on all ranks.
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings, int32_t rank,
-                     int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
-                     cudaStream_t stream);
+// Waits until all ranks have arrived as often as this one. `pads`: [W] each rank's W words, of which
+// rank r writes word r; `epoch`: this rank's number of arrivals, in its memory.
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
+                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
 // Push: a reader's request to the owners, in the reader's symmetric memory.
 struct RequestHeader {
@@ -353,9 +364,8 @@ void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, c
 void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
-// bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0. A negative length or a
-// wrong sum is an error; the bounds ascend within [0, num_ids] whatever the lengths are, so that no
-// later kernel reads outside of the batch. `count` > 0.
+// bounds[k + 1] = sum of the first k + 1 lengths; bounds[0] = 0. A negative length or a sum other than
+// num_ids is an error, after which all bounds are kRefusedBound. `count` > 0.
 struct Lengths {
   const void* data;
   bool are_32_bit;

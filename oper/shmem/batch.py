@@ -242,8 +242,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         raise InvalidInputError(
             "ranks update the tables with different learning rates, frozen tables or, with Adam, "
             "steps", "rank that differs", detail, "the same on all ranks",
-            "set lr and requires_grad by the same rule on every rank, and load a checkpoint, since "
-            "tables in device memory may have been updated")
+            "set lr and requires_grad by the same rule on every rank; no rank has updated its rows")
     if code == Status.OUTBOX_FULL:
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
                         "enough bytes for the gradients of the batch's distinct rows",

@@ -140,4 +140,7 @@ def as_one(parts: Sequence[Backward]) -> Backward:
                    torch.cat(weights) if weighted else None, parts[0].batch.pooled,
                    seen=tuple(s for p in parts for s in p.batch.seen))
     grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
-    return Backward((grad,), joint, offsets_of(joint.lengths), parts[0].frozen)
+    offsets = offsets_of(joint.lengths)
+    if any(b[0] for b in bounds):  # a device refuses lengths by bounds that begin with 1
+        offsets = torch.ones_like(offsets)
+    return Backward((grad,), joint, offsets, parts[0].frozen)

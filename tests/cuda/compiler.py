@@ -21,12 +21,15 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("80", "90")
 _SOURCES = ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
-            "csrc/bindings/device*", "tests/cuda/emulation.*")
+            "csrc/bindings/device*", "tests/cuda/emulation*")
 _DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc"]
 _NVCC_FLAGS = ["-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
                "-fPIC,-fvisibility=hidden,-ffp-contract=off", *_DEFINES]
 _CXX_FLAGS = ["-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
-              "-Wno-psabi", "-DOPER_EMULATED", "-Itests/cuda", *_DEFINES]
+              "-Wno-psabi", "-DOPER_EMULATED", "-Itests/cuda", *_DEFINES,
+              # Calls functions of emulation.cpp before each access to memory.
+              "-fsanitize=kernel-address", "--param=asan-stack=0", "--param=asan-globals=0",
+              "--param=asan-instrumentation-with-call-threshold=0"]
 
 
 def _run(command: Sequence[str], env: dict[str, str] | None = None) -> None:

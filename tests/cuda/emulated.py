@@ -14,6 +14,7 @@ import torch
 from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.batch import Lookup
+from oper.shmem.memory.device_heap import DeviceHeap
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.passes import Backward
 from oper.tables import TableSpec
@@ -37,6 +38,8 @@ def load() -> Any:
         return _load_device()
     library.load()
     torch.ops.load_library(str(emulated_library()))
+    DeviceHeap._allocate = lambda self: (  # type: ignore[method-assign]
+        torch.ops.oper_emulated.memory(self._whole.rank, True, self._size))
     return torch.ops.oper_emulated
 
 

@@ -2,7 +2,51 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "common/handles.h"
 #include "emulation.h"
+
+namespace oper::emulation {
+namespace {
+
+// Called before each access to memory.
+__attribute__((no_sanitize("kernel-address"))) void check_access(const void* at) {
+  if (!is_device_memory(at) || side == Side::kDriver) return;
+  const uint64_t region =
+      static_cast<uint64_t>(static_cast<const char*>(at) - memory_begin) / kRegionBytes;
+  const int owner = static_cast<int>(region / 2);
+  const bool is_arena = region % 2 != 0;
+  if (side == Side::kKernel &&
+      (owner == running.rank || (is_arena && (running.near >> owner & 1) != 0)))
+    return;
+  std::fprintf(stderr, "emulation: %s %d accesses %s of device %d\n",
+               side == Side::kKernel ? "a kernel of device" : "host code for device",
+               side == Side::kKernel ? running.rank : device.rank,
+               is_arena ? "the arena" : "memory", owner);
+  std::abort();
+}
+
+}  // namespace
+}  // namespace oper::emulation
+
+// The compiler calls these by the option -fsanitize=kernel-address, whose run-time library this is.
+#define OPER_CHECKED(name, ...)                                                              \
+  __attribute__((no_sanitize("kernel-address"))) void __asan_##name##_noabort(__VA_ARGS__) { \
+    oper::emulation::check_access(at);                                                       \
+  }
+#define OPER_CHECKED_SIZE(size) \
+  OPER_CHECKED(load##size, void* at) OPER_CHECKED(store##size, void* at)
+extern "C" {
+OPER_CHECKED_SIZE(1)
+OPER_CHECKED_SIZE(2)
+OPER_CHECKED_SIZE(4)
+OPER_CHECKED_SIZE(8)
+OPER_CHECKED_SIZE(16)
+OPER_CHECKED(loadN, void* at, long)
+OPER_CHECKED(storeN, void* at, long)
+void __asan_handle_no_return() {}
+void __asan_before_dynamic_init(void*) {}
+void __asan_after_dynamic_init() {}
+}
 
 namespace {
 
@@ -24,6 +68,17 @@ int64_t take_waits() {
   return count;
 }
 
+// Names of the ranges that it has begun since it last asked, with a line each, as uint8.
+Tensor take_ranges() {
+  std::string names;
+  for (const char* name : oper::emulation::ranges) names.append(name).append("\n");
+  oper::emulation::ranges.clear();
+  char* const copy = static_cast<char*>(std::malloc(names.size() + 1));
+  std::memcpy(copy, names.data(), names.size());
+  return oper::tensor_at(copy, {static_cast<int64_t>(names.size())},
+                         torch::headeronly::ScalarType::Byte, oper::kHostMemory, std::free);
+}
+
 // Streams are known by their addresses, 0 being the null stream; an event by its stream and how much of
 // its work comes before.
 Stream* stream_at(int64_t address) { return reinterpret_cast<Stream*>(address); }
@@ -37,10 +92,17 @@ void stream_wait(int64_t stream, int64_t other, int64_t given) {
 }
 void stream_finish(int64_t stream) { cudaStreamSynchronize(stream_at(stream)); }
 void stream_copy(int64_t stream, Tensor to, Tensor from) {
-  oper::emulation::enqueue(stream_at(stream), [=] {
+  oper::emulation::enqueue_copy(stream_at(stream), [=] {
     std::memcpy(to.data_ptr(), from.data_ptr(),
                 static_cast<size_t>(to.numel() * to.element_size()));
   });
+}
+// Memory of a device, in its arena or not, uint8 [bytes].
+Tensor memory(int64_t rank, bool in_arena, int64_t bytes) {
+  char* const memory =
+      oper::emulation::allocate(static_cast<int>(rank), in_arena, static_cast<size_t>(bytes));
+  return oper::tensor_at(memory, {bytes}, torch::headeronly::ScalarType::Byte, oper::kHostMemory,
+                         oper::emulation::release);
 }
 void ignore_waits(bool ignored) { oper::emulation::ignores_waits = ignored; }
 // Once nothing is under way. Streams stay, as torch's do: batches that are forgotten later name them.
@@ -51,6 +113,7 @@ void stream_release_memory() { oper::emulation::kept.clear(); }
 STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
   m.def("take_launches() -> int");
   m.def("take_waits() -> int");
+  m.def("take_ranges() -> Tensor");
   m.def("stream_create() -> int");
   m.def("stream_current() -> int");
   m.def("stream_use(int stream) -> ()");
@@ -58,12 +121,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
   m.def("stream_wait(int stream, int other, int given) -> ()");
   m.def("stream_finish(int stream) -> ()");
   m.def("stream_copy(int stream, Tensor(a!) to, Tensor source) -> ()");
+  m.def("memory(int rank, bool in_arena, int bytes) -> Tensor");
   m.def("ignore_waits(bool ignored) -> ()");
   m.def("stream_release_memory() -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("take_launches", TORCH_BOX(&take_launches));
   m.impl("take_waits", TORCH_BOX(&take_waits));
+  m.impl("take_ranges", TORCH_BOX(&take_ranges));
   m.impl("stream_create", TORCH_BOX(&stream_create));
   m.impl("stream_current", TORCH_BOX(&stream_current));
   m.impl("stream_use", TORCH_BOX(&stream_use));
@@ -71,6 +136,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("stream_wait", TORCH_BOX(&stream_wait));
   m.impl("stream_finish", TORCH_BOX(&stream_finish));
   m.impl("stream_copy", TORCH_BOX(&stream_copy));
+  m.impl("memory", TORCH_BOX(&memory));
   m.impl("ignore_waits", TORCH_BOX(&ignore_waits));
   m.impl("stream_release_memory", TORCH_BOX(&stream_release_memory));
 }

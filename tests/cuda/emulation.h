@@ -3,7 +3,8 @@
 // compute, aborts on what would be undefined there (a lane that has ended while others wait for
 // it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so that a result that
 // depends on that order shows. Streams are ordered by events only and do their work as late as they
-// can, so that a missing wait shows.
+// can, so that a missing wait shows. The memory of each device has addresses of its own, and whatever
+// accesses memory that it could not address on hardware aborts.
 #pragma once
 
 #include <csetjmp>
@@ -22,6 +23,8 @@
 #include <numeric>
 #include <random>
 #include <vector>
+
+#include "emulation_memory.h"
 
 #define __global__
 #define __device__
@@ -57,6 +60,24 @@ void enqueue(Stream* stream, Work work) {
   ++stream->given;
 }
 
+// Work of a kernel.
+template <class Work>
+void enqueue_kernel(Stream* stream, Work work) {
+  enqueue(stream, [=, on = device] {
+    const As kernel(Side::kKernel, on);
+    work();
+  });
+}
+
+// Work of the driver, such as a copy.
+template <class Work>
+void enqueue_copy(Stream* stream, Work work) {
+  enqueue(stream, [=] {
+    const As driver(Side::kDriver);
+    work();
+  });
+}
+
 inline void finish(const Event& event) {
   const std::lock_guard<std::recursive_mutex> lock(work_lock);
   Stream* stream = event.stream;
@@ -75,6 +96,7 @@ inline std::vector<std::function<void()>> kept;
 template <class Tensor>
 void keep(const Tensor& tensor) {
   if (current_stream == nullptr) return;
+  const As driver(Side::kDriver);
   std::memset(tensor.data_ptr(), 0, static_cast<size_t>(tensor.numel() * tensor.element_size()));
   const std::lock_guard<std::recursive_mutex> lock(work_lock);
   kept.emplace_back([tensor] {});
@@ -86,6 +108,7 @@ inline void wait(Stream* stream, const Event& event) {
 }
 
 inline thread_local int64_t num_waits = 0;  // of the host for a stream
+inline thread_local std::vector<const char*> ranges;
 
 }  // namespace oper::emulation
 
@@ -102,15 +125,17 @@ struct EmulatedIndex {
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
-  oper::emulation::enqueue(stream, [=] { std::memset(data, value, bytes); });
+  oper::emulation::enqueue_copy(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  const oper::emulation::As driver(oper::emulation::Side::kDriver);
   std::memset(data, value, bytes);
   return cudaSuccess;
 }
 constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  const oper::emulation::As driver(oper::emulation::Side::kDriver);
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -120,22 +145,29 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int
   std::vector<char> read;
   if (kind == cudaMemcpyHostToDevice)
     read.assign(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
-  oper::emulation::enqueue(stream, [=] { std::memcpy(to, read.empty() ? from : read.data(), bytes); });
+  oper::emulation::enqueue_copy(
+      stream, [=] { std::memcpy(to, read.empty() ? from : read.data(), bytes); });
   return cudaSuccess;
 }
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
-  *data = std::malloc(bytes ? bytes : 1);
+  *data = oper::emulation::allocate(oper::emulation::device.rank, false, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* data) {
+  oper::emulation::release(data);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** data, size_t bytes, int) {
+  *data = std::malloc(bytes);
   return *data ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-inline cudaError_t cudaHostAlloc(void** data, size_t bytes, int) { return cudaMalloc(data, bytes); }
-inline cudaError_t cudaFree(void* data) {
+inline cudaError_t cudaFreeHost(void* data) {
   std::free(data);
   return cudaSuccess;
 }
-inline cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
 inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
                                      size_t width, size_t height, int, cudaStream_t stream) {
-  oper::emulation::enqueue(stream, [=] {
+  oper::emulation::enqueue_copy(stream, [=] {
     for (size_t k = 0; k < height; ++k)
       std::memcpy(static_cast<char*>(to) + k * to_pitch,
                   static_cast<const char*>(from) + k * from_pitch, width);
@@ -341,7 +373,7 @@ template <class Kernel, class... Args>
 void launch(Kernel kernel, int64_t grid, int block, Stream* stream, Args... args) {
   if (grid < 1 || block < 1 || block > kMaxThreads) fail("a launch without blocks or threads");
   ++num_launches;
-  enqueue(stream, [=] { run_grid([&] { kernel(args...); }, grid, block); });
+  enqueue_kernel(stream, [=] { run_grid([&] { kernel(args...); }, grid, block); });
 }
 
 template <class Keys>

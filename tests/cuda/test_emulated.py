@@ -20,7 +20,6 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
-from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
@@ -34,8 +33,6 @@ from tests.runtime_support import (
     open_tables,
     plans_for,
     rich_plan,
-    run_ranks,
-    train_rank,
     train_virtual,
 )
 
@@ -291,38 +288,6 @@ def test_batches_without_ids(on_device: None, pooled: bool, batch_size: int) -> 
     tables.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tables_continue_after_a_refused_batch(emulation: pytest.MonkeyPatch, size: int) -> None:
-    """After a batch with a bad id, later batches train as if it had not been submitted."""
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    case = dlrm_case("rowwise_adagrad")
-    plan = plans_for(case.tables, size)["mixed1"]
-    steps = make_steps(case, size, 2)
-
-    def body(group: ThreadGroup, bad: bool) -> list[torch.Tensor]:
-        tables = open_tables(case, plan, group, OPTIMIZERS["rowwise_adagrad"])
-        batches = [steps[k][group.rank] for k in range(2)]
-        if bad:
-            good = batches[0].lookup(case)
-            with torch.no_grad():
-                tables.lookup(replace(good, ids=torch.full_like(good.ids, 10**6)))
-            with pytest.raises(InvalidInputError, match="id=1000000"):
-                tables.synchronize()  # type: ignore[attr-defined]
-        outputs = []
-        for batch in batches:
-            out = tables.lookup(batch.lookup(case))
-            runtime_support.rank_loss(out, batch.target).backward()
-            outputs.append(out.detach().cpu())
-        tables.barrier()
-        outputs += [tables.read(name) for name in tables.specs]
-        tables.close()
-        return outputs
-
-    for after, plain in zip(*(runtime_support.run_ranks(size, lambda g, b=b: body(g, b))
-                              for b in (True, False)), strict=True):
-        assert_bitwise(after, plain, "after an error")
-
-
 def test_weights_that_change_after_they_were_sorted(on_device: None) -> None:
     """A batch that was resolved in advance is resolved again if its weights were replaced."""
     case = dlrm_case("sgd", weighted=True)
@@ -375,30 +340,6 @@ def test_a_barrier_waits_for_all_and_names_who_is_missing(emulation: pytest.Monk
         tables[1].synchronize()  # type: ignore[attr-defined]
     for t in tables:
         t.close()
-
-
-@without_gpu
-def test_a_barrier_finds_ranks_with_other_learning_rates(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(runtime_support, "ShardedTables", device_tables)
-    case = small_case("sgd")
-    plan, steps = uniform_plan(case.tables, 2, "striped"), make_steps(case, 2, 3)
-
-    def body(group: ThreadGroup) -> list[int]:
-        codes = []
-
-        def compare(tables: ShardedTables, step: int) -> None:
-            torch.ops.oper.device_barrier(tables.handle)  # virtual ranks train without this kernel
-            codes.append(torch.ops.oper.device_context_error(tables.handle)[0])
-            if codes[-1]:
-                with pytest.raises(InvalidInputError, match="different learning rates"):
-                    tables.synchronize()  # type: ignore[attr-defined]
-            if step in (1, 2) and group.rank == 1:
-                tables.param_groups[0]["lr"] = 3.0 - step
-
-        train_rank(case, plan, steps, SGD(lr=1.0), group, compare)
-        return codes
-
-    assert run_ranks(2, body) == [[0, 0, 15, 0]] * 2
 
 
 def test_weighted_stripes_and_heads_locate_every_row(on_device: None) -> None:

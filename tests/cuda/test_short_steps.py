@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from oper.plan import uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
@@ -81,6 +81,46 @@ def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
     """Without the two barriers, which virtual ranks do not launch."""
     for forward, backward in launches(size):
         assert 0 < forward + backward + 2 <= 30
+
+
+def passes_of(plan: Plan) -> tuple[int, int, list[str]]:
+    """Kernels of the forward and the backward pass of one rank, and the ranges of both."""
+    case = Case(tuple(t.table for t in plan.tables), tuple(t.table.name for t in plan.tables))
+    tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
+    size = 16
+    batch = Lookup(torch.zeros(size * len(case.keys), dtype=torch.int64),
+                   torch.ones(size * len(case.keys), dtype=torch.int64), case.key_of, size)
+    ops = torch.ops.oper_emulated
+    ops.take_launches()
+    ops.take_ranges()
+    out, offsets = tables.forward(batch, collective=True)
+    forward = ops.take_launches()
+    tables.apply_all([Backward((torch.ones_like(out),), batch, offsets)])
+    names = bytes(ops.take_ranges().tolist()).decode().splitlines()
+    tables.close()
+    return forward, ops.take_launches(), names
+
+
+def test_no_kernels_for_shapes_of_rows_that_do_not_need_them(on_device: None) -> None:
+    """A second shape has a kernel in the lookup, and in reduction and update, but none for pushed
+    rows or column pieces, which only the first has."""
+    tables = [TableSpec(f"t{d}", 40, d, (f"t{d}",), "sum", "float32", "rowwise_adagrad")
+              for d in (16, 64)]
+    pushed = Tier(0, 40, "striped", (0,), mode="push")
+    first = TablePlan(tables[0], (Piece(0, 8, (pushed,)), Piece(8, 16, (pushed,))))
+    second = uniform_plan(tables[1:], 1).tables[0]
+    alone, both = (passes_of(Plan(1, x)) for x in ((first,), (first, second)))
+    assert both[0] - alone[0] == 1
+    assert both[1] - alone[1] == 2
+    assert both[2] == alone[2]
+
+
+def test_phases_have_ranges(on_device: None) -> None:
+    tables = one_class(num_rows=40).tables
+    *_, names = passes_of(uniform_plan(tables, 1))
+    assert names == ["oper bounds", "oper pooling", "oper plan", "oper reduction"]
+    *_, names = passes_of(uniform_plan(tables, 1, "replicated"))
+    assert names[-2:] == ["oper reduction", "oper exchange and update"]
 
 
 def step_of(case: Case) -> tuple[list[tuple[str, str]], list[str]]:

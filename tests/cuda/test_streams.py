@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from oper.errors import OperError
 from tests.cuda import streams
 from tests.cuda.emulated import has_gpu
 from tests.runtime_support import (
@@ -51,7 +52,8 @@ def test_a_missing_wait_shows(emulation: pytest.MonkeyPatch, missing: str, size:
         emulation.setattr(streams.Stream, "wait_event", lambda self, event: None)
     torch.ops.oper_emulated.ignore_waits(in_csrc)
     try:
-        with pytest.raises(AssertionError, match="bits differ"):
+        # Owners that read an outbox too early find other settings there.
+        with pytest.raises((AssertionError, OperError), match=r"bits differ|different learning"):
             check(emulation, dlrm_case("rowwise_adagrad"), "mixed1", size, ahead)
     finally:
         torch.ops.oper_emulated.ignore_waits(False)

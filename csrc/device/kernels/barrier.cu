@@ -23,12 +23,9 @@ OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 
 // One block; thread r waits for rank r, unless that rank's memory cannot be addressed. The kernel
 // itself increments the count in device memory, so that a captured step can be replayed. After one
-// wait in vain a rank does not wait again: the step ends, and the host raises the error. Ranks also
-// compare the hashes of their optimizers' arguments. Successive barriers alternate between two sets
-// of words for them, since a peer may already be at the next barrier.
-__global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings,
-                              int32_t rank, int32_t world_size, int64_t deadline_ns,
-                              ErrorSink error) {
+// wait in vain a rank does not wait again: the step ends, and the host raises the error.
+__global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
+                              int32_t world_size, int64_t deadline_ns, ErrorSink error) {
   __shared__ uint32_t turn;
   if (threadIdx.x == 0) turn = ++*epoch;
   // All writes of earlier kernels of this stream are visible to the peers before they see the count.
@@ -36,9 +33,6 @@ __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, const uint
   __syncthreads();
   const int32_t peer = static_cast<int32_t>(threadIdx.x);
   if (peer >= world_size || peer == rank || pads[peer] == nullptr) return;
-  const int32_t words = (1 + static_cast<int32_t>(turn & 1)) * world_size;
-  const uint32_t mine = *settings;
-  *const_cast<volatile uint32_t*>(pads[peer] + words + rank) = mine;
   store_release_system(pads[peer] + rank, turn);
   volatile int* claimed = error.claimed;
   if (*claimed == kLost) return;
@@ -51,17 +45,14 @@ __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, const uint
     }
     pause_shortly();
   }
-  const volatile uint32_t* theirs = pads[rank] + words + peer;
-  if (*theirs != mine) report(error, 15, peer, turn);
 }
 
 }  // namespace
 
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, const uint32_t* settings, int32_t rank,
-                     int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
-                     cudaStream_t stream) {
-  OPER_LAUNCH(arrive_kernel, 1, (world_size + 31) / 32 * 32, stream, pads, epoch, settings, rank,
-              world_size, deadline_ms * 1000000, error);
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
+                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream) {
+  OPER_LAUNCH(arrive_kernel, 1, (world_size + 31) / 32 * 32, stream, pads, epoch, rank, world_size,
+              deadline_ms * 1000000, error);
 }
 
 }  // namespace oper::device

@@ -232,7 +232,12 @@ __global__ void __launch_bounds__(256)
                            Staging staging) {
   const Group<16> group;
   const int64_t B = batch.batch_size;
+  const bool is_refused = batch.bounds[0] == kRefusedBound;
   for (int64_t i = group.index(); i < batch.num_ids; i += group.count()) {
+    if (is_refused) {
+      if (group.lane == 0) out[i] = 0.0f;
+      continue;
+    }
     const int64_t bound = last_at_most(batch.bounds, batch.num_bounds - 1, i);
     const int64_t key = bound / B, bag = bound - key * B;
     float total = 0.0f;

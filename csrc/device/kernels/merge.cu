@@ -16,16 +16,38 @@ struct MergeArgs {
   int32_t table_begin, table_end;
 };
 
+// Whether any rank refuses its batch or updates with other settings than this one, or a peer is
+// lost. All ranks find the same, and report the lowest rank for which it holds. One block.
+OPER_DEVICE bool is_refused(const View& view) {
+  const auto header = [&](int64_t rank) {
+    return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);
+  };
+  const auto refuses = [&](int64_t rank) { return header(rank)->num_runs < 0 ? 1 : 0; };
+  const auto differs = [&](int64_t rank) {
+    return header(rank)->settings != static_cast<int64_t>(*view.settings) ? 1 : 0;
+  };
+  const bool reports = blockIdx.x == 0 && !refuses(view.rank);
+  const auto any = [&](auto holds, int code) {
+    return block_sums(view.world_size, holds, [&](int64_t rank, int64_t lower) {
+      if (reports && lower == 0 && rank < view.world_size && holds(rank))
+        report(view.peers, code, static_cast<int>(rank), 0);
+    });
+  };
+  if (any(refuses, 13) > 0 || any(differs, 15) > 0) return true;
+  return *view.error.claimed == kLost;
+}
+
 // One block per source rank: prefix sums, over tables, of the rows that it left for this rank.
 __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
   int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
   const uint32_t* segments = outbox_segments(view.outboxes[blockIdx.x]);
+  const bool skips = is_refused(view);
   block_sums(
       T,
       [&](int64_t t) {
         const uint32_t* segment = segments + t * W + view.rank;
-        return static_cast<int64_t>(segment[1]) - segment[0];
+        return skips ? 0 : static_cast<int64_t>(segment[1]) - segment[0];
       },
       [&](int64_t t, int64_t before) { begin[t] = before; });
   const int64_t count = begin[T];
@@ -203,8 +225,10 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
 }
 
 template <class Body>
-void for_classes(const Launch& on, const Inbox& inbox, float gradient_scale, Body body) {
+void for_classes(const Launch& on, const Inbox& inbox, float gradient_scale, bool only_pieces,
+                 Body body) {
   for (const RowClass& row_class : on.classes) {
+    if (only_pieces && !row_class.has_pieces) continue;
     const MergeArgs args{on.view,       inbox, gradient_scale, on.optimizers, row_class.table_begin,
                          row_class.table_end};
     const int blocks = blocks_for(inbox.capacity, 256 / row_class.group_lanes());
@@ -220,14 +244,14 @@ void collect(const Launch& on, const Inbox& inbox) {
 }
 
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round) {
-  for_classes(on, inbox, gradient_scale, [&](auto shape, int blocks, const MergeArgs& args) {
+  for_classes(on, inbox, gradient_scale, true, [&](auto shape, int blocks, const MergeArgs& args) {
     OPER_LAUNCH(squares_kernel<decltype(shape)>, blocks, 256, on.stream, args, round);
   });
 }
 
 void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale) {
   OPER_LAUNCH(clear_touched_kernel, (on.view.num_tables + 255) / 256, 256, on.stream, on.view);
-  for_classes(on, inbox, gradient_scale, [&](auto shape, int blocks, const MergeArgs& args) {
+  for_classes(on, inbox, gradient_scale, false, [&](auto shape, int blocks, const MergeArgs& args) {
     OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, on.stream, args);
   });
 }

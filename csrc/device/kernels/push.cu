@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(256) open_request_kernel(View view, Batch batc
   const int64_t end = header->run_bags_offset + (runs + 1) / 2 * 8 + (batch.weights ? pairs * 4 : 0);
   if (end > push.request_bytes || !fits) {
     report(view.error, 3, view.rank, end);
+    *view.lacks_rows = 1;
     for (int64_t k = 0; k <= T * W; ++k) segments[k] = 0;
     header->num_runs = 0;
   }
@@ -291,6 +292,7 @@ void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& pla
 
 void pool_for_readers(const Launch& on, const PushPlan& push) {
   for (const RowClass& row_class : on.classes) {
+    if (!row_class.has_push) continue;
     const PushArgs args{on.view, push, row_class.table_begin, row_class.table_end};
     const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
     with_shape(row_class, [&](auto shape) {
@@ -302,6 +304,7 @@ void pool_for_readers(const Launch& on, const PushPlan& push) {
 void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, const PushPlan& push,
                   const Output& out) {
   for (const RowClass& row_class : on.classes) {
+    if (!row_class.has_push) continue;
     const AddArgs args{on.view,
                        batch,
                        push,

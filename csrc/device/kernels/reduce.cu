@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   const Group<Shape::G> group(kTo != To::kOptimizer);
   const Group<32> warp;
   const int64_t W = a.view.world_size;
-  if (!kUpdate && outbox_is_full(a.view)) return;
+  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
   Sums sums(a, group, rings);
   const int64_t last = a.plan.segments[a.table_end * W];
   const int64_t step = a.runs_per_warp;
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
-  if (!kUpdate && outbox_is_full(a.view)) return;
+  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
   const int64_t count = a.long_runs.counts[0];
@@ -397,7 +397,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
   }
 }
 
-// One block: the header of this rank's outbox, or an error when the batch does not fit.
+// One block: the header of this rank's outbox, which stays closed if the batch is refused, also
+// because it does not fit.
 __global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan plan) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* box = view.outboxes[view.rank];
@@ -415,10 +416,11 @@ __global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan p
     header->num_runs = plan.segments[T * W];
     header->slots_offset = outbox_header_bytes(view);
     header->rows_offset = (header->slots_offset + header->num_runs * 4 + 15) / 16 * 16;
-    if (header->rows_offset + floats * 4 > view.outbox_bytes) {
+    header->settings = *view.settings;
+    const bool fits = header->rows_offset + floats * 4 <= view.outbox_bytes;
+    if (!fits) report(view.error, 3, view.rank, header->rows_offset + floats * 4);
+    if (!fits || *plan.refused || *view.lacks_rows || *view.error.claimed == kLost)
       header->num_runs = -1;
-      report(view.error, 3, view.rank, header->rows_offset + floats * 4);
-    }
   });
 }
 
@@ -427,11 +429,11 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   char* box = view.outboxes[view.rank];
   const OutboxHeader* header = reinterpret_cast<const OutboxHeader*>(box);
   uint32_t* segments = outbox_segments(box);
-  const bool full = outbox_is_full(view);
+  const bool is_closed = outbox_is_closed(view);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (int64_t k = thread; k <= T * W; k += step) segments[k] = full ? 0 : plan.segments[k];
-  if (full) return;
+  for (int64_t k = thread; k <= T * W; k += step) segments[k] = is_closed ? 0 : plan.segments[k];
+  if (is_closed) return;
   uint32_t* slots = reinterpret_cast<uint32_t*>(box + header->slots_offset);
   for (int64_t run = thread; run < header->num_runs; run += step) {
     const int64_t key = plan.keys.at(plan.run_begin[run]);

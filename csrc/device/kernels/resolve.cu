@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(256) lay_out_kernel(View view, Batch batch, Ba
     return f == 0 || view.features[f].logical != view.features[f - 1].logical;
   };
   const int32_t F = view.num_features;
+  if (threadIdx.x == 0) *plan.refused = batch.bounds[0] == kRefusedBound;
   block_sums(F, count, [&](int64_t f, int64_t before) { plan.feature_begin[f] = before; });
   block_sums(
       F, [&](int64_t f) { return ((batch.pooled ? B : count(f)) + kTile - 1) / kTile; },
@@ -45,7 +46,10 @@ __global__ void __launch_bounds__(256, 4) resolve_kernel(View view, Batch batch,
     const Table& table = view.tables[view.features[f].table];
     const int64_t id = id_at(batch, at);
     const bool good = static_cast<uint64_t>(id) < static_cast<uint64_t>(table.home.num_rows);
-    if (!good) report(view.error, 4, view.features[f].logical, id);
+    if (!good) {
+      report(view.error, 4, view.features[f].logical, id);
+      *plan.refused = 1;
+    }
     plan.keys.set(p, good ? table.key_begin + locate(table.home, id) : num_keys);
     const uint32_t where =
         batch.pooled ? static_cast<uint32_t>(f) << plan.bag_bits | static_cast<uint32_t>(bag)

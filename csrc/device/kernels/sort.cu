@@ -13,7 +13,8 @@ namespace {
 constexpr int kPerThread = 8, kPerBlock = 256 * kPerThread;
 int64_t num_blocks(int64_t count) { return (count + kPerBlock - 1) / kPerBlock; }
 
-// Reads a thread's lengths, at `first`, `first + step`, ..., negative ones as 0; returns their sum.
+// Reads a thread's lengths, at `first`, `first + step`, ..., and returns their sum. Negative ones count as
+// 2^31: no batch has so many ids.
 OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t step,
                                  const ErrorSink& error, int64_t (&own)[kPerThread]) {
 #pragma unroll
@@ -28,9 +29,9 @@ OPER_DEVICE int64_t read_lengths(const Lengths& lengths, int64_t first, int64_t 
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     least = own[k] < least ? own[k] : least;
-    // No batch has so many ids; sums of fewer than 2^32 such lengths do not overflow.
+    // Sums of fewer than 2^32 such lengths do not overflow.
     constexpr int64_t kMost = int64_t{1} << 31;
-    own[k] = own[k] < 0 ? 0 : own[k] < kMost ? own[k] : kMost;
+    own[k] = own[k] >= 0 && own[k] < kMost ? own[k] : kMost;
     sum += own[k];
   }
   if (least < 0) report(error, 5, -1, least);
@@ -53,24 +54,33 @@ __global__ void __launch_bounds__(256)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kPerBlock + threadIdx.x * kPerThread;
   int64_t own[kPerThread];
   const int64_t sum = read_lengths(lengths, first, 1, error, own);
-  wait_for_earlier_kernel();  // for the totals
-  const int64_t before =
-      block_sums(blockIdx.x, [&](int64_t block) { return totals[block]; }, [](int64_t, int64_t) {});
-  block_sums(
+  int64_t bound = 0;  // of the thread's first length
+  int64_t total = block_sums(
       256, [&](int64_t) { return sum; },
       [&](int64_t thread, int64_t lower) {
-        if (thread == 256) return;
-        int64_t bound = before + lower;
-#pragma unroll
-        for (int k = 0; k < kPerThread; ++k) {
-          const int64_t i = first + k;
-          if (i == 0) bounds[0] = 0;
-          if (i >= lengths.count) continue;
-          bound += own[k];
-          if (i + 1 == lengths.count && bound != lengths.num_ids) report(error, 5, -1, bound);
-          bounds[i + 1] = bound < lengths.num_ids ? bound : lengths.num_ids;
-        }
+        if (thread < 256) bound = lower;
       });
+  wait_for_earlier_kernel();  // for the totals
+  if (gridDim.x > 1) {
+    __shared__ int64_t before;
+    total = block_sums(
+        gridDim.x, [&](int64_t block) { return totals[block]; },
+        [&](int64_t block, int64_t lower) {
+          if (block == blockIdx.x) before = lower;
+        });
+    bound += before;
+  }
+  const bool fits = total == lengths.num_ids;
+  if (first == 0) {
+    // A negative length has been reported already.
+    if (!fits) report(error, 5, -1, total);
+    bounds[0] = fits ? 0 : kRefusedBound;
+  }
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    bound += own[k];
+    if (first + k < lengths.count) bounds[first + k + 1] = fits ? bound : kRefusedBound;
+  }
 }
 
 }  // namespace
@@ -180,7 +190,7 @@ void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_b
   emulation::num_launches += 2 + passes + 2;
   const SortedPairs before = pairs;
   if (passes % 2 != 0) pairs.swap_spare();
-  emulation::enqueue(stream, [=, after = pairs] {
+  emulation::enqueue_kernel(stream, [=, after = pairs] {
     emulation::sort_pairs(before.keys, before.payloads, after.keys, after.payloads, count,
                           first_bit, last_bit);
     *after.num_runs = 0;

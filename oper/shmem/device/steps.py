@@ -25,7 +25,7 @@ from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 # Status codes in addition to `Status`, numbered as in csrc/bindings/device.h.
-_POINT_FAILED, _NOT_IN_GRAPHS, _NEW_ARGUMENTS, _TOO_MANY_IDS, _IDS_WITHOUT_BAGS = range(21, 26)
+_NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
 
 
@@ -163,11 +163,11 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
             "cannot capture an update of the tables in a graph", "optimizers", optimizers,
             "constant arguments: fp32 rows, no Adam or LAMB, a learning rate that an earlier step "
             "has used", "run such steps outside of graphs")
-    if code == _TOO_MANY_IDS:
+    if code == Status.TOO_MANY_IDS:
         raise OperError("cannot look up", "number of ids", detail,
                         f"< {_MOST_IDS}, and < 2^32 if each id counts once per column piece",
                         "use smaller batches")
-    if code == _IDS_WITHOUT_BAGS:
+    if code == Status.IDS_WITHOUT_BAGS:
         raise InvalidInputError("bag lengths do not fit the ids", "number of ids", detail,
                                 "0, since there are no bags",
                                 "pass lengths and ids of the same bags")
@@ -184,8 +184,8 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
         feature, table = features[rank]
         raise InvalidInputError(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
                                 f"0 <= id < {specs[table].num_rows}",
-                                "map ids to rows first, or enlarge the table; rows of other ids of "
-                                "that batch may have been updated already")
+                                "map ids to rows first, or enlarge the table; no rank has updated "
+                                "rows with that batch")
     if code == Status.BAD_LENGTHS:
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
                                 detail, "no negative length, and a sum equal to the number of ids",
@@ -196,5 +196,5 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                         "the same plan and the same calls on all ranks",
                         "make the same calls on all ranks; with several memory domains lookups "
                         "without gradients are collective, too")
-    names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS)
+    names_rank = code in (Status.PEER_LATE, Status.OTHER_SETTINGS, Status.PEER_REFUSED_BATCH)
     raise_status(code, rank if names_rank else detail, outbox_bytes, None)

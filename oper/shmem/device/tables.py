@@ -1,8 +1,9 @@
 """Sharded tables in device memory: the passes of `ShardedTables`, launched on CUDA streams.
 
 Lookups and updates within one memory domain do not wait for the device. Errors that kernels find
-(an id out of range, a late peer) are stored in host memory and raised by the next call or by
-`synchronize`.
+(an id out of range, a late peer) are stored in host memory and raised later: by the next call or,
+with several ranks, at the end of a backward pass or by `synchronize`. No rank updates its rows with
+a refused batch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from oper.shmem.group.turns import in_turn
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_heap import DeviceHeap
 from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.passes import Backward
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
@@ -176,20 +178,23 @@ class DeviceTables(ShardedTables):
         """Wait for all ranks and for the device; raises DeadlineError if a rank does not arrive."""
         if self.group.is_local:
             self._steps.barrier()
+            self._wait()
+            self.group.all_gather(None)  # before an error that only this rank has found
         else:
             torch.ops.oper.device_barrier(self.handle)
         self.synchronize()
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
-        if self.group.is_local:
-            self.group.all_gather(None)
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels and raise the error that they found, if any."""
-        if self.streams is not None:
-            self.streams.synchronize(self.device)
+        self._wait()
         if self.found_error()[0]:
             self._raise_found()
+
+    def _wait(self) -> None:
+        if self.streams is not None:
+            self.streams.synchronize(self.device)
 
     def found_error(self) -> tuple[int, int, int]:
         """Return status code, rank and detail of the first error that kernels have found; code 0 =
@@ -246,13 +251,56 @@ class DeviceTables(ShardedTables):
                     used.record_stream(stream)
         return known
 
-    # ---- differences from the host back end ------------------------------------------------------
+    # ---- refused batches -------------------------------------------------------------------------
+
+    def step(self, passed: Backward, updates: bool = True) -> None:
+        """See `ShardedTables`. With several ranks, errors of this batch or an earlier one that
+        kernels have found by now are raised after the step, for which the others need this rank.
+        """
+        super().step(passed, updates)
+        if self._refuses_alone and self.found_error()[0]:
+            self._raise_found()
 
     def _tell_refused(self, collective: bool) -> None:
-        """Do nothing, see `refuse`."""
+        if not collective or not self._refuses_alone:
+            return
+        batch = self._refused_pass().batch
+        if self.has_push and batch.pooled:
+            self.forward(batch, collective=True)
+        if not self._held.holders:
+            self.refuse()
 
     def refuse(self) -> None:
-        """Do nothing: other ranks wait in kernels, which stop at the deadline."""
+        """See `ShardedTables`. Between memory domains it does nothing: the other ranks wait until
+        their deadline."""
+        if not self._refuses_alone:
+            return
+        rates = [group["lr"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["lr"] = 0.0  # not used; an invalid one may be why this rank refuses
+            super().step(self._refused_pass())
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    @property
+    def _refuses_alone(self) -> bool:
+        """Whether several ranks train in one memory domain, which do not wait for each other's
+        errors."""
+        return self.group.world_size > 1 and self._exchange is None
+
+    def _refused_pass(self) -> Backward:
+        """Return the backward pass of an empty batch that kernels take for a refused one."""
+        pooled = next(iter(self.specs.values())).pooling != "none"
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        key_of = torch.zeros(len(self.features), dtype=torch.int64)
+        batch = Lookup(nothing, nothing, key_of, 0, None, pooled)
+        # As bounds of bags, `kRefusedBound` in csrc/device/device.h.
+        return Backward((torch.empty(0, self.output_columns, device=self.device),), batch,
+                        torch.ones(1, dtype=torch.int64, device=self.device), self.frozen)
+
+    # ---- differences from the host back end ------------------------------------------------------
 
     def use_huge_pages(self) -> str:
         """Only wait at a barrier, since device memory has no page kinds. Collective."""

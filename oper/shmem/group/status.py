@@ -22,6 +22,8 @@ class Status(IntEnum):
     PEER_REFUSED_BATCH = 13
     BAG_OUT_OF_RANGE = 14
     OTHER_SETTINGS = 15
+    TOO_MANY_IDS = 24  # this and the next one for tables in device memory
+    IDS_WITHOUT_BAGS = 25
 
 
 class Fault(IntEnum):
@@ -36,7 +38,8 @@ class Fault(IntEnum):
 
 
 #: Failures detected before the rank has sent anything to the others for this batch.
-NOT_BEGUN = (Status.BAD_BATCH, Status.BAD_LENGTHS, Status.BAG_OUT_OF_RANGE)
+NOT_BEGUN = (Status.BAD_BATCH, Status.BAD_LENGTHS, Status.BAG_OUT_OF_RANGE, Status.TOO_MANY_IDS,
+             Status.IDS_WITHOUT_BAGS)
 
 #: Failures that `oper.shmem.group.desync` attributes to a rank.
 PEER_FAILURES = (Status.PEER_ENDED, Status.PEER_LATE, Status.PEER_GAVE_UP, Status.OTHER_PHASE,

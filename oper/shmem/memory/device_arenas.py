@@ -58,7 +58,7 @@ class DeviceArenas:
         self.layout = ArenaLayout.build(directories, W, exchange_bytes or _SMALL_BYTES, clipped,
                                         PART_BYTES)
         pads = _up(max(self.layout.num_bytes))
-        requests = _up(pads + 4 * 3 * W)
+        requests = _up(pads + 4 * W)
         self.partial_bytes = exchange_bytes // 256 * 256 if pushes else 0
         members = list(range(W)) if near is None else near
         self.heap = DeviceHeap(

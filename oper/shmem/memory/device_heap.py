@@ -94,7 +94,7 @@ class DeviceHeap:
             for fd in fds:
                 os.close(fd)
         else:
-            arena = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            arena = self._allocate()
             arena.zero_()
             self._keep.append(arena)
             address = arena.data_ptr()
@@ -104,6 +104,9 @@ class DeviceHeap:
             raise PlanError("virtual ranks cannot address each other's memory", "devices",
                             sorted(devices), "one device", "start one process per device")
         self.addresses = [address for address, _ in everyone]
+
+    def _allocate(self) -> torch.Tensor:
+        return torch.empty(self._size, dtype=torch.uint8, device=self.device)
 
     def _name(self) -> str:
         """Return the name of a process group of these ranks, which is created for a domain."""

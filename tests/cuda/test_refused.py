@@ -1,0 +1,206 @@
+"""A batch that one rank refuses updates no rank's rows; all ranks continue with the next one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, OperError, PeerLostError
+from oper.plan import Plan, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.passes import Backward
+from tests import runtime_support
+from tests.cuda import streams
+from tests.cuda.emulated import device_tables, has_gpu
+from tests.cuda.test_domains import small_case
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Batch,
+    assert_bitwise,
+    make_steps,
+    open_tables,
+    plans_for,
+    rich_plan,
+    run_ranks,
+)
+
+OPTIMIZER = OPTIMIZERS["rowwise_adagrad"]
+CASE = small_case("rowwise_adagrad")
+
+
+def train(tables: Any, batch: Batch, spoil: Callable[[Lookup], Lookup] = replace,
+          factor: float = 1.0) -> torch.Tensor:
+    out = tables.lookup(spoil(batch.lookup(CASE)))
+    (factor * runtime_support.rank_loss(out, batch.target)).backward()
+    found: torch.Tensor = out.detach().cpu()
+    return found
+
+
+def bad_id(batch: Lookup) -> Lookup:
+    return replace(batch, ids=torch.full_like(batch.ids, 10**6))
+
+
+SPOILED: dict[str, tuple[str, Callable[[Lookup], Lookup], float]] = {
+    "id": ("id=1000000", bad_id, 1.0),
+    "sum of lengths": ("lengths do not fit", lambda b: replace(b, lengths=b.lengths + 1), 1.0),
+    "negative length": ("=-[19]", lambda b: replace(b, lengths=b.lengths - 1000), 1.0),
+    "number of lengths": ("cannot look up", lambda b: replace(b, lengths=b.lengths[1:]), 1.0),
+    "no bags": ("bag lengths do not fit",
+                lambda b: replace(b, lengths=b.lengths[:0], batch_size=0), 1.0),
+    "gradient": ("is not finite", replace, float("nan")),
+}
+
+
+def compare(size: int, plan: Plan, kind: str, late: bool = False, trains: bool = True) -> None:
+    """Train two batches after a refused one and without it; the results must be the same bits.
+
+    The last rank spoils its batch as `kind` says, or all ranks without training (`trains` False).
+    `late`: the error is noticed when the later batches have been trained.
+    """
+    steps = make_steps(CASE, size, 2, seed=1)
+    words, spoil, factor = SPOILED[kind]
+
+    def body(group: ThreadGroup, refuses: bool) -> tuple[list[torch.Tensor], list[str]]:
+        opened = open_tables(CASE, plan, group, OPTIMIZER)
+        tables: Any = getattr(opened, "_tables", opened)
+        tables.guard.choose("stop")
+        errors: list[str] = []
+
+        def attempt(run: Callable[..., object], *args: Any) -> None:
+            try:
+                run(*args)
+            except (InvalidInputError, PeerLostError) as error:
+                errors.append(str(error))
+
+        def train_all() -> list[torch.Tensor]:
+            return [train(opened, batches[group.rank]) for batches in steps]
+
+        if late:
+            tables.found_error = lambda: (0, 0, 0)
+        if refuses and trains:
+            is_bad = group.rank == size - 1
+            attempt(train, opened, steps[0][group.rank], *((spoil, factor) if is_bad else ()))
+        elif refuses:
+            with torch.no_grad():
+                opened.lookup(spoil(steps[0][group.rank].lookup(CASE)))
+        outputs = train_all() if late else []
+        if late:
+            del tables.found_error
+        if refuses and not errors:
+            attempt(tables.synchronize)
+        outputs = outputs or train_all()
+        tables.barrier()
+        outputs += [tables.read(name) for name in tables.specs]
+        tables.barrier()
+        tables.close()
+        return outputs, errors
+
+    after, plain = (run_ranks(size, lambda group, refuses=refuses: body(group, refuses))
+                    for refuses in (True, False))
+    for rank in range(size):
+        assert_bitwise(after[rank][0], plain[rank][0], "after an error")
+        (told,) = after[rank][1]
+        mine = rank == size - 1 or not trains
+        assert re.search(words if mine else f"refused its batch.*rank={size - 1}", told), told
+        assert not plain[rank][1]
+
+
+@pytest.fixture(autouse=True)
+def opens_on_device(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    emulation.setenv("OPER_DEVICE_THREADS", "32")  # one block per kernel, which is faster
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_tables_continue_after_a_refused_batch(size: int) -> None:
+    compare(size, plans_for(CASE.tables, size)["mixed1"], "id")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lookups_without_gradients(size: int) -> None:
+    compare(size, plans_for(CASE.tables, size)["mixed1"], "id", trains=False)
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+@pytest.mark.parametrize("pushes", [True, False], ids=["pushed", "pulled"])
+def test_every_reason(kind: str, pushes: bool) -> None:
+    plan = (rich_plan(CASE.tables, 2, 1, columns=True) if pushes
+            else uniform_plan(CASE.tables, 2, "striped"))
+    compare(2, plan, kind, late=kind in ("id", "sum of lengths"))
+
+
+def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
+    """All ranks raise, and no row changes."""
+    emulation.setenv("OPER_OUTBOX_BYTES", "4096")
+    case = replace(CASE, base_batch=512)
+    for plan in (uniform_plan(case.tables, 2, "striped"), rich_plan(case.tables, 2, 1, False)):
+        ((batch, _),) = make_steps(case, 2, 1)
+
+        def body(group: ThreadGroup, plan: Plan = plan, batch: Batch = batch) -> str:
+            tables = open_tables(case, plan, group, OPTIMIZER)
+            before = [tables.read(name) for name in tables.specs]
+            told = ""
+            try:
+                train(tables, batch)
+                tables.synchronize()  # type: ignore[attr-defined]
+            except OperError as error:
+                told = str(error)
+            tables.barrier()
+            assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
+            tables.barrier()
+            tables.close()
+            return told
+
+        for told in run_ranks(2, body):
+            assert "OPER_OUTBOX_BYTES" in told
+
+
+def test_ranks_with_other_learning_rates() -> None:
+    steps = make_steps(CASE, 2, 3)
+    plan = uniform_plan(CASE.tables, 2, "striped")
+
+    def body(group: ThreadGroup, differs: bool) -> list[torch.Tensor]:
+        tables: Any = open_tables(CASE, plan, group, SGD(lr=1.0))
+        for step, batches in enumerate(steps):
+            if step != 1:
+                train(tables, batches[group.rank])
+            elif differs:
+                tables.param_groups[0]["lr"] = 1.0 + group.rank
+                with pytest.raises(InvalidInputError, match=f"rank that differs={1 - group.rank}"):
+                    train(tables, batches[group.rank])
+                    tables.synchronize()
+                tables.param_groups[0]["lr"] = 1.0
+        rows = [tables.read(name) for name in tables.specs]
+        tables.barrier()
+        tables.close()
+        return rows
+
+    assert_bitwise(run_ranks(2, lambda group: body(group, True)),
+                   run_ranks(2, lambda group: body(group, False)), "rows")
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulation delays")
+@pytest.mark.parametrize("kind", ["id", "sum of lengths"])
+def test_one_rank_whose_step_is_launched_before_the_error_is_found(
+        emulation: pytest.MonkeyPatch, kind: str) -> None:
+    words, spoil, _ = SPOILED[kind]
+    plan = uniform_plan(CASE.tables, 1)
+    (batch,), = make_steps(CASE, 1, 1)
+    with emulation.context() as patch, streams.in_use(patch, None):
+        tables: Any = open_tables(CASE, plan, SingleGroup(), OPTIMIZER)
+        tables.synchronize()
+        before = [tables.read(name) for name in tables.specs]
+        bad = spoil(batch.lookup(CASE))
+        out, offsets = tables.forward(bad, collective=True)
+        tables.apply_all([Backward((torch.ones_like(out),), bad, offsets)])
+        with pytest.raises(InvalidInputError, match=words):
+            tables.synchronize()
+        assert_bitwise([tables.read(name) for name in tables.specs], before, "rows")
+        tables.close()
