@@ -31,9 +31,9 @@ COPIED = {
     "CHANGELOG.md": "project/changelog.md",
 }
 API: dict[str, tuple[str, ...]] = {
-    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.KeyedRows", "oper.KeyMap",
-                        "oper.no_sync", "oper.synchronize", "oper.micro_batches",
-                        "oper.MicroBatchPipeline", "oper.trace",
+    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.dynamic_rows",
+                        "oper.KeyedRows", "oper.KeyMap", "oper.no_sync", "oper.synchronize",
+                        "oper.micro_batches", "oper.MicroBatchPipeline", "oper.trace",
                         "oper.tracing.Trace", "oper.migrate",
                         "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
                         "oper.replanning.WatchOptions", "oper.replanning.Event"),

@@ -29,6 +29,7 @@ _PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
     "oper.stats": ("AccessStats", "TableStats"),
     "oper.plan": ("Plan",),
     "oper.topology": ("Topology",),
+    "oper.shmem.keys.directories": ("dynamic_rows",),
     "oper.shmem.keys.rules": ("DynamicTable",),
     "oper.integration.keys.keyed_rows": ("KeyedRows", "KeyMap"),
     "oper.tables": ("TableSpec",),
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
         no_sync as no_sync,
         shard as shard,
     )
+    from oper.shmem.keys.directories import dynamic_rows as dynamic_rows
     from oper.shmem.keys.rules import DynamicTable as DynamicTable
     from oper.shmem.optim.optimizers import (
         LAMB as LAMB,

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "explain": ("oper.report.verbs",
                 "show a plan's loads, its bottleneck and the effect of changes"),
     "simulate": ("oper.report.simulation", "replay batches through a plan: bytes, times, timeline"),
-    "report": ("oper.report.verbs", "make an HTML page of statistics, a plan or a record"),
+    "report": ("oper.report.verbs", "make an HTML page of statistics, a plan, a record or a run"),
     "train": ("oper.train.verbs", "train a DLRM or a recommender from a configuration file"),
     "serve": ("oper.serve.verbs", "score requests over HTTP; workers share one set of tables"),
     "demo": ("oper.bench.demo.demo",

@@ -292,7 +292,8 @@ class Plan:
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
             raise FileFormatError(what, "kind, version", (kind, version),
                                   f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release")
-        file = Reader(lambda *wrong: FileFormatError(what, *wrong, "correct it, or plan again")
+        file = Reader(lambda name, value, expected: FileFormatError(
+            what, name, value, expected, "correct it, or plan again")
                       ).build(_File, value)
         orders = dict(file.orders)
         tables = []

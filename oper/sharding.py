@@ -7,19 +7,18 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from oper.errors import InvalidInputError, OperError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan
+from oper.rows.capacity import stats_of_rows
 from oper.rows.read_only import one_copy_per_domain
 from oper.rows.remap import load_remap
 from oper.shmem.keys.rules import DynamicTable
-from oper.stats import AccessStats, TableStats
+from oper.stats import AccessStats
 from oper.support.environment import check_environment
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from oper.integration.keys.managed_collision import Managed
     from oper.integration.targets import Target
     from oper.shmem.group.groups import Group
     from oper.shmem.micro_batches import MicroBatches
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
 
 _DEFAULT_BATCH = 4096
+_OF_TORCHREC = "torchrec"
 
 
 def shard(
@@ -53,7 +54,7 @@ def shard(
     row_dtype: str | Mapping[str, str] | None = None,
     message_bits: int | tuple[int, int] | Mapping[str, Any] | None = None,
     message_variance: float | None = None,
-    dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
+    dynamic: DynamicTable | str | Mapping[str, DynamicTable | str] | None = None,
     replica_groups: int | None = None,
     synchronize_every: int | None = None,
     synchronize_delay: int | None = None,
@@ -98,8 +99,9 @@ def shard(
             `oper.search.variance`. Not used with `plan`, which keeps its own bits. 8 and 4 bits are
             supported for tables in host memory only.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
-            tables or by table name; see `oper.DynamicTable`. Only for training, in host memory
-            that all ranks share.
+            tables or by table name; see `oper.DynamicTable`. ``"torchrec"``: those of TorchRec's
+            managed-collision module in front of the table, for all such tables or by name. Dynamic
+            tables replace these modules. Only for training, in host memory that all ranks share.
         replica_groups: number of groups of consecutive ranks into which the ranks are divided. Each
             group holds all tables, placed by a plan for its ranks; lookups and updates stay within
             it. By default the plan's, or 1 without a plan. Only for training, of tables in host
@@ -132,6 +134,7 @@ def shard(
         torch.Size([1, 8])
     """
     from oper.integration.ddp import ignore_tables, rebuild, wrappers_of
+    from oper.integration.keys.managed_collision import managed_tables, share_maps
     from oper.integration.targets import build, describe, find_targets, name_tables, typed
     from oper.shmem.group.agreement import check_same_arguments
     from oper.shmem.group.groups import default_group
@@ -176,19 +179,22 @@ def shard(
                                 "leave it out, or shard with objective='inference'")
     held = {s.name: s for t in targets for s in t.specs}  # with the model's row types
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
-    rules = _dynamic_tables(targets, dynamic)
+    managed = managed_tables(module, targets)
+    rules = _dynamic_tables(targets, dynamic, managed)
+    raw_keys = [(of, of.raw_keys()) for name, of in managed.items() if name in rules]
     check_same_arguments(group, "cannot shard", {"dynamic": sorted(rules.items())})
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and maps_keys:
-        from oper.integration.keys.managed_collision import share_maps
-
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
     if bits is not None:
         bits.check_for(tables)
     if rules and stats is not None:
-        stats = _of_rows(stats, rules, tables)
+        stats = stats_of_rows(
+            stats if isinstance(stats, AccessStats) else AccessStats.load(stats),
+            {s.name: (s.num_rows, of.admit_after, of.eviction) for s in tables
+             if (of := rules.get(s.name))})
     made = _the_plan(tables, stats, plan, topology, (whole, group),
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "message_variance": message_variance,
@@ -221,6 +227,8 @@ def shard(
     family = weakref.WeakSet(new.tables for new in built)
     for new in built:
         new.tables.family = family  # type: ignore[union-attr]
+    for place, keys in raw_keys:
+        place.modules[place.table] = keys
     for target, new in zip(targets, built, strict=True):
         if target.path == "":
             return new
@@ -231,23 +239,32 @@ def shard(
     return module
 
 
-def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, DynamicTable]:
+def _dynamic_tables(targets: Sequence[Target], dynamic: Any, managed: Mapping[str, Managed]
+                    ) -> dict[str, DynamicTable]:
     """Return the `DynamicTable` of each dynamic table by name; raises InvalidInputError if
     `dynamic` has a wrong type or names tables that do not exist or have a padding index."""
     names = [s.name for t in targets for s in t.specs]
-    if isinstance(dynamic, DynamicTable):
-        dynamic = dict.fromkeys(names, dynamic)
     what = "cannot make tables dynamic"
+    if dynamic == _OF_TORCHREC and not managed:
+        raise InvalidInputError(what, "tables behind managed-collision modules", 0, ">= 1",
+                                "pass an oper.DynamicTable")
+    if isinstance(dynamic, DynamicTable) or dynamic == _OF_TORCHREC:
+        dynamic = dict.fromkeys(managed if dynamic == _OF_TORCHREC else names, dynamic)
     if not isinstance(dynamic, Mapping | None) or any(
-            not isinstance(rule, DynamicTable) for rule in (dynamic or {}).values()):
+            rule != _OF_TORCHREC and not isinstance(rule, DynamicTable)
+            for rule in (dynamic or {}).values()):
         raise InvalidInputError(what, "dynamic", dynamic,
-                                "an oper.DynamicTable, or a dict of them by table name",
-                                "pass for example {table: oper.DynamicTable()}")
-    rules = dict(dynamic or {})
-    unknown = sorted(set(rules) - set(names))
-    if unknown:
-        raise InvalidInputError(what, "unknown tables", unknown, f"some of {names[:8]}",
-                                "name tables that are sharded")
+                                f"an oper.DynamicTable or {_OF_TORCHREC!r}, or a dict of them by "
+                                "table name", "pass for example {table: oper.DynamicTable()}")
+    found = dict(dynamic or {})
+    from_modules = {name for name, rule in found.items() if rule == _OF_TORCHREC}
+    for group, expected in ((set(found), names), (from_modules, list(managed))):
+        unknown = sorted(group - set(expected))
+        if unknown:
+            raise InvalidInputError(what, "unknown tables", unknown, f"some of {expected[:8]}",
+                                    "name tables that are sharded")
+    rules = {name: managed[name].rule() if name in from_modules else rule
+             for name, rule in found.items()}
     for target in targets:
         padding = getattr(target.module, "padding_idx", None)
         if padding is not None and target.specs[0].name in rules:
@@ -430,30 +447,6 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         for tables in found:
             tables.finish_migration()
             renumber(tables, rows)
-
-
-def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[TableSpec]
-             ) -> AccessStats:
-    """Convert the statistics of dynamic tables from keys to rows.
-
-    Which row a key will get is unknown. If row numbers stand for hotness in `stats`, or a table has
-    no accesses, all rows of the dynamic table are therefore assumed to be equally hot.
-    """
-    from oper.analysis.capacity import rows_of_keys
-
-    if not isinstance(stats, AccessStats):
-        stats = AccessStats.load(stats)
-    found = {}
-    for spec in specs:
-        keys, rule = stats.tables.get(spec.name), rules.get(spec.name)
-        if keys is None or rule is None:
-            continue
-        if stats.ids_in_hotness_order or not keys.num_accesses:
-            found[spec.name] = TableStats(spec.num_rows, tail_values=np.zeros(1, np.int64),
-                                          tail_num_rows=np.array([spec.num_rows]))
-        else:
-            found[spec.name] = rows_of_keys(keys, spec.num_rows, rule.admit_after, rule.eviction)
-    return replace(stats, tables=stats.tables | found)
 
 
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Plan | None, topology: Any,

@@ -19,6 +19,8 @@ SCALE_BIAS_BYTES = 4
 DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
 KEY_BUCKET_ROWS = 64  # rows per hash bucket of a dynamic table; a key's row lies in its bucket
+#: Which key of a dynamic table loses its row to a new key, see `oper.DynamicTable`.
+KEY_EVICTIONS = ("lru", "lfu", "distance_lfu")
 
 
 @dataclass(frozen=True, slots=True)

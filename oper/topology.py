@@ -258,7 +258,8 @@ class Topology:
     def from_dict(value: dict[str, Any]) -> Topology:
         """Make a topology from a parsed TOML file; raises InvalidInputError as `from_toml` does."""
         what = f"invalid topology {value.get('name', '')!r}"
-        file = Reader(lambda *wrong: InvalidInputError(what, *wrong, "correct the topology file")
+        file = Reader(lambda name, value, expected: InvalidInputError(
+            what, name, value, expected, "correct the topology file")
                       ).build(_File, value)
         domains: list[Domain] = []
         for entry in file.domain:

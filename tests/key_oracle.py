@@ -158,10 +158,13 @@ class Oracle:
         if not over and not idle:
             return 0
 
-        def score(row: int) -> tuple[int, int]:
+        def score(row: int) -> tuple[float, ...]:
             entry = by_row[row][1]
-            pair = (entry.clock, self.now_counts(entry))
-            return pair if self.rule.eviction == "lru" else pair[::-1]
+            count = self.now_counts(entry)
+            distance = max(self.clock, entry.clock) - entry.clock + 1
+            return {"lru": (entry.clock, count), "lfu": (count, entry.clock),
+                    "distance_lfu": (float(np.float32(count) / np.float32(distance)), entry.clock)
+                    }[self.rule.eviction]
 
         if over:
             row = over[0]

@@ -163,10 +163,14 @@ void keys_set_clock(int64_t handle, int64_t table, int64_t clock) {
   collections().share(handle)->clock(table) = static_cast<uint32_t>(clock);
 }
 
-// Keys admitted, evicted, expired, refused by own buckets; own lookups, those without a row.
+// Of own buckets: slots with a key, full buckets, keys admitted, evicted, expired, refused; own
+// lookups, those without a row.
 std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
-  const KeyTables::Counts c = collections().share(handle)->counts(table);
-  return {c.admitted, c.evicted, c.expired, c.refused, c.lookups, c.missed};
+  const auto tables = collections().share(handle);
+  const KeyOccupancy of = tables->directory(table).occupancy();
+  const KeyTables::Counts c = tables->counts(table);
+  return {of.slots,  of.full_buckets, c.admitted, c.evicted,
+          c.expired, c.refused,       c.lookups,  c.missed};
 }
 
 int64_t keys_num_records(int64_t handle, int64_t table, bool candidates) {

@@ -21,7 +21,7 @@ class KeyCounter:
     The statistics cannot be merged, and have no head, since it is unknown which row a key will get.
     They contain a histogram of access counts (exact up to a memory budget, beyond it from heavy
     hitters and a sampled tail), bag lengths, presence, and the number of new keys in each time
-    bucket. `oper.analysis.capacity` predicts from them how large a dynamic table must be.
+    bucket. `oper.rows.capacity` predicts from them how large a dynamic table must be.
     """
 
     def __init__(self, presence_samples: Sequence[int] = PRESENCE_SAMPLES,

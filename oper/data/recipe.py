@@ -398,7 +398,8 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     The file has a ``name`` and either ``column`` tables, if there is one layout, or ``layout``
     tables, each with its own name and columns. `what` begins error messages.
     """
-    entry = Reader(lambda *wrong: InvalidInputError(what, *wrong, "correct the recipe")
+    entry = Reader(lambda name, value, expected: InvalidInputError(
+        what, name, value, expected, "correct the recipe")
                    ).build(_RecipeEntry, value)
     require(what, "write them into every [[layout]]", (
         "column and options of a layout", sorted(set(value) - {"name"}), not entry.layout or (

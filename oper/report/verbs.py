@@ -1,5 +1,5 @@
-"""``oper explain`` with an HTML page, and ``oper report``: pages of statistics, plans and records.
-"""
+"""``oper explain`` with an HTML page, and ``oper report``: pages of statistics, plans, records
+and training runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)")):
+    for kind, about in (("stats", "access statistics"), ("bench", "a benchmark record (JSON)"),
+                        ("run", "a training run (its folder)")):
         page = f"a page about {about}"
         sub = kinds.add_parser(kind, help=page, description=f"Make {page}")
         sub.add_argument("file", metavar="FILE", help=about)
@@ -52,7 +53,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write one self-contained HTML page; returns the exit code."""
-    from oper.report import bench_page, stats_page
+    from oper.report import bench_page, run_page, stats_page
     from oper.stats import AccessStats
     from oper.support.files import write_text
 
@@ -65,6 +66,8 @@ def run_report(args: argparse.Namespace) -> int:
         text = _drift_page(args)
     elif args.kind == "stats":
         text = stats_page.stats_page(AccessStats.load(args.file))
+    elif args.kind == "run":
+        text = run_page.run_page(run_page.load_metrics(args.file), args.file)
     else:
         text = bench_page.bench_page(bench_page.load_record(args.file))
     write_text(args.html, text)

@@ -12,6 +12,7 @@ from typing import Any
 from oper.errors import InvalidInputError, UsageError
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
+from oper.rows.capacity import stats_of_rows
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
@@ -20,8 +21,17 @@ from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
 from oper.support.flags import number, text_for, whole
-from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
+from oper.tables import (
+    CODE_BITS,
+    DTYPES,
+    KEY_EVICTIONS,
+    OPTIMIZERS,
+    TableSpec,
+    format_bytes,
+)
 from oper.topology import Topology
+
+_DYNAMIC = "dynamic"  # a plan's note: the arguments of `rows_of_keys` by table
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +53,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                              "at most K (default 0: training waits)")
     add_machine(parser)
     _add_tables(parser)
+    _add_dynamic(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
                         help="workload of the plan (default training)")
     parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
@@ -79,6 +90,8 @@ def run_plan(args: argparse.Namespace) -> int:
     from oper.search.planner import plan_problem
 
     stats = AccessStats.load(args.stats)
+    dynamic = _dynamic(args, stats)
+    stats = _of_rows(stats, dynamic)
     if args.request_rate is not None or args.latency_bound is not None:
         if args.message_variance is not None:
             raise UsageError("cannot plan for a latency bound", "--message-variance",
@@ -116,6 +129,8 @@ def run_plan(args: argparse.Namespace) -> int:
                            plan_on)
     problem = replace(problem_on(topology.divided(plan.replica_groups)),
                       message_bits=plan.message_bits)
+    if dynamic:
+        plan = replace(plan, notes={**plan.notes, _DYNAMIC: dynamic})
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -195,7 +210,8 @@ def run_explain(args: argparse.Namespace) -> int:
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
-        after = make_problem([t.table for t in plan.tables], _stats(args), topology,
+        stats = _of_rows(_stats(args), plan.notes.get(_DYNAMIC))
+        after = make_problem([t.table for t in plan.tables], stats, topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
         compared = what_if.compare(plan, problem, replace(
@@ -276,9 +292,11 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
     """Load the plan file and make the problem that it is evaluated for.
 
-    Arguments that are missing (topology, batch size, constraints) are taken from the plan.
+    Arguments that are missing (topology, batch size, constraints) are taken from the plan. If it
+    was made with ``--dynamic-rows``, `stats` are of keys.
     """
     plan = Plan.load(args.plan)
+    stats = _of_rows(stats, plan.notes.get(_DYNAMIC))
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
@@ -338,6 +356,59 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", metavar="FILE",
                         help="JSON list of tables (name, num_rows, dim, ...); replaces --dim, "
                              "--optimizer and --dtype")
+
+
+def _add_dynamic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dynamic-rows", metavar="ROWS",
+                        help="statistics are of raw keys: plan dynamic tables with this number of "
+                             "rows, or with numbers by table as in 'C3=4000000;C9=1000' (other "
+                             "tables: static)")
+    parser.add_argument("--admit-after", type=whole(1), metavar="N",
+                        help="of dynamic tables: occurrences after which a key gets a row "
+                             "(default 1)")
+    parser.add_argument("--eviction", choices=KEY_EVICTIONS,
+                        help="of dynamic tables: which key loses its row (default lru)")
+
+
+def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any]]:
+    """Return by table the arguments of `rows_of_keys` that ``--dynamic-rows`` states."""
+    if args.dynamic_rows is None:
+        for name in ("admit_after", "eviction"):
+            if getattr(args, name) is not None:
+                raise UsageError("cannot plan", f"--{name.replace('_', '-')}", getattr(args, name),
+                                 "no value without --dynamic-rows", "add --dynamic-rows ROWS")
+        return {}
+    if args.objective != "training":
+        raise UsageError("cannot plan dynamic tables", "--objective", args.objective, "training",
+                         "leave out --dynamic-rows: for inference, tables are static")
+    text = args.dynamic_rows
+    try:
+        rows = (dict.fromkeys(stats.tables, int(text)) if "=" not in text else
+                {name.strip(): int(number) for name, _, number in
+                 (part.partition("=") for part in text.split(";"))})
+    except ValueError:
+        rows = {}
+    if not rows or not rows.keys() <= stats.tables.keys():
+        raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
+                         "a number, or TABLE=NUMBER;... with some of the tables "
+                         f"{list(stats.tables)[:8]}", "correct it")
+    settings = [args.admit_after or 1, args.eviction or KEY_EVICTIONS[0]]
+    return {name: [number, *settings] for name, number in rows.items()}
+
+
+def _of_rows(stats: Any, dynamic: Any) -> Any:
+    """Return `stats` with those of dynamic tables converted from keys to rows; `dynamic` is a
+    result of `_dynamic`, or what a plan's notes have in its place."""
+    if stats is None or not dynamic:
+        return stats
+    try:
+        tables = {name: (int(rows), int(admit_after), str(eviction))
+                  for name, (rows, admit_after, eviction) in dynamic.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidInputError("cannot read the plan", f"notes.{_DYNAMIC}", dynamic,
+                                "[rows, admit_after, eviction] by table",
+                                "pass a plan file that 'oper plan' wrote") from None
+    return stats_of_rows(stats, tables)
 
 
 def _message_bits(args: argparse.Namespace) -> MessageBits:

@@ -157,7 +157,9 @@ class AttachedModel:
 
         self.signature = signature
         self._last_shared: tuple[tuple[int, ...], Any] = (), None  # cached: features, their mask
-        self._served: Any = oper.attach(build("meta"), name, fuse=True)
+        model = build("meta")
+        self._keys_read: Any = getattr(model, "keys_read", None)
+        self._served: Any = oper.attach(model, name, fuse=True)
 
     @property
     def epoch(self) -> int:
@@ -189,6 +191,10 @@ class AttachedModel:
     def rows_read(self) -> dict[str, int]:
         """See `Predictor`."""
         return dict(self._served.rows_read())
+
+    def keys_read(self) -> dict[str, tuple[int, int]]:
+        """See `Predictor`."""
+        return {} if self._keys_read is None else dict(self._keys_read.counts)
 
     def close(self) -> None:
         """Detach from the publication."""

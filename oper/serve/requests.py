@@ -47,6 +47,11 @@ class Signature:
     num_rows: tuple[int | None, ...]
     num_dense: int
 
+    @property
+    def key_features(self) -> tuple[str, ...]:
+        """The features whose ids are raw keys."""
+        return tuple(f for f, n in zip(self.features, self.num_rows, strict=True) if n is None)
+
     def __post_init__(self) -> None:
         if len(self.features) != len(self.num_rows) or len(set(self.features)) != len(
                 self.features):
@@ -203,7 +208,9 @@ class Predictor(Protocol):
     """The model with which a worker scores requests.
 
     If it has an attribute ``shares_bags`` that is True, batches may have shared bags
-    (`Request.shared`); otherwise all batches are expanded.
+    (`Request.shared`); otherwise all batches are expanded. If it has a method ``keys_read``, this
+    returns by feature of raw keys how many keys it has looked up and how many of them it did not
+    know, for the server's metrics.
     """
 
     signature: Signature

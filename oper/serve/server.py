@@ -163,8 +163,9 @@ class Server:
                                     "make another Server")
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
+        self._layout = metrics.Layout(self.model.signature.key_features)
         self._numbers = self._context.RawArray(ctypes.c_double,
-                                               self.options.workers * metrics.SIZE)
+                                               self.options.workers * self._layout.size)
         try:
             self._listener = self._bind()
         except OSError as error:
@@ -418,7 +419,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        metrics.forget(self._numbers, worker.place)
+        self._layout.forget(self._numbers, worker.place)
 
     def _hand_over(self) -> bool:
         """Pass a waiting connection to a worker; return whether there was one."""

@@ -95,10 +95,11 @@ class _Worker:
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
         self._control, self._job, self._predictor = control, job, predictor
-        self._counted = metrics.WorkerMetrics(job.numbers, job.place)
+        layout = metrics.Layout(predictor.signature.key_features)
+        self._counted = metrics.WorkerMetrics(job.numbers, job.place, layout)
         self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
         self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
-                        lambda: metrics.page(job.numbers, job.counts))
+                        lambda: metrics.page(job.numbers, job.counts, layout))
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
         self._taken = 0  # connections received so far
         self._leaving = 0  # connections that close after the answer being written
@@ -133,9 +134,9 @@ class _Worker:
                         connection.close()
 
     def report(self) -> None:
-        """Update the gauges and the count of rows read."""
+        """Update the gauges and the counts of rows and keys read."""
         self._counted.set_gauges(self._batcher.queued, self._app.in_flight, self._predictor.epoch)
-        self._counted.observe_rows(self._predictor.rows_read())
+        self._counted.observe_reads(self._predictor)
 
     # ---- batches ---------------------------------------------------------------------------------
 

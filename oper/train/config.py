@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.ranges import Amount, Count, Positive, Rule, one_of, rules_of
@@ -21,6 +21,9 @@ from oper.rows.directory import MAX_ROWS
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
 from oper.support.settings import Reader
+
+if TYPE_CHECKING:
+    from oper.shmem.optim.optimizers import Optimizer
 
 # By name in a configuration: the class in `oper`, and its options.
 TABLE_OPTIMIZERS = {
@@ -109,17 +112,21 @@ class DynamicConfig:
 
     Attributes:
         rows: rows of every table, including the default row; 0 = tables are static.
-        tables: maps columns to their tables' rows, in place of `rows`.
+        bytes: in place of `rows`, bytes of every table with optimizer states and directory of
+            keys; it gets as many rows as fit.
+        tables: maps columns to their tables' rows, in place of `rows` or `bytes`.
         admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once.
         admit_probability: probability that an update gives a row to a key that it sees; must be 1
             if `admit_after` > 1.
         eviction: key that loses its row to a new key: ``"lru"``, the least recently seen, or
-            ``"lfu"``, the least frequently seen.
+            ``"lfu"``, the least frequently seen; or ``"distance_lfu"``, that with the lowest ratio
+            of its count to the updates since it was last seen, plus one.
         half_life: updates after which counts are halved; 0 = never.
         time_to_live: updates after which an unused key expires; 0 = never.
     """
 
     rows: int = 0
+    bytes: Count = 0
     tables: dict[str, int] = field(default_factory=dict)
     admit_after: int = 1
     admit_probability: float = 1.0
@@ -133,11 +140,17 @@ class DynamicConfig:
             if not 2 <= rows <= MAX_ROWS and (name, rows) != ("rows", 0):
                 raise _bad(f"dynamic.{name}", rows, f"in [2, {MAX_ROWS}], since the default row "
                            "and a key need 2")
+        _check("dynamic.", self, ("bytes", not (self.rows and self.bytes), "0 with dynamic.rows"))
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
-        if not self.rows and rest != ({}, 1, 1.0, "lru", 0, 0):
-            raise _bad("dynamic.rows", 0, ">= 2 if other keys of [dynamic] are set")
+        if not self.is_on and rest != ({}, 1, 1.0, "lru", 0, 0):
+            raise _bad("dynamic.rows", 0, ">= 2 if other keys of [dynamic] than bytes are set")
         self.rule(0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tables are dynamic."""
+        return bool(self.rows or self.bytes)
 
     def rule(self, seed: int) -> DynamicTable:
         """Return the tables' `oper.DynamicTable`; raises InvalidInputError for invalid settings."""
@@ -146,16 +159,21 @@ class DynamicConfig:
             eviction=self.eviction, half_life=self.half_life or None,
             time_to_live=self.time_to_live or None, seed=seed)
 
-    def rows_of(self, columns: Sequence[str]) -> tuple[int, ...]:
-        """Return the rows of the tables of `columns`, in order.
+    def rows_of(self, columns: Sequence[str], dim: int, optimizer: Optimizer) -> tuple[int, ...]:
+        """Return the rows of the tables of `columns`, in order, with `dim` columns.
 
         Raises:
-            InvalidInputError: a key of `tables` is not among the columns.
+            InvalidInputError: a key of `tables` is not among the columns, or `bytes` is too small.
         """
         unknown = sorted(set(self.tables) - set(columns))
         if unknown:
             raise _bad("dynamic.tables", unknown, f"some of the data's columns {list(columns)[:8]}")
-        return tuple(self.tables.get(name, self.rows) for name in columns)
+        rows = self.rows
+        if self.bytes:
+            from oper.shmem.keys.directories import dynamic_rows
+
+            rows = dynamic_rows(self.bytes, dim, self.rule(0), optimizer)
+        return tuple(self.tables.get(name, rows) for name in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +279,8 @@ class TrainConfig:
             ("checkpoint_every", is_ours or not self.checkpoint_every, ours_only),
             ("delta_every", bool(self.checkpoint_every) or not self.delta_every,
              "0 without checkpoint_every"),
-            *((name, not self.dynamic.rows or getattr(self, name) == value,
-               f"{value!r} with dynamic.rows") for name, value in of_dynamic.items()),
+            *((name, not self.dynamic.is_on or getattr(self, name) == value,
+               f"{value!r} with dynamic tables") for name, value in of_dynamic.items()),
             ("guard", is_ours or self.guard == "off", f"'off' {elsewhere}"),
             ("tables_on", (self.sharding, self.tables_on) != ("none", "meta"),
              "'cpu' with sharding='none'"),

@@ -132,7 +132,7 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
         "stats": model_stats(config.stats) if config.stats else None,
         "plan": model_plan(config.plan) if config.plan else None,
         "topology": config.topology or None, "batch_size": config.batch_size,
-        "dynamic": config.dynamic.rule(config.seed) if config.dynamic.rows else None,
+        "dynamic": config.dynamic.rule(config.seed) if config.dynamic.is_on else None,
     } | shard_arguments
     sharded = oper.shard(model, optimizer=table_optimizer(o), gradient_guard=config.guard,
                          **arguments)

@@ -25,6 +25,8 @@ from oper.support.files import named, write_text
 from oper.support.versions import versions
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
+from oper.train.keys import KeyMeter
+from oper.train.metrics import sum_over_ranks
 from oper.train.model import full_state, ranks, save_state
 from oper.train.phases import by_phase, take_phases
 from oper.train.resume import (
@@ -148,7 +150,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
                 with meter.paused():
                     checkpoints.after(step)
             if _validates(config, step, total):
-                with meter.paused():
+                with meter.validation():
                     log.write("valid", step=step, **task.evaluate(engine, show_progress))
     return done, False
 
@@ -205,12 +207,13 @@ class _Start:
 
 
 class _Meter:
-    """Measures loss, speed and phase times over all ranks since the last `read`, excluding the time
-    for checkpoints and validations."""
+    """Measures loss, speed, phase times and counts of keys over all ranks since the last `read`,
+    excluding checkpoints and validations."""
 
     def __init__(self, engine: Engine) -> None:
         self._tables = [t for t in tables_of(engine.bare)
                         if isinstance(t, ShardedTables) and t.times_phases]
+        self._keys = KeyMeter(engine.bare)
         self.restart()
 
     def restart(self) -> None:
@@ -227,6 +230,12 @@ class _Meter:
         take_phases(self._tables)
         self._began += time.perf_counter() - began
 
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[None]:
+        """`paused`, for lookups that are not of training batches."""
+        with self.paused(), self._keys.paused():
+            yield
+
     def add(self, loss: torch.Tensor, num_samples: int) -> None:
         self._sums[0] += float(loss) * num_samples
         self._sums[1] += num_samples
@@ -234,15 +243,16 @@ class _Meter:
     def read(self, interrupted: bool) -> tuple[dict[str, Any], bool]:
         """Return the values of a metrics line, and whether any rank was interrupted. Collective."""
         self._sums[2] = float(interrupted)
-        sums = torch.cat([self._sums, self._phases + take_phases(self._tables)])
-        if ranks()[1] > 1:
-            torch.distributed.all_reduce(sums)
+        phases = self._phases + take_phases(self._tables)
+        sums = sum_over_ranks(torch.cat([self._sums, phases, self._keys.take()]))
         loss, samples, interrupts = sums[:3].tolist()
         seconds = time.perf_counter() - self._began
         self.restart()
         line = {"loss": loss / max(samples, 1), "samples_per_s": samples / seconds}
-        phases = by_phase(sums[3:])
-        return {**line, **({"phases": phases} if phases else {})}, interrupts > 0
+        _, of_phases, of_keys = sums.split([3, phases.numel(), sums.numel() - 3 - phases.numel()])
+        tables = {"phases": by_phase(of_phases), "keys": self._keys.by_table(of_keys)}
+        return {**line, **{name: values for name, values in tables.items() if values}}, (
+            interrupts > 0)
 
 
 class Interrupt:

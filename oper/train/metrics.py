@@ -77,5 +77,14 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Add `values` up over all ranks, in place, and return them; collective."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
 def _cat(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)

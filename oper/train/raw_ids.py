@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +25,32 @@ _TABLES = "model.sparse_arch.embedding_bag_collection.embedding_bags"
 _OF_KEYS = ("weight", "keys", "clock")  # entries of a dynamic table's state
 
 
+class KeysRead:
+    """Counts keys by feature. Copies of a model share one object, so that they count together.
+
+    Args:
+        features: names of the features.
+
+    Attributes:
+        counts: by feature, numbers of keys looked up so far and of those without a row.
+    """
+
+    def __init__(self, features: Iterable[str]) -> None:
+        self.counts = {name: (0, 0) for name in features}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeysRead:
+        return self
+
+    def add(self, features: Sequence[str], offsets: Sequence[int], rows: torch.Tensor) -> None:
+        """Add a batch's `rows`, int64 [N], of which feature k has ``offsets[k]:offsets[k + 1]``."""
+        unknown = (rows == 0).nonzero()[:, 0].cpu().numpy()
+        found = np.diff(np.searchsorted(unknown, offsets)).tolist()
+        for name, (begin, end), missed in zip(features, itertools.pairwise(offsets), found,
+                                              strict=True):
+            keys, before = self.counts[name]
+            self.counts[name] = keys + end - begin, before + missed
+
+
 class OnRawIds(nn.Module):
     """A DLRM whose ids are keys, any int64; keys without a row read the default row.
 
@@ -32,6 +59,9 @@ class OnRawIds(nn.Module):
         tables: its tables; the number of rows includes the default row.
         seed: seed of the dynamic tables.
         device: device of the maps.
+
+    Attributes:
+        keys_read: numbers of keys in all calls, by feature.
     """
 
     def __init__(self, model: nn.Module, tables: Sequence[TableSpec], seed: int, device: str
@@ -41,16 +71,18 @@ class OnRawIds(nn.Module):
         with torch.device(device):
             self.to_rows = nn.ModuleList(KeySlots(t.num_rows - 1, seed) for t in tables)
         self._table_of = {f: k for k, t in enumerate(tables) for f in t.features}
+        self.keys_read = KeysRead(self._table_of)
 
     def forward(self, dense: torch.Tensor, keys: Any, *rest: Any) -> Any:
         """Return the DLRM's result for the rows of `keys`, a ``KeyedJaggedTensor``."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        bounds = itertools.pairwise(keys.offset_per_key())
-        rows = [self.to_rows[self._table_of[f]](keys.values()[begin:end])
-                for f, (begin, end) in zip(keys.keys(), bounds, strict=True)]
+        names, offsets = keys.keys(), keys.offset_per_key()
+        rows = torch.cat([self.to_rows[self._table_of[f]](keys.values()[begin:end]) for f, (
+            begin, end) in zip(names, itertools.pairwise(offsets), strict=True)])
+        self.keys_read.add(names, offsets, rows)
         return self.model(dense, KeyedJaggedTensor(
-            keys.keys(), torch.cat(rows), lengths=keys.lengths(), stride=keys.stride()), *rest)
+            names, rows, lengths=keys.lengths(), stride=keys.stride()), *rest)
 
 
 def served_state(source: Source, model: nn.Module, tables: Sequence[TableSpec],

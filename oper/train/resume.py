@@ -231,9 +231,12 @@ class Checkpoints:
 
 def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return the settings that determine the rows of keys in dynamic tables."""
-    if not dynamic["rows"]:
-        return {"dynamic.rows": 0}
-    return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],
+    size = {"dynamic.rows": dynamic["rows"]}
+    if dynamic.get("bytes"):
+        size = {"dynamic.bytes": dynamic["bytes"]}
+    elif not dynamic["rows"]:
+        return size
+    return {**size, "dynamic.tables": dynamic["tables"],
             "dynamic.admit_after > 1": dynamic["admit_after"] > 1, "seed": seed}
 
 

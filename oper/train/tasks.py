@@ -23,7 +23,8 @@ from oper.rl_rec.registry import WORKLOADS
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.train.config import TrainConfig
-from oper.train.engines import Engine, make_engine
+from oper.train.engines import Engine, make_engine, table_optimizer
+from oper.train.keys import KeyMeter
 from oper.train.metrics import BinaryMetrics, gather_rows
 from oper.train.model import build_dlrm, describe, ranks
 
@@ -66,12 +67,12 @@ class ClickTask:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        is_dynamic = bool(config.dynamic.rows)
+        is_dynamic = config.dynamic.is_on
         self.folder = Folder.open(config.data, allow_raw=is_dynamic)
         if is_dynamic and not self.folder.raw_ids:
             raise InvalidInputError(
                 "cannot train dynamic tables", "data", config.data, "a folder of raw ids",
-                "preprocess with --raw-ids, or leave dynamic.rows out of the configuration")
+                "preprocess with --raw-ids, or leave [dynamic] out of the configuration")
         require("cannot train a model of clicks",
                 "preprocess with a label of parse 'binary', 'threshold' or 'among', or train a "
                 "recommender with graded rewards",
@@ -89,9 +90,9 @@ class ClickTask:
             "numbering": str(self.folder.manifest.get("numbering", ""))}
 
     def _tables(self) -> tuple[TableSpec, ...]:
-        rows = self.config.dynamic.rows_of(self.folder.sparse)
-        return self.folder.tables(self.config.model.dim, rows,
-                                  optimizer=self.config.optimizer.tables)
+        dim, optimizer = self.config.model.dim, self.config.optimizer
+        rows = self.config.dynamic.rows_of(self.folder.sparse, dim, table_optimizer(optimizer))
+        return self.folder.tables(dim, rows, optimizer=optimizer.tables)
 
     def engine(self) -> Engine:
         config, tables = self.config, self._tables()
@@ -125,14 +126,17 @@ def click_batches(config: TrainConfig, split: str) -> Loader:
 
 
 def evaluate_clicks(engine: Engine, data: Loader, show_progress: bool = False) -> dict[str, Any]:
-    """Return ``{"auc", "log_loss", "samples"}`` over a split, on all ranks. Collective."""
-    metrics = BinaryMetrics()
+    """Return ``{"auc", "log_loss", "samples"}`` over a split, on all ranks, and for dynamic tables
+    ``"default_share"``, the share of the lookups that read the default row, by table. Collective.
+    """
+    metrics, keys = BinaryMetrics(), KeyMeter(engine.bare)
     with progress_bar(len(data), "validation", show_progress) as bar:
         for batch in data:
             bar.update()
             if batch.labels.numel() or engine.collective:
                 metrics.update(engine.logits(batch), batch.labels)
-    return metrics.compute()
+    shares = {name: of["default_share"] for name, of in keys.read().items()}
+    return metrics.compute() | ({"default_share": shares} if shares else {})
 
 
 class RecommenderTask:

@@ -55,7 +55,7 @@ class TrainedRun:
             self.tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                           tuple(t["features"])) for t in model["tables"])
             self.num_dense = int(model["num_dense"])
-            self.rule = dynamic.rule(int(config["config"]["seed"])) if dynamic.rows else None
+            self.rule = dynamic.rule(int(config["config"]["seed"])) if dynamic.is_on else None
         except (FileFormatError, InvalidInputError):
             raise
         except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:

@@ -19,9 +19,9 @@ from oper.analysis import (
     forecast,
     merge_stats,
 )
-from oper.analysis.capacity import rows_of_keys
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
+from oper.rows.capacity import rows_of_keys
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
 from tests.integration import module_support
@@ -55,7 +55,8 @@ def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCou
 
 @pytest.mark.parametrize(("num_keys", "num_rows", "admit_after", "eviction"), [
     (5_000, 10_001, 1, "lru"), (5_000, 10_001, 3, "lru"), (5_000, 4_001, 1, "lru"),
-    (20_000, 2_001, 1, "lru"), (20_000, 2_001, 1, "lfu")])
+    (20_000, 2_001, 1, "lru"), (20_000, 2_001, 1, "lfu"), (20_000, 2_001, 1, "distance_lfu"),
+    (5_000, 4_001, 2, "distance_lfu")])
 def test_a_table_has_the_predicted_lookups(num_keys: int, num_rows: int, admit_after: int,
                                            eviction: str) -> None:
     keys = log_of(num_keys)

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from oper.bench.core import record
-from oper.data import SyntheticLog, load_recipe, preprocess, write_synthetic_log
+from oper.data import (
+    PreprocessOptions,
+    SyntheticLog,
+    load_recipe,
+    preprocess,
+    write_synthetic_log,
+)
 from oper.train.config import load_config
 from tests.faults.pauses import Pauses
 from tests.world_support import RankFailedError, leftovers, report, world
@@ -53,17 +59,24 @@ def make_run(model: str, folder: Path) -> dict[str, Any]:
     """Settings of a short run of a model, with many checkpoints, on generated data."""
     common = {"model.dim": 8, "epochs": 1000, "log_every": 5, "checkpoint_every": 10,
               "delta_every": 5}
-    if model != "dlrm":
+    if model not in _DLRMS:
         return common | {
             "model.name": model, "catalogue.num_items": 300, "catalogue.num_users": 200,
             "catalogue.length": 12, "batch_size": 16, "optimizer.dense": "adam",
             "eval_users": 20} | _SIZES[model]
     cardinalities = tuple(5 + 37 * k for k in range(26))
     write_synthetic_log(folder / "log.txt", SyntheticLog(8_000, 3, cardinalities, effect=2.5))
-    preprocess(load_recipe("criteo-kaggle"), [str(folder / "log.txt")], folder / "data")
+    preprocess(load_recipe("criteo-kaggle"), [str(folder / "log.txt")], folder / "data",
+               PreprocessOptions(raw_ids=model == "dynamic"))
     return common | {"data": str(folder / "data"), "batch_size": 64, "model.dense_layers": [16],
-                     "model.over_layers": [16]}
+                     "model.over_layers": [16]} | _DLRMS[model]
 
+
+# Of the dynamic tables some are full, so that keys wait, expire and are evicted; they have no
+# deltas.
+_DLRMS: dict[str, dict[str, Any]] = {"dlrm": {}, "dynamic": {
+    "delta_every": 0, "dynamic.rows": 200, "dynamic.admit_after": 2, "dynamic.half_life": 20,
+    "dynamic.eviction": "lfu", "dynamic.time_to_live": 40}}
 
 _SIZES = {"cdt4rec": {"model.steps": 6, "model.window": 4, "model.negatives": 32, "model.heads": 2},
           "cadvae": {"model.num_concepts": 3, "model.hidden": 16, "model.graph": "free"}}
@@ -180,7 +193,7 @@ def _last(running: Any, rank: int, result: Soak | None = None) -> dict[str, Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--model", choices=["dlrm", *_SIZES], default="dlrm")
+    parser.add_argument("--model", choices=[*_DLRMS, *_SIZES], default="dlrm")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=1)

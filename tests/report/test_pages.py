@@ -20,6 +20,7 @@ from oper.errors import FileFormatError, InvalidInputError
 from oper.report.bench_page import bench_page, load_record
 from oper.report.drift_page import drift_page, drifts
 from oper.report.plan_page import page as plan_page
+from oper.report.run_page import load_metrics, run_page
 from oper.report.stats_page import stats_page
 from oper.search import make_plan, make_problem
 from oper.search.problem.presets import topology_preset
@@ -49,6 +50,36 @@ def test_statistics(stats: AccessStats) -> None:
     collector = Collector([TableSpec("t", 5, 4, ("t",))])
     collector.add({"t": np.array([1, 1, 2])})
     check_page(stats_page(collector.finish()))  # nothing but one-hot bags, no days
+
+
+def test_runs(tmp_path: Path) -> None:
+    """Static and dynamic tables, before and after the end; a run that is writing a line."""
+    path = tmp_path / "metrics.jsonl"
+    line = {"event": "train", "step": 5, "loss": 0.7, "samples_per_s": 1e4, "time": 1.0,
+            "phases": {"forward": {"sum_s": 0.5}}}
+    path.write_text(json.dumps(line) + "\n" + '{"event": "tra')
+    page = run_page(load_metrics(tmp_path), "<b>run")
+    check_page(page)
+    assert "&lt;b&gt;run" in page and page.count("<svg") == 2 and "Dynamic" not in page
+    keys = {f"t{k}": {"occupancy": 0.25 * k, "full_buckets": 0.5, "admitted": 30 + k, "evicted": 2,
+                      "expired": 0, "refused": 1, "lookups": 100 - k, "default_share": 0.125}
+            for k in range(12)}
+    path.write_text("".join(json.dumps(x) + "\n" for x in (
+        line | {"keys": keys}, {"event": "valid", "step": 5, "auc": 0.61, "log_loss": 0.5,
+                                "samples": 9, "time": 1.0, "default_share": {"t3": 0.0625}},
+        line | {"step": 10, "loss": None, "keys": keys},
+        {"event": "end", "steps": 10, "auc": None, "log_loss": 0.4, "time": 2.0})))
+    page = run_page(load_metrics(tmp_path), "run")
+    check_page(page)
+    for text in ("For the 10 tables", "66", "6.25%", "12.50%", "0.61", "table"):
+        assert text in page
+    assert page.count("<svg") == 4
+    for text in ("", "{}\n", "[1]\n", '{"event": "end"}\n', "x\n", '{"event": "train"}\n'):
+        path.write_text(text)
+        with pytest.raises(FileFormatError, match="train lines"):
+            load_metrics(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_metrics(tmp_path / "nowhere")
 
 
 def test_odd_tables_are_shown_or_left_out() -> None:

@@ -30,10 +30,12 @@ RULES = [
     DynamicTable(),
     DynamicTable(eviction="lfu", seed=-5),
     DynamicTable(eviction="lfu", half_life=2, admit_after=2),
+    DynamicTable(eviction="distance_lfu"),
     DynamicTable(admit_after=3, seed=1 << 62),
     DynamicTable(admit_probability=0.4, time_to_live=2),
     DynamicTable(time_to_live=1, admit_after=255),
     DynamicTable(eviction="lfu", half_life=1, time_to_live=3),
+    DynamicTable(eviction="distance_lfu", half_life=2, admit_after=2),
 ]
 
 
@@ -69,8 +71,13 @@ class Directory:
 
     def counts(self) -> np.ndarray:
         """Numbers of admitted, evicted, expired and refused keys so far."""
-        found: np.ndarray = np.sum([OPS.keys_counts(h, 0)[:4] for h in self.handles], axis=0)
+        found: np.ndarray = np.sum([OPS.keys_counts(h, 0)[2:6] for h in self.handles], axis=0)
         return found
+
+    def occupancy(self) -> list[int]:
+        """Numbers of rows with a key and of full buckets."""
+        found = np.sum([OPS.keys_counts(h, 0)[:2] for h in self.handles], axis=0)
+        return [int(n) for n in found]
 
     def take(self, batches: Sequence[Sequence[int] | torch.Tensor]) -> None:
         """Make one update with one batch per rank."""
@@ -153,6 +160,9 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
         assert directory.records() == oracle.records()
         admitted, evicted, expired, _ = changes.tolist()
         assert admitted == len(want)
+        held = {e.row for e in oracle.held.values()}
+        assert directory.occupancy() == [
+            len(held), sum(set(oracle.rows_of(b)) <= held for b in range(oracle.buckets))]
         assert len(before) + admitted - evicted - expired == len(oracle.held)
         if rule.admit_after > 1:
             places = [p for b in range(oracle.buckets)
@@ -277,7 +287,7 @@ def test_more_ids_than_a_part_has(world_size: int) -> None:
     assert parts[:, 1:3].tolist() == [[0, 1 << 16], [1 << 16, 1 << 17], [1 << 17, 150_001]]
 
 
-@pytest.mark.parametrize("rule", RULES[:5])
+@pytest.mark.parametrize("rule", RULES[:6])
 def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
     """Records are equal for 1, 2 and 4 ranks and 1 and 4 threads, under a load with evictions."""
     rng = np.random.default_rng(1)

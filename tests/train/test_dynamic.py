@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.analysis import forecast
+from oper.cli import main
 from oper.data import Folder, analyze_folder, load_recipe, preprocess
 from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.errors import InvalidInputError, UsageError
 from oper.integration.checkpoint.follow import Follower
+from oper.rows.capacity import rows_of_keys
+from oper.search import make_problem
+from oper.search.cost.model import evaluate
+from oper.search.problem.presets import topology_preset
 from oper.serve import Client, Request
 from oper.serve.model import PublishedModel, load_model
+from oper.shmem.keys.directories import directory_bytes
 from oper.shmem.publication.reader import Reader
 from oper.tables import TableSpec
 from oper.train.config import TrainConfig
@@ -29,7 +36,8 @@ from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from oper.train.trained import find_weights
-from tests.support import announced, run_oper, serving
+from tests.serve_support import value_of
+from tests.support import announced, check_page, run_oper, serving, wait_for
 from tests.train import test_train
 from tests.train.conftest import Prepared
 from tests.train.test_train import run_ranks
@@ -134,7 +142,7 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
         row_of = {key: slot + 1 for slot, (key, _, seen) in enumerate(records)
                   if seen >= 0 and clock - seen <= 9}
         rows += [row_of.get(k, 0) for k in ids[begin:begin + request.num_samples].tolist()]
-    found = np.array(rows)
+    found, names, ends = np.array(rows), keys.keys(), keys.offset_per_key()
     assert 0.2 < (found == 0).mean() < 0.8
     tables = [TableSpec(n, 600, trained.model.dim, (n,)) for n in keys.keys()]  # noqa: SIM118
     model = build_dlrm(tables, request.dense.shape[1], trained.model, seed=9).eval()
@@ -157,6 +165,12 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
     with serving(run, "--json", "--workers", "1") as server:
         client = Client(announced(server)["address"], timeout_s=30)
         assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
+        wait_for(lambda: value_of(client.metrics(), r'oper_keys_read_total{feature="C1"}') > 0)
+        text = client.metrics()
+    for name, begin, end in zip(names, ends[:-1], ends[1:], strict=True):
+        unknown = (found[begin:end] == 0).sum()
+        for metric, number in (("keys", end - begin), ("unknown_keys", unknown)):
+            assert value_of(text, rf'oper_{metric}_read_total{{feature="{name}"}}') == number
 
 
 def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:
@@ -164,6 +178,10 @@ def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None
     two = json.loads(out)
     one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-3)
+    # Counts of keys are the same for any number of ranks.
+    counted = [[(x["event"], x.get("keys"), x.get("default_share")) for x in test_train.lines(
+        tmp_path / name)] for name in ("one", "two")]
+    assert counted[0] == counted[1]
     for name in ("C2", "C26"):
         mine, other = known(tmp_path / "one", name), known(tmp_path / "two", name)
         assert torch.equal(mine.keys, other.keys) and torch.equal(mine.counts, other.counts)
@@ -186,6 +204,57 @@ def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: 
     assert after.clock == steps + 1 and set(before.keys.tolist()) & set(after.keys.tolist())
 
 
+def test_metrics_count_keys(raw: Prepared, tmp_path: Path) -> None:
+    """By table, events since the previous line, without those of validations."""
+    flags = {"dynamic.tables.C26": 101, "dynamic.admit_after": 2, "dynamic.time_to_live": 3}
+    run = config(raw, tmp_path, max_steps=12, log_every=4, eval_every=4, **flags)
+    train(run, show_progress=False)
+    found = test_train.lines(tmp_path)
+    steps = [x["keys"] for x in found if x["event"] == "train"]
+    assert len(steps) == 3 and all(x.keys() == {f"C{k}" for k in range(1, 27)} for x in steps)
+    for name, rows in (("C26", 100), ("C13", 599)):
+        of = [x[name] for x in steps]
+        assert [x["lookups"] for x in of] == [4 * run.batch_size] * 3
+        keys = known(tmp_path, name).keys.numel()
+        assert of[-1]["occupancy"] == keys / rows
+        assert sum(x["admitted"] - x["evicted"] - x["expired"] for x in of) == keys
+    of = [x["C26"] for x in steps]
+    assert of[0]["default_share"] == 1 or of[0]["default_share"] > of[-1]["default_share"] > 0
+    assert sum(x["expired"] for x in of)
+    records = load_state(tmp_path / "state.pt")[f"{PREFIX}C26.keys"]
+    full = (records[:, 2] >= 0).view(2, 50).all(dim=1)  # two buckets of 50 rows
+    assert of[-1]["full_buckets"] == float(full.double().mean())
+    # The validation's default rows, counted by hand at the end.
+    live = oper.KeyedRows.of_entries(load_state(tmp_path / "state.pt"), f"{PREFIX}C26.", 3)
+    ids = torch.cat([b.sparse_features["C26"].values() for b in click_batches(run, "valid")])
+    share = 1 - float(torch.isin(ids, live.keys).double().mean())
+    assert found[-1]["default_share"]["C26"] == pytest.approx(share, abs=1e-12)
+    checks = [x for x in found if x["event"] == "valid"]
+    assert len(checks) == 2 and all(0 < x["default_share"]["C26"] < 1 for x in checks)
+
+
+def test_tables_are_given_bytes(raw: Prepared, tmp_path: Path) -> None:
+    """Rows, states and directory together take at most these bytes, and one row more does not
+    fit."""
+    flags: dict[str, Any] = {"dynamic.rows": 0, "dynamic.bytes": 40_000, "max_steps": 1,
+                             "dynamic.tables.C2": 50, "checkpoint_every": 1}
+    run = config(raw, tmp_path / "run", **flags)
+    train(run, show_progress=False)
+    state = load_state(tmp_path / "run" / "state.pt")
+    rows = state[f"{PREFIX}C1.weight"].shape[0]
+    dim, rule = run.model.dim, run.dynamic.rule(1)
+    assert state[f"{PREFIX}C2.weight"].shape[0] == 50
+    sizes = [n * 4 * (dim + 1) + directory_bytes(n, rule) for n in (rows, rows + 1)]
+    assert sizes[0] <= 40_000 < sizes[1] and rows > 600
+    assert oper.dynamic_rows(40_000, dim, rule, oper.RowWiseAdagrad()) == rows
+    assert oper.dynamic_rows(40_000, dim, rule, oper.Adam()) < rows
+    with pytest.raises(InvalidInputError, match=r"cannot continue.*dynamic\.bytes': 50000"):
+        train(config(raw, tmp_path / "run", **flags | {"dynamic.bytes": 50_000, "max_steps": 2}),
+              show_progress=False, resume=True)
+    with pytest.raises(InvalidInputError, match=r"bytes=9, expected an integer >= \d+"):
+        train(config(raw, tmp_path / "b", **flags | {"dynamic.bytes": 9}), show_progress=False)
+
+
 def test_tables_have_rows_of_their_own(raw: Prepared, tmp_path: Path) -> None:
     """With fewer rows than keys, the table fills up and evicts, as its statistics predict."""
     run = config(raw, tmp_path, **{"dynamic.tables.C26": 101, "max_steps": 20})
@@ -198,6 +267,52 @@ def test_tables_have_rows_of_their_own(raw: Prepared, tmp_path: Path) -> None:
     assert forecast(stats, 101).evictions_per_lookup > 0
 
 
+def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line plans, verifies and explains tables as `oper.shard` does, and a run trains
+    them."""
+    plan, machine = str(tmp_path / "plan.json"), ["--topology", "this-host", "--world-size", "1"]
+    columns = Folder.open(raw.folder, allow_raw=True).sparse
+    rows = ";".join(f"{name}={101 if name == 'C26' else 600}" for name in columns)
+    assert main(["plan", raw.stats, "-o", plan, *machine, "--dim", "8", "--dynamic-rows", rows,
+                 "--admit-after", "2", "--eviction", "lfu", "--time-budget", "1"]) == 0
+    made = oper.Plan.load(plan)
+    assert {t.table.num_rows for t in made.tables} == {600, 101}
+    stats = oper.AccessStats.load(raw.stats)
+    problem = make_problem([t.table for t in made.tables], replace(stats, tables={
+        n: rows_of_keys(t, 101 if n == "C26" else 600, 2, "lfu") for n, t in stats.tables.items()}),
+        topology_preset("this-host", 1), batch_size=2048)
+    assert made.step_us == pytest.approx(evaluate(made, problem).step_us, rel=1e-9)
+    for verb in ("verify", "explain"):
+        assert main([verb, plan, "--stats", raw.stats]) == 0
+    train(config(raw, tmp_path / "run", plan=plan, stats="", max_steps=1,
+                 **{"dynamic.tables.C26": 101}), show_progress=False)
+    capsys.readouterr()
+    for words, message in ((["--dynamic-rows", "C1=600;nobody=9"], "--dynamic-rows="),
+                           (["--dynamic-rows", "many"], "--dynamic-rows="),
+                           (["--dynamic-rows", "1"], "num_rows=1"),
+                           (["--eviction", "lfu"], "--eviction='lfu'"),
+                           (["--dynamic-rows", "9", "--objective", "inference"], "--objective=")):
+        assert main(["plan", raw.stats, "-o", plan, *machine, *words]) != 0
+        assert message in capsys.readouterr().err
+    made.notes["dynamic"] = {"C1": 3}
+    made.save(plan)
+    assert main(["verify", plan, "--stats", raw.stats]) != 0
+    assert "notes.dynamic" in capsys.readouterr().err
+
+
+def test_page(raw: Prepared, tmp_path: Path) -> None:
+    run = config(raw, tmp_path, max_steps=10, eval_every=5, **{"dynamic.tables.C26": 101})
+    train(run, show_progress=False)
+    assert main(["report", "run", str(tmp_path), "--html", str(tmp_path / "run.html")]) == 0
+    page = (tmp_path / "run.html").read_text()
+    check_page(page)
+    last = test_train.lines(tmp_path)[-1]["default_share"]["C26"]
+    for words in ("Default rows", "Occupancy", "Dynamic tables", "Phases", f"{last:.2%}"):
+        assert words in page
+    assert page.count("<svg") == 4
+
+
 def test_command_line(raw: Prepared, tmp_path: Path) -> None:
     done = run_oper(*words(raw, tmp_path, max_steps=2))
     assert "steps: 2" in done.stdout
@@ -205,7 +320,8 @@ def test_command_line(raw: Prepared, tmp_path: Path) -> None:
 
 BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half_life": 3},
                                                "dynamic.rows"),
-       ({"dynamic.rows": 1 << 32}, "dynamic.rows"),
+       ({"dynamic.rows": 1 << 32}, "dynamic.rows"), ({"dynamic.bytes": 9}, "dynamic.bytes"),
+       ({"dynamic.rows": 0, "dynamic.bytes": -1}, "dynamic.bytes"),
        ({"dynamic.tables.C1": 1}, "dynamic.tables.C1"), ({"sharding": "none", "stats": ""},
                                                          "sharding"),
        ({"dynamic.tables": 3}, "dynamic.tables"), ({"dynamic.eviction": "fifo"}, "eviction")]

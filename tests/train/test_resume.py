@@ -63,12 +63,16 @@ def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("model", ["dlrm", "cadvae"])
+@pytest.mark.parametrize("model", [
+    "dlrm", pytest.param("dynamic", marks=pytest.mark.slow), "cadvae"])
 def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> None:
     result = soak(2, make_run(model, tmp_path) | {"max_steps": 60}, 3, tmp_path, Pauses())
     # A fast machine may have ended before.
     assert [p for p in result.problems if "needs more steps" not in p] == []
     assert result.same
+    if model == "dynamic":  # the run has keys that wait, that expire and that are evicted
+        keys = [x["keys"]["C26"] for x in lines(tmp_path / "calm") if x["event"] == "train"]
+        assert all(sum(x[event] for x in keys) for event in ("admitted", "expired", "evicted"))
 
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])

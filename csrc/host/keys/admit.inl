@@ -9,16 +9,26 @@ struct EvictionOrder {
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
     const bool by_clock = rules.eviction == Eviction::kLeastRecent;
+    const bool by_distance = rules.eviction == Eviction::kLeastPerDistance;
     const auto score_all = [&](const auto& score) {
       for (int64_t i = 0; i < kBucketSlots; ++i)
         scores[i] = ages[i].clock == clock ? kNever : score(ages[i]);
     };
     const auto of = [](uint64_t high, uint64_t low) { return high << 32 | low; };
+    // Bits of floats >= 0 are in the order of their values. A clock that is ahead counts as the
+    // present one.
+    const auto per_distance = [&](uint32_t count, uint32_t since) {
+      const uint32_t distance = std::max(clock, since) - since + 1;
+      const float ratio = static_cast<float>(count) / static_cast<float>(distance);
+      return of(std::bit_cast<uint32_t>(ratio), since);
+    };
     if (rules.half_life != 0) {
       score_all([&](const KeyAge& age) {
         const uint32_t count = rules.decayed(age.count, age.clock, clock);
-        return by_clock ? of(age.clock, count) : of(count, age.clock);
+        return by_distance ? per_distance(count, age.clock) : of(count, age.clock);
       });
+    } else if (by_distance) {
+      score_all([&](const KeyAge& age) { return per_distance(age.count, age.clock); });
     } else if (by_clock) {
       score_all([&](const KeyAge& age) { return of(age.clock, age.count); });
     } else {

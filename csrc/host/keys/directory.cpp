@@ -314,6 +314,19 @@ void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
   }
 }
 
+KeyOccupancy KeyDirectory::occupancy() const {
+  KeyOccupancy found;
+  const int64_t end = place_bounds()[static_cast<size_t>(rank_) + 1] / kBucketSlots;
+  for (int64_t number = first_bucket_[static_cast<size_t>(rank_)]; number < end; ++number) {
+    const Bucket bucket = bucket_at(number);
+    // Tags beyond the bucket's slots are 0.
+    const int64_t held = kBucketSlots - std::popcount(equal_tags(bucket.tags, 0));
+    found.slots += held;
+    found.full_buckets += held == bucket.num_slots;
+  }
+  return found;
+}
+
 // ---- checkpoints ---------------------------------------------------------------------------------
 
 int64_t KeyDirectory::num_records(bool candidates) const {

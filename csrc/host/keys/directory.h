@@ -35,7 +35,10 @@ namespace oper::host {
 
 constexpr int64_t kBucketSlots = 64, kLineSlots = 8, kBucketCandidates = 32;
 
-enum class Eviction : int64_t { kLeastRecent, kLeastFrequent };
+// Which key of a bucket is evicted: the one with the lowest clock; with the lowest count; or with the
+// lowest ratio, in float32, of its count to the updates since its clock, plus one; of equal ones the
+// one with the lowest clock.
+enum class Eviction : int64_t { kLeastRecent, kLeastFrequent, kLeastPerDistance };
 
 // Clocks count updates of the table, so that ages are in updates.
 struct KeyRules {
@@ -74,6 +77,11 @@ struct KeyAge {
 struct KeyEvents {
   int64_t admitted = 0, evicted = 0, expired = 0, refused = 0;
   void add(const KeyEvents& other);
+};
+
+// Numbers of slots with a key, and of buckets without a free slot.
+struct KeyOccupancy {
+  int64_t slots = 0, full_buckets = 0;
 };
 
 struct KeyChanges : KeyEvents {
@@ -252,6 +260,8 @@ class KeyDirectory {
   void count(std::span<const PlaceCount> keys, uint32_t clock) const;
   // Counts or admits keys that had no row, sorted by hash; they are all such keys of some buckets.
   void admit(std::span<const KeyCount> keys, uint32_t clock, KeyChanges& changes) const;
+
+  KeyOccupancy occupancy() const;
 
   // ---- checkpoints ----
 

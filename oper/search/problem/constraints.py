@@ -183,7 +183,8 @@ class _File:
 
 
 def _from_mapping(value: Any) -> Constraints:
-    reader = Reader(lambda *wrong: InvalidInputError(_WRONG, *wrong, "correct the constraints"))
+    reader = Reader(lambda name, value, expected: InvalidInputError(
+        _WRONG, name, value, expected, "correct the constraints"))
     file = reader.build(_File, value)
     tables = {name: held if isinstance(held, TableConstraint) else
               reader.build(_Entry, held, f"tables.{name}.").constraint()

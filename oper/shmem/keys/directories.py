@@ -19,10 +19,11 @@ measured) therefore do not depend on the number of ranks, the plan or the thread
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,19 +31,20 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError
+from oper.rows.directory import MAX_ROWS
 from oper.shmem.batch import Lookup, SeenKeys, version_of
 from oper.shmem.keys.late import RowHistory
-from oper.shmem.keys.places import num_buckets, slots_of_buckets
-from oper.shmem.keys.rules import EVICTIONS, DynamicTable
+from oper.shmem.keys.places import num_buckets
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
+from oper.tables import KEY_EVICTIONS, TableSpec
 
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
-_CHUNK = 1 << 20  # records per read in `Keys.counts`
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
 RECORDS = {"keys": False, "candidates": True}  # parts of a checkpoint: whether of candidates
 
@@ -290,16 +292,19 @@ class Keys:
 
     def counts(self, name: str) -> KeyCounts:
         """Return statistics of the keys of a table. Collective; call it between two batches."""
+        found = np.sum(self._tables.all_gather(self.own_counts(name)), axis=0)
+        return self.counts_of(name, found.tolist())
+
+    def own_counts(self, name: str) -> list[int]:
+        """Return this rank's part of `counts`, whose sum over the ranks is for `counts_of`. Reads
+        one byte per row of this rank's buckets; call it between two batches."""
+        return list(torch.ops.oper.keys_counts(self._handle, self.tables[name]))
+
+    def counts_of(self, name: str, found: Sequence[int]) -> KeyCounts:
+        """Return the `counts` of a table from the sum of all ranks' `own_counts`."""
         slots = self.num_records(name, False)
-        self._tables.barrier()
-        clocks = [self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2].numpy()
-                  for at in range(0, slots, _CHUNK)]
-        held = np.concatenate(clocks) >= 0
-        begin, end = slots_of_buckets(np.arange(num_buckets(slots)), slots)
-        full = np.add.reduceat(held, begin, dtype=np.int64) == end - begin
-        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name])
-        found = np.sum(self._tables.all_gather(mine), axis=0)
-        return KeyCounts(slots, int(held.sum()), full.size, int(full.sum()), *found.tolist())
+        occupied, full, *events = found
+        return KeyCounts(slots, occupied, num_buckets(slots), full, *events)
 
     def close(self) -> None:
         """Release the directories."""
@@ -325,7 +330,7 @@ def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
         max(1, int(rule.admit_probability * 2.0**64)), (1 << 64) - 1)
     signed = below - (1 << 64) if below >> 63 else below
     return [num_rows - 1, rule.seed, row_seed(name, rule.seed), rule.admit_after, signed,
-            EVICTIONS.index(rule.eviction), rule.half_life or 0, rule.time_to_live or 0]
+            KEY_EVICTIONS.index(rule.eviction), rule.half_life or 0, rule.time_to_live or 0]
 
 
 def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
@@ -334,6 +339,38 @@ def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
     numbers = torch.tensor([[*rule_numbers("", num_rows, rule), -1, 0, 0]])
     of_slots, _ = torch.ops.oper.keys_num_bytes(0, 1, 0, numbers, torch.zeros(1, 2).double())
     return int(of_slots)
+
+
+def dynamic_rows(num_bytes: int, dim: int, rule: DynamicTable, optimizer: Optimizer,
+                 dtype: str = "float32") -> int:
+    """Return the largest number of rows, including row 0, of a dynamic table in `num_bytes`.
+
+    Args:
+        num_bytes: bytes of rows, optimizer states and directory of keys, over all ranks.
+        dim: columns of a row.
+        rule: the table's settings.
+        optimizer: the table's optimizer.
+        dtype: type of the rows, see `oper.TableSpec`.
+
+    Raises:
+        InvalidInputError: not even two rows fit, or another argument is invalid.
+
+    Example:
+        >>> import oper
+        >>> adagrad = oper.RowWiseAdagrad(lr=0.05)
+        >>> oper.dynamic_rows(1 << 20, 16, oper.DynamicTable(), adagrad)  # 64 + 4 + 17 bytes each
+        12332
+    """
+    spec = TableSpec("dynamic", 2, dim, dtype=dtype, optimizer=optimizer.name)
+    each = spec.row_bytes + spec.state_bytes
+    least = 2 * each + directory_bytes(2, rule)
+    if not isinstance(num_bytes, int) or num_bytes < least:
+        raise InvalidInputError("cannot size a dynamic table", "bytes", num_bytes,
+                                f"an integer >= {least}, for two rows of {dim} columns",
+                                "give the table more memory")
+    sizes = range(2, MAX_ROWS + 1)
+    return 1 + bisect.bisect_right(sizes, num_bytes,
+                                   key=lambda n: n * each + directory_bytes(n, rule))
 
 
 def _arguments(tables: Tables, rules: Mapping[str, DynamicTable]

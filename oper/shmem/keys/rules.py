@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from oper.errors import require_fields
+from oper.tables import KEY_EVICTIONS
 
-EVICTIONS = ("lru", "lfu")
 MOST_COUNTED = 255  # occurrences of keys without a row are counted in a byte
 _MOST_UPDATES = 1 << 31
 _MOST_FLOAT = 3.4028234e38  # largest float32
@@ -28,10 +28,14 @@ class DynamicTable:
         admit_probability: probability that a key without a row gets one in an update that sees
             it; must be 1 if `admit_after` > 1.
         eviction: which key of a full bucket loses its row to a new key: ``"lru"``, the least
-            recently seen, or ``"lfu"``, the least frequently seen. A key in the new key's home line
+            recently seen; ``"lfu"``, the least frequently seen; or ``"distance_lfu"``, which
+            combines both: the key with the lowest count / (clock - last + 1), where `clock` is the
+            number of the current update and `last` that of the last one with the key (TorchRec's
+            ``DistanceLFU_EvictionPolicy`` with decay exponent 1). A key in the new key's home line
             is preferred if fewer than a sixteenth of the bucket's keys precede it in that order.
             Keys seen in the current update are never evicted.
-        half_life: number of updates after which the counts of ``"lfu"`` are halved; None = never.
+        half_life: number of updates after which counts are halved, for ``"lfu"`` and
+            ``"distance_lfu"``; None = never.
         time_to_live: a key that was not seen for more than this many updates loses its row; None =
             no limit.
         seed: seed of the hash and, together with the table's name, of random admission and of the
@@ -60,11 +64,11 @@ class DynamicTable:
              and 0 < self.admit_probability <= 1, "a number in (0, 1]"),
             ("admit_probability", self.admit_after == 1 or self.admit_probability == 1,
              "1 if admit_after > 1: use only one of the two"),
-            ("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}"),
+            ("eviction", self.eviction in KEY_EVICTIONS, f"one of {KEY_EVICTIONS}"),
             *((name, getattr(self, name) is None or _is_count(getattr(self, name), _MOST_UPDATES),
                f"None or an integer in [1, {_MOST_UPDATES}]")
               for name in ("half_life", "time_to_live")),
-            ("half_life", self.half_life is None or self.eviction == "lfu",
+            ("half_life", self.half_life is None or self.eviction != "lru",
              "None with eviction='lru', which does not use counts"),
             ("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
              "a signed 64-bit integer"),

@@ -5,19 +5,21 @@ hashed into buckets, and a bucket can be full before the table is; the expected 
 use follows from a Poisson distribution of the keys per bucket. Eviction ``"lru"`` is approximated
 as by Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has a row if it was seen
 within the last T lookups, with T such that the number of these keys equals the rows in use;
-``"lfu"`` keeps the keys that are seen most often.
+``"lfu"`` keeps the keys that are seen most often. With ``"distance_lfu"`` a key of count n has a
+row if it was seen within the last n T lookups, since its score is then at least 1 / T.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from oper.errors import require
-from oper.stats import TableStats
+from oper.stats import AccessStats, TableStats
 from oper.support.numeric import falling_root
-from oper.tables import KEY_BUCKET_ROWS
+from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS
 
 _WHAT = "cannot forecast a dynamic table"
 
@@ -112,11 +114,37 @@ def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, evictio
         np.maximum(1.0, table.presence_rows - share * ids + head.size), table.presence_windows)
 
 
+def stats_of_rows(stats: AccessStats, tables: Mapping[str, tuple[int, int, str]]) -> AccessStats:
+    """Convert the statistics of dynamic tables from keys to rows.
+
+    If row numbers stand for hotness in `stats`, or a table has no accesses, all rows of the dynamic
+    table are assumed to be equally hot.
+
+    Args:
+        stats: statistics of keys.
+        tables: arguments of `rows_of_keys` by table, for the dynamic ones.
+
+    Raises:
+        InvalidInputError: an argument is out of range.
+    """
+    found = {}
+    for name, (num_rows, admit_after, eviction) in tables.items():
+        keys = stats.tables.get(name)
+        if keys is None:
+            continue
+        if stats.ids_in_hotness_order or not keys.num_accesses:
+            found[name] = TableStats(num_rows, tail_values=np.zeros(1, np.int64),
+                                     tail_num_rows=np.array([num_rows]))
+        else:
+            found[name] = rows_of_keys(keys, num_rows, admit_after, eviction)
+    return replace(stats, tables=stats.tables | found)
+
+
 def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> _Held:
-    require(_WHAT, "pass num_rows and admit_after in range, and eviction 'lru' or 'lfu'",
+    require(_WHAT, "pass num_rows and admit_after in range, and an eviction of oper.DynamicTable",
             ("num_rows", num_rows, num_rows >= 2, ">= 2, for the default row and a key"),
             ("admit_after", admit_after, admit_after >= 1, ">= 1"),
-            ("eviction", eviction, eviction in ("lru", "lfu"), "lru or lfu"))
+            ("eviction", eviction, eviction in KEY_EVICTIONS, f"one of {KEY_EVICTIONS}"))
     counts, keys = table.count_histogram()
     counts, keys = counts[counts > 0].astype(float), keys[counts > 0].astype(float)
     waits = np.minimum(counts, admit_after)  # lookups of a key until it has a row
@@ -127,7 +155,9 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
         held = np.clip(in_use - before, 0.0, admitted)
         stays = np.divide(held, admitted, out=np.zeros_like(held), where=admitted > 0)
     else:
-        stays = _seen_lately(counts / max(1.0, float(counts @ keys)), admitted, in_use)
+        share = counts / max(1.0, float(counts @ keys))
+        stays = _seen_lately(share * counts if eviction == "distance_lfu" else share, admitted,
+                             in_use)
         held = admitted * stays
     hits = admitted * (counts - waits) * stays
     # A key that misses gets a row, even if it loses it at the next new key.
@@ -150,11 +180,11 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
     return float(num_buckets * more[:size].sum() + larger * more[size])
 
 
-def _seen_lately(share: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
-    """Return the probability [K] that a key with each `share` of the lookups was seen within the
-    last T lookups; the module's docstring defines T."""
+def _seen_lately(rates: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
+    """Return the probability [K] that a key is seen within T, where `rates` are expected numbers of
+    occurrences per unit of T; the module's docstring defines T."""
     def seen(log_t: float) -> np.ndarray:
-        found: np.ndarray = -np.expm1(-share * np.exp(log_t))
+        found: np.ndarray = -np.expm1(-rates * np.exp(log_t))
         return found
 
     return seen(falling_root(lambda log_t: in_use - float(keys @ seen(log_t)), -60.0, 120.0, 100))

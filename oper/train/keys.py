@@ -1,0 +1,72 @@
+"""What happens to the keys of dynamic tables, for the metrics file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.integration.checkpoint.saving import tables_of
+from oper.shmem.tables import ShardedTables
+from oper.train.metrics import sum_over_ranks
+
+_COLUMNS = 8  # of `Keys.own_counts`, of which the first two are levels: occupied, full buckets
+_LEVELS = 2
+_EVENTS = ("admitted", "evicted", "expired", "refused", "lookups")
+
+
+class KeyMeter:
+    """Counts keys of a model's dynamic tables since it was made or last read.
+
+    Args:
+        model: a sharded model; without dynamic tables, all results are empty.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(t.keys, name) for t in tables_of(model)
+                        if isinstance(t, ShardedTables) and t.keys for name in t.keys.tables]
+        self._before = self._own()
+
+    def _own(self) -> torch.Tensor:
+        return torch.tensor([keys.own_counts(name) for keys, name in self._tables],
+                            dtype=torch.float64).reshape(-1, _COLUMNS)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the lookups of the block out of the next `take`."""
+        began = self._own()
+        yield
+        self._before += self._own() - began
+
+    def take(self) -> torch.Tensor:
+        """Return this rank's counts, float64 [T * 8], with events since the last call; the sum over
+        the ranks is for `by_table`."""
+        now = self._own()
+        found = now.clone()
+        found[:, _LEVELS:] -= self._before[:, _LEVELS:]
+        self._before = now
+        return found.reshape(-1)
+
+    def read(self) -> dict[str, Any]:
+        """Return `by_table` of all ranks' `take`. Collective if there are dynamic tables."""
+        return self.by_table(sum_over_ranks(self.take())) if self._tables else {}
+
+    def by_table(self, counts: torch.Tensor) -> dict[str, Any]:
+        """Convert the sum of all ranks' `take` to JSON-serializable values.
+
+        Returns:
+            By table: ``occupancy``, ``full_buckets`` (as a share of the buckets), ``admitted``,
+            ``evicted``, ``expired``, ``refused``, ``lookups`` and ``default_share`` of
+            `oper.shmem.keys.directories.KeyCounts`.
+        """
+        found = {}
+        rows = counts.reshape(-1, _COLUMNS).long().tolist()
+        for (keys, name), row in zip(self._tables, rows, strict=True):
+            of = keys.counts_of(name, row)
+            found[name] = {"occupancy": of.occupancy, "full_buckets": of.full_buckets / of.buckets,
+                           **{event: getattr(of, event) for event in _EVENTS},
+                           "default_share": of.default_share}
+        return found
