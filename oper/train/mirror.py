@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from oper.data.reading import store
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, check_files, has_all_files
 from oper.support.files import atomic_write
@@ -81,8 +81,8 @@ class RunMirror:
         while not self._stop.wait(INTERVAL_S):
             try:
                 self._tell(self.update())
-            except (InvalidInputError, OSError) as error:  # the store may come back
-                self._tell(str(error))
+            except Exception as error:  # of any class, by fsspec's stores, which may come back
+                self._tell(str(error) or type(error).__name__)
 
     def _tell(self, text: str) -> None:
         if text and text != self._told:
@@ -90,10 +90,10 @@ class RunMirror:
         self._told = text
 
     def update(self) -> str:
-        """Copy what is new in the store; return why a new checkpoint is refused, or "".
+        """Copy what is new in the store; return why a new checkpoint or delta is not served, or "".
 
         Raises:
-            InvalidInputError, OSError: the store or the disk failed; the next call tries again.
+            Exception: the store or the disk failed; the next call tries again.
         """
         found = store.listing(self._url)
         for name in (CONFIG, STATE):
@@ -106,15 +106,27 @@ class RunMirror:
         place = self.folder / CHECKPOINT
         if not place.exists():
             return refused
-        deltas = f"{CHECKPOINT}.deltas/{base_of(place)}/"
-        for name in sorted(n for n in found if n.startswith(deltas)):
+        return refused or self._update_deltas(f"{CHECKPOINT}.deltas/{base_of(place)}/", found)
+
+    def _update_deltas(self, folder: str, found: Stamps) -> str:
+        """Copy deltas up to the first missing one: a server regards a gap as the end of a chain,
+        but here the missing delta may still arrive. Return which one is missing, or ""."""
+        parts = sorted(n for n in found if n.startswith(folder))
+        numbers = sorted({n.removeprefix(folder).partition("/")[0] for n in parts})
+        last = numbers[-1] if numbers else ""
+        missing = next((n for k in range(len(numbers)) if (n := f"{k:06d}") not in numbers), "")
+        for name in parts:
+            if missing and name >= f"{folder}{missing}":
+                break
             if not self._stop.is_set():
                 self._copy(name, found[name], self.folder / name, self._deltas)
-        return refused
+        return missing and fail("no later step is served yet", "missing delta", missing,
+                                f"all deltas up to {last} in {store.full_name(self._url)!r}",
+                                "upload it, or save a whole checkpoint")
 
     def _copy(self, name: str, stamp: tuple[int, int], to: Path, have: Stamps) -> None:
-        """Copy a file of the store unless it is in `have`, and add it there. A file that changes
-        meanwhile is left for the next call."""
+        """Copy a file of the store unless it is in `have`, and add it there. A file that changes or
+        disappears meanwhile is left for the next call."""
         if have.get(name) == stamp or ".." in name.split("/"):
             return
         url = store.inside(self._url, name)
@@ -126,6 +138,10 @@ class RunMirror:
                 if out.tell() != stamp[0] or store.stamp(url) != stamp:
                     raise _ReplacedError
         except _ReplacedError:
+            return
+        except InvalidInputError:
+            if name in store.listing(self._url):
+                raise
             return
         if stamp[1]:  # the newest of the weights is served
             os.utime(to, ns=(stamp[1], stamp[1]))
@@ -157,10 +173,10 @@ class RunMirror:
         place = self.folder / CHECKPOINT
         olds = [p for p in (place, folder_of(place)) if p.exists()]
         for old in olds:  # at once, since a server may be reading it
-            old.rename(old.with_name(f"{old.name}.old"))
+            old.rename(old.with_name(f"{old.name}.previous"))
         self._incoming.rename(place)
         for old in olds:
-            shutil.rmtree(old.with_name(f"{old.name}.old"))
+            shutil.rmtree(old.with_name(f"{old.name}.previous"))
         self._arrived, self._deltas = {}, {}
         return ""
 

@@ -15,7 +15,6 @@ from torch import nn
 from oper.integration.checkpoint.follow import KeyChange
 from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.keys.key_slots import Elements, KeySlots, buckets_of, changed_buckets
-from oper.shmem.keys.rules import DynamicTable
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
 from oper.train.model import build_dlrm
@@ -86,14 +85,14 @@ class OnRawIds(nn.Module):
 
 
 def served_state(source: Source, model: nn.Module, tables: Sequence[TableSpec],
-                 rule: DynamicTable) -> dict[str, torch.Tensor]:
+                 seed: int, time_to_live: int | None) -> dict[str, torch.Tensor]:
     """Convert the weights of a training run on raw ids to a ``state_dict`` of `OnRawIds`.
 
     Args:
         source: source of the run's weights, with the state of its dynamic tables.
         model: the `OnRawIds` to load the state into.
         tables: tables of `model`.
-        rule: settings of the dynamic tables; expired keys get no row.
+        seed, time_to_live: settings of the dynamic tables; expired keys get no row.
 
     Raises:
         InvalidInputError: the weights are of another model.
@@ -107,10 +106,10 @@ def served_state(source: Source, model: nn.Module, tables: Sequence[TableSpec],
     found = {name: weights.tensor(name) for name in dense}
     for k, (table, prefix) in enumerate(zip(tables, prefixes, strict=True)):
         records, clock = (weights.tensor(f"{prefix}{name}") for name in ("keys", "clock"))
-        oldest = 0 if rule.time_to_live is None else max(0, int(clock) - rule.time_to_live)
+        oldest = 0 if time_to_live is None else max(0, int(clock) - time_to_live)
         slots = (records[:, 2] >= oldest).nonzero()[:, 0]
         found[f"to_rows.{k}.buckets"] = buckets_of(
-            slots.numpy(), records[slots, 0].numpy(), table.num_rows - 1, rule.seed)
+            slots.numpy(), records[slots, 0].numpy(), table.num_rows - 1, seed)
         found[f"{prefix}weight"] = weights.value(f"{prefix}weight")
     return found
 

@@ -16,6 +16,7 @@ from oper.integration.checkpoint.files import METADATA
 from oper.integration.checkpoint.follow import KeyChange
 from oper.integration.checkpoint.weights import extra_value
 from oper.integration.keys.key_slots import Elements
+from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_json
 from oper.tables import TableSpec
 from oper.train.config import DynamicConfig
@@ -50,12 +51,11 @@ class TrainedRun:
                                       for k, v in config["config"]["model"].items()}
             if layers.pop("name") != "dlrm":
                 raise ValueError("not a DLRM")
-            dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
             model = config["model"]
             self.tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                           tuple(t["features"])) for t in model["tables"])
             self.num_dense = int(model["num_dense"])
-            self.rule = dynamic.rule(int(config["config"]["seed"])) if dynamic.is_on else None
+            self.rule = _rule(config)
         except (FileFormatError, InvalidInputError):
             raise
         except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
@@ -92,12 +92,28 @@ class TrainedRun:
                 "start another server for them, whose clients use their vocabulary")
         if self.rule is None:
             return read_weights(place)
-        return served_state(find_weights(place), self.build("meta"), self.tables, self.rule)
+        return served_state(find_weights(place), self.build("meta"), self.tables,
+                            self.rule.seed, self._time_to_live(place))
+
+    def _time_to_live(self, folder: str | os.PathLike[str]) -> int | None:
+        """Return the time to live of keys in another folder, or in this one, whose run may have
+        been resumed with another; by default this run's."""
+        assert self.rule is not None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            rule = _rule(read_json(Path(folder) / CONFIG, CONFIG))
+            return self.rule.time_to_live if rule is None else rule.time_to_live
+        return self.rule.time_to_live
 
     def changed_maps(self, keys: Mapping[str, KeyChange]) -> dict[str, Elements]:
         """Return the elements of the maps from keys to rows that change with the keys of a
         `Change`, by ``state_dict`` key of each map; {} if the tables are static."""
         return {} if self.rule is None else changed_maps(self.tables, self.rule.seed, keys)
+
+
+def _rule(config: Any) -> DynamicTable | None:
+    """Return the settings of dynamic tables in the contents of a ``config.json``."""
+    dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
+    return dynamic.rule(int(config["config"]["seed"])) if dynamic.is_on else None
 
 
 def find_weights(folder: str | os.PathLike[str]) -> Path:

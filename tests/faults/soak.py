@@ -72,10 +72,9 @@ def make_run(model: str, folder: Path) -> dict[str, Any]:
                      "model.over_layers": [16]} | _DLRMS[model]
 
 
-# Of the dynamic tables some are full, so that keys wait, expire and are evicted; they have no
-# deltas.
+# Of the dynamic tables some are full, so that keys wait, expire and are evicted.
 _DLRMS: dict[str, dict[str, Any]] = {"dlrm": {}, "dynamic": {
-    "delta_every": 0, "dynamic.rows": 200, "dynamic.admit_after": 2, "dynamic.half_life": 20,
+    "dynamic.rows": 200, "dynamic.admit_after": 2, "dynamic.half_life": 20,
     "dynamic.eviction": "lfu", "dynamic.time_to_live": 40}}
 
 _SIZES = {"cdt4rec": {"model.steps": 6, "model.window": 4, "model.negatives": 32, "model.heads": 2},

@@ -160,6 +160,15 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
     assert find_weights(run).name == CHECKPOINT and served.publish() == 2
     scores, epoch = predictor.predict(request)
     assert epoch == 2 and np.abs(scores - expected).max() < 1e-6
+    # A resumed run may have another time to live. (Here it is edited.)
+    text = (run / "config.json").read_text()
+    assert text.count('"time_to_live": 9') == 1
+    (run / "config.json").write_text(text.replace('"time_to_live": 9', '"time_to_live": 1'))
+    served.publish()
+    assert np.abs(predictor.predict(request)[0] - expected).max() > 1e-6
+    (run / "config.json").write_text(text)
+    served.publish()
+    assert np.abs(predictor.predict(request)[0] - expected).max() < 1e-6
     predictor.close()
     served.close()
     with serving(run, "--json", "--workers", "1") as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import time
@@ -16,8 +17,10 @@ from oper.errors import InvalidInputError, MissingDependencyError
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.files import CHECKSUMS, check_files
 from oper.integration.checkpoint.follow import Follower
+from oper.data.reading import store as stores
 from oper.train.mirror import RunMirror
-from oper.train.resume import CHECKPOINT
+from oper.train.resume import CHECKPOINT, STATE
+from oper.train.trained import find_weights
 from tests.integration.test_deltas import saved_run
 from tests.support import wait_for
 
@@ -151,6 +154,90 @@ def test_a_thread_follows_and_says_what_is_wrong_once(
         assert (mirror.folder / CHECKPOINT).exists()
         folder = mirror.folder
     assert caplog.text.count("cannot use a store") == 1 and not folder.exists()
+
+
+def test_a_delta_that_is_late(place: Store, runs: list[Path]) -> None:
+    """Files of later deltas may arrive before it. The chain goes on when it is there."""
+    names = names_in(runs[0])
+    late = [n for n in names if n.startswith(f"{CHECKPOINT}.deltas/") and "/000000/" in n]
+    for name in sorted(set(names) - set(late)):
+        place.put(name, (runs[0] / name).read_bytes())
+    mirror = RunMirror(place.url)
+    try:
+        follower = Follower(lambda: mirror.folder / CHECKPOINT)
+        assert "missing delta='000000', expected all deltas up to 000001" in mirror.update()
+        assert not list(follower.changes())
+        for name in late:
+            place.put(name, (runs[0] / name).read_bytes())
+        assert mirror.update() == ""
+        steps = []
+        for change in follower.changes():
+            follower.applied(change)
+            steps.append(change.step)
+        assert len(steps) == 2
+    finally:
+        mirror.close()
+
+
+def test_a_file_that_is_removed_meanwhile(runs: list[Path], tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run replaces a checkpoint while a server starts."""
+    shutil.copytree(runs[0], tmp_path / "run")
+    opens, opened = stores.open_input, []
+
+    def remove_first(url: str) -> Any:
+        opened.append(url)
+        if ".deltas/" in url:
+            shutil.rmtree(tmp_path / "run" / f"{CHECKPOINT}.deltas", ignore_errors=True)
+        return opens(url)
+
+    monkeypatch.setattr(stores, "open_input", remove_first)
+    mirror = RunMirror((tmp_path / "run").as_uri())
+    assert ".deltas/" in opened[-1] and (mirror.folder / CHECKPOINT).exists()
+    assert mirror.update() == ""
+    mirror.close()
+
+
+def test_a_store_that_fails_in_its_own_way(runs: list[Path], tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch,
+                                           caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the class of the error, the next look finds what is new."""
+    lists, fails = stores.listing, [True, True]
+
+    def list_or_fail(url: str) -> Any:
+        if fails and (tmp_path / "run").exists():
+            fails.pop()
+            raise RuntimeError("no route")
+        return lists(url)
+
+    monkeypatch.setattr(stores, "listing", list_or_fail)
+    with caplog.at_level(logging.WARNING), RunMirror((tmp_path / "run").as_uri()) as mirror:
+        shutil.copytree(runs[0], tmp_path / "run")
+        wait_for(lambda: (mirror.folder / CHECKPOINT).exists())
+    assert caplog.text.count("no route") == 1
+
+
+def test_older_weights_do_not_return_while_a_checkpoint_is_replaced(
+        runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STATE).write_bytes(b"older")
+    os.utime(tmp_path / "run" / STATE, (1, 1))
+    shutil.copytree(runs[0] / CHECKPOINT, tmp_path / "run" / CHECKPOINT)
+    mirror = RunMirror((tmp_path / "run").as_uri())
+    follower = Follower(lambda: find_weights(mirror.folder))
+    shutil.rmtree(tmp_path / "run" / CHECKPOINT)
+    shutil.copytree(runs[1] / CHECKPOINT, tmp_path / "run" / CHECKPOINT)
+    rename, seen = Path.rename, []
+
+    def look_after(path: Path, to: Path) -> Path:
+        found = rename(path, to)
+        seen.append((path.name, follower.has_whole()))
+        return found
+
+    monkeypatch.setattr(Path, "rename", look_after)
+    mirror.update()
+    assert seen == [(CHECKPOINT, False), (f"{CHECKPOINT}.incoming", True)]
+    mirror.close()
 
 
 def test_a_store_that_cannot_be_opened() -> None:

@@ -101,12 +101,13 @@ class Follower:
             now = self._stamp(self._newest())
         except (FileNotFoundError, FileFormatError):  # being replaced
             return False
-        # A checkpoint's folder is never modified, only replaced, so that its inode changes.
-        if now == self._seen:
-            return False
+        # A checkpoint's folder is never modified, only replaced, so that its inode changes. While it
+        # is being replaced, it has another name.
+        is_new = now[1:] != self._seen[1:]
         self._seen = now
-        self._begin()
-        return True
+        if is_new:
+            self._begin()
+        return is_new
 
     def changes(self) -> Iterator[Change]:
         """Yield the deltas that have become complete, in order; call `applied` after each.
