@@ -78,7 +78,7 @@ class MicroBatchPipeline:
         self._tables: list[ShardedTables] = tables_of(model, "cannot train in parts")
         given = (1,) if num_parts is None else num_parts if isinstance(num_parts, Sequence) else (
             num_parts,)
-        if not given or any(not isinstance(x, int) or x < 1 for x in given):
+        if not given or any(type(x) is not int or x < 1 for x in given):
             raise InvalidInputError("cannot train in parts", "num_parts", num_parts,
                                     "an integer >= 1, several of them, or None",
                                     "pass for example 4 or (1, 2)")

@@ -172,7 +172,7 @@ def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
             link[0] += everyone[rank]
             link[1] += domain.cross_gbps
     slowest = 0.0
-    for group in (list(links.values()), _uplinks(sent, topology, count)):
+    for group in (list(links.values()), _uplinks(sent, topology, count, is_bound)):
         if group and is_bound:
             slowest = max(slowest, sum(x[0] for x in group) / sum(x[1] for x in group))
         elif group:
@@ -185,15 +185,23 @@ def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,
             + phases * costs.phase_us)
 
 
-def _uplinks(sent: np.ndarray, topology: Topology, count: int) -> list[list[float]]:
-    """Return, for each rack, the bytes that it sends to other racks, and the GB/s of its uplink."""
+def _uplinks(sent: np.ndarray, topology: Topology, count: int, is_bound: bool
+             ) -> list[list[float]]:
+    """Return, for each rack, the bytes that it sends to other racks, and the GB/s of its uplink.
+
+    With `is_bound`, the bytes are those of the distribution among the ranks for which all racks
+    together send least.
+    """
     rack_of: Mapping[int, int] = {h: k for k, rack in enumerate(topology.racks)
                                   for h in rack.hosts}
     if not rack_of:
         return []
     host = [d.host for d in topology.domains for _ in d.ranks]
     racks = np.array([rack_of[h] for h in host]).reshape(count, -1)  # by group and rank
+    outside = np.array([(racks != group).sum(axis=0) for group in racks])  # counterparts
+    if is_bound:
+        least = np.arange(sent.size) == outside.sum(axis=0).argmin()
+        sent = np.where(least, sent.sum(), 0.0)
     leaves = np.zeros(len(topology.racks))
-    for group in racks:
-        np.add.at(leaves, group, sent * (racks != group).sum(axis=0))
+    np.add.at(leaves, racks, sent * outside)
     return [[float(b), rack.uplink_gbps] for b, rack in zip(leaves, topology.racks, strict=True)]

@@ -241,7 +241,7 @@ def test_refusals() -> None:
     with pytest.raises(InvalidInputError, match="in parts"):
         oper.MicroBatchPipeline(torch.nn.Linear(1, 1))
     bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
-    for wrong in (0, (1, 0), ()):
+    for wrong in (0, (1, 0), (True, 2), ()):
         with pytest.raises(InvalidInputError, match="num_parts"):
             oper.MicroBatchPipeline(bag, num_parts=wrong)
     with pytest.raises(InvalidInputError, match=r"at least one in each part, \(1, 5\)"):

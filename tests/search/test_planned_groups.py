@@ -79,6 +79,18 @@ def test_a_synchronization_sends_the_expected_rows(optimizer: str, samples: int)
     assert 0.8 * took_us < least_us <= took_us == shared_us
 
 
+def test_some_ranks_have_their_counterparts_in_their_own_rack() -> None:
+    """A plan may store all rows on them: nothing then passes the slow uplinks."""
+    topology = replace(Topology.of_domains([*range(8)]), racks=(
+        Rack((0, 1, 4, 5), 1e-3), Rack((2, 3), 1e-3), Rack((6, 7), 1e-3)))
+    assert topology.divided(2).racks == (Rack((0, 1), 1e-3), Rack((2, 3), 1e-3))
+    for placement in ("owned", "striped"):
+        plan = replace(uniform_plan(TABLES[:1], 4, placement), batch_size=BATCH)
+        took_us, shared_us, least_us = synchronization_us(plan, topology, 2, 8, skewed())
+        assert 0 < least_us <= took_us
+        assert (took_us == shared_us) == (placement == "owned")
+
+
 def test_uplinks_are_hidden_by_the_steps_made_meanwhile() -> None:
     """The modelled time of K steps: K - d, and d others, which take at least as long as what is
     sent meanwhile."""

@@ -233,8 +233,16 @@ def test_updates_continue_while_rows_are_sent() -> None:
     for is_late in (True, False):
         def body(tables: ShardedTables, rank: int, is_late: bool = is_late) -> list[torch.Tensor]:
             may_begin = Event()
+            began_later: list[bool] = []
+            transport = tables.replicas._counterparts._behind
+            exchange = transport.exchange
+
+            def exchange_late(*arguments: Any) -> None:
+                began_later.append(may_begin.wait(10))
+                exchange(*arguments)
+
             if is_late and rank == 3:
-                tables.replicas.groups.background.thread.submit(may_begin.wait, 30)
+                transport.exchange = exchange_late
             outputs = []
             for k, batches in enumerate(steps):
                 if k == 4:  # rows are sent after two updates, and replaced after four
@@ -243,11 +251,66 @@ def test_updates_continue_while_rows_are_sent() -> None:
                 if k == 3:
                     may_begin.set()
                 outputs.append(train(tables, case, batches[rank]))
+            assert all(began_later) and bool(began_later) == (is_late and rank == 3)
             return outputs
 
         found.append(run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body, delay=2))
     assert all(torch.equal(x, y) for a, b in zip(*found, strict=True)
                for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 2, 3)
+
+    def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
+        def choose(rate: float) -> None:
+            for group in tables.param_groups:
+                group["lr"] = rate
+
+        train(tables, case, steps[0][rank])
+        choose(0.1 * (1 + rank))
+        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+            train(tables, case, steps[1][rank])
+        choose(0.1)
+        train(tables, case, steps[2][rank])
+        sent = tables.replicas.sent_bytes
+        tables.replicas.synchronize()
+        assert delay or tables.replicas.sent_bytes == sent  # the third update has synchronized
+        return [tables.read(name) for name in tables.specs]
+
+    first, second = run_groups(case, uniform_plan(case.tables, 1), ALL_OPTIMIZERS["sgd"], 2, body,
+                               delay=delay)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_no_update_after_a_failed_synchronization_succeeds(
+        delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the groups would train apart from each other from then on."""
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 2, 8)
+
+    def average(self: Synchronizer, part: Any) -> None:
+        raise MemoryError("no memory for averages")
+
+    monkeypatch.setattr(Synchronizer, "_average", average)
+
+    def body(tables: ShardedTables, rank: int) -> list[str]:
+        errors = []
+        for batches in steps:
+            try:
+                train(tables, case, batches[rank])
+                errors.append("")
+            except (MemoryError, OperError) as error:
+                errors.append(str(error))
+        return errors
+
+    for errors in run_groups(case, uniform_plan(case.tables, 1), ALL_OPTIMIZERS["sgd"], 2, body,
+                             delay=delay):
+        assert errors[:2 + delay] == [""] * (1 + delay) + ["no memory for averages"]
+        assert all("failed synchronizations=1" in told for told in errors[2 + delay:]), errors
 
 
 def test_three_groups_of_one_rank() -> None:

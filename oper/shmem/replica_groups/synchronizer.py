@@ -104,7 +104,8 @@ class Synchronizer:
         self._changed = ChangedRows(tables) if groups.every > 1 else None
         self._since = 0  # updates since the last synchronization began
         self._under_way: _UnderWay | None = None
-        self._is_inside = self._has_refused = False
+        self._is_inside = self._has_refused = self._is_broken = False
+        self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
         if groups.every > 1:
             tables.on_update.append(self._count)
         tables.turns.is_alone, tables.meets_peers = False, True  # also for groups of one rank
@@ -207,9 +208,9 @@ class Synchronizer:
 
     def _count(self) -> None:
         self._since += 1
-        if self._since == self.groups.delay:
+        if self._since >= self.groups.delay:
             self._finish()
-        if self._since == self.groups.every:
+        if self._since >= self.groups.every:  # more if `_begin` has raised
             self._begin()
 
     def synchronize(self) -> None:
@@ -234,7 +235,11 @@ class Synchronizer:
         taken = self._changed.take()
         assert taken is not None  # `agree` has followed every other change of rows
         mine = [taken[k] for k in range(len(tables.directories))]
+        if self._taken is not None:
+            mine = [union_of(x) for x in zip(mine, self._taken, strict=True)]
+        self._taken = mine  # their marks are cleared; if settings differ, the next call sends them
         counts = self._exchange_numbers(_ROWS, [x.size for x in mine])
+        self._taken, self._is_broken = None, True
         found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
@@ -257,14 +262,24 @@ class Synchronizer:
                 self._under_way.parts.append(part)
             else:
                 self._average(part)
+        self._is_broken = False
         if not self.groups.delay:
             self._finish()
 
     def _finish(self) -> None:
-        """Replace the rows of the synchronization that is under way, if any, by their averages."""
+        """Replace the rows of the synchronization that is under way, if any, by their averages.
+
+        Raises:
+            OperError: an earlier synchronization has failed and may have replaced some rows only.
+        """
+        if self._is_broken:
+            raise OperError("cannot synchronize replica groups", "failed synchronizations", 1,
+                            "0, since some rows may have been replaced already",
+                            "see its error, and restart the job from its last checkpoint")
         if self._under_way is None:
             return
         assert self._changed is not None
+        self._is_broken = True
         tables = self._tables
         if self.groups.delay:
             tables.barrier()  # see `_begin`
@@ -272,7 +287,7 @@ class Synchronizer:
             self._average(part)
         tables.publish_some(self._under_way.slots)
         self._changed.accept()
-        self._under_way = None
+        self._under_way, self._is_broken = None, False
 
     def _average(self, part: _Part) -> None:
         """Replace rows and states of this rank by their averages over the groups, to which the
