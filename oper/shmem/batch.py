@@ -44,8 +44,8 @@ class SharedBags:
     """The mapping from samples to bags of a pooled batch in which several samples may share a bag.
 
     Attributes:
-        bags: int64 [num_keys], number of used bags of each key; the key's remaining
-            `Lookup.batch_size` - bags bags are empty.
+        bags: int64 [num_keys], number of used bags of each key; its other bags, up to
+            `Lookup.batch_size`, are empty.
         samples: int64 [F, B], index of each sample's bag, by feature of the collection.
     """
 

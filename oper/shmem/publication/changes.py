@@ -104,7 +104,7 @@ def checked_elements(layout: Layout, elements: ChangedElements
 
     Raises:
         InvalidInputError: there is no such weight or place, or the weight has floats, which would
-            need a check for NaN.
+            have to be checked for NaN.
     """
     entries = {e.key: e for e in layout.dense}
     found = []
