@@ -65,7 +65,7 @@ def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
         for phase, of in x.get("phases", {}).items():
             phases[phase] += of["sum_s"]
     if phases:
-        blocks.append(Plot("Phases", "Seconds in the phases of lookups and updates, summed over all ranks.",
+        blocks.append(Plot("Phases", "Seconds in phases of lookups and updates, over all ranks.",
                            stacked([("all steps", phases)], "seconds", "phases")))
     return render("Training run", f"Of {name}.", tiles, [*blocks, *_keys(steps, checks)])
 

@@ -84,7 +84,7 @@ def changed_buckets(slots: np.ndarray, keys: np.ndarray, is_held: np.ndarray, nu
     bad = np.flatnonzero(is_held & (expected != buckets))
     if bad.size:
         raise InvalidInputError(what, f"key of slot {int(slots[bad[0]])}", int(keys[bad[0]]),
-                                f"a key that hashes to bucket {int(buckets[bad[0]])}, which has this slot",
+                                f"a key of the slot's bucket {int(buckets[bad[0]])}",
                                 "publish weights of a run with the same rows and seed")
     tags = (hashes & np.uint64(0xFF)).astype(np.uint8)
     tags = np.where(is_held, np.maximum(tags, 1), 0).astype(np.uint8)
