@@ -144,7 +144,8 @@ class DynamicConfig:
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
         if not self.is_on and rest != ({}, 1, 1.0, "lru", 0, 0):
-            raise _bad("dynamic.rows", 0, ">= 2 if other keys of [dynamic] than bytes are set")
+            raise _bad("dynamic.rows", 0,
+                       ">= 2, or dynamic.bytes > 0, if other keys of [dynamic] are set")
         self.rule(0)
 
     @property
