@@ -19,6 +19,7 @@ import torch
 from dataclasses import replace
 from oper.plan import uniform_plan
 from oper.shmem.device.tables import DeviceTables
+from oper.shmem.optim.optimizers import SGD
 from tests import runtime_support
 from tests.cuda import emulated
 from tests.cuda.test_domains import small_case
@@ -60,7 +61,7 @@ class Planted(DeviceTables):
 runtime_support.ShardedTables = lambda *args: Planted(*args, device="cpu")
 case = small_case("sgd")
 runtime_support.train_virtual(case, uniform_plan(case.tables, 2, "striped"),
-                              runtime_support.make_steps(case, 2, 1), runtime_support.SGD(lr=0.1))
+                              runtime_support.make_steps(case, 2, 1), SGD(lr=0.1))
 print("done")
 """
 
