@@ -99,9 +99,9 @@ def shard(
             `oper.search.variance`. Not used with `plan`, which keeps its own bits. 8 and 4 bits are
             supported for tables in host memory only.
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
-            tables or by table name; see `oper.DynamicTable`. ``"torchrec"``: those of TorchRec's
-            managed-collision module in front of the table, for all such tables or by name. Dynamic
-            tables replace these modules. Only for training, in host memory that all ranks share.
+            tables or by table name; see `oper.DynamicTable`. ``"torchrec"``, for all tables behind
+            TorchRec's managed-collision modules or by name, takes the settings of these modules,
+            which dynamic tables replace. Only for training, in host memory that all ranks share.
         replica_groups: number of groups of consecutive ranks into which the ranks are divided. Each
             group holds all tables, placed by a plan for its ranks; lookups and updates stay within
             it. By default the plan's, or 1 without a plan. Only for training, of tables in host
@@ -112,9 +112,9 @@ def shard(
             their rows separately, and then average the rows that have changed and their optimizer
             states; docs/how-to/multi-host.md describes the effect on results.
         synchronize_delay: number of updates during which these rows are sent, at most
-            `synchronize_every`; by default the plan's, or 0. With 0, training waits for a
-            synchronization. With more, averages arrive that many updates later, and the group's
-            changes since then are added to them.
+            `synchronize_every`, and 0 if that is 1; by default the plan's, or 0. With 0, training
+            waits for a synchronization. With more, averages arrive that many updates later, and the
+            changes that the group has made meanwhile are added to them.
 
     Returns:
         The model (a new module when `module` itself is a collection).

@@ -34,8 +34,8 @@ void barrier(const Call& call) {
   call.context.barrier(call.stream);
 }
 
-// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks. Not
-// in a collective pass of several ranks: each of them makes as many, so errors are raised after it.
+// Raises errors of earlier kernels; between domains, the next exchange sends them to all ranks.
+// Several ranks make collective passes together, so errors found before one are raised after it.
 void stop_at_errors(const Tables& tables, bool collective = false) {
   const int64_t code = tables.context->error().code;
   const bool waits = collective && tables.context->view.world_size > 1;

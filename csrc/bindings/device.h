@@ -105,8 +105,8 @@ struct Tables {
   ReceivedRows received;
   const Call* current = nullptr;
 #if defined(OPER_EMULATED)
-  int rank = 0;             // the emulated device
-  uint64_t neighbours = 0;  // bits of those whose arenas it can address
+  int rank = 0;             // number of the emulated device
+  uint64_t neighbours = 0;  // bit r: it can address the arena of device r
 #endif
 
   const KeyMap& key_map(const Tensor& key_of);

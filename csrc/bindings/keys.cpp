@@ -163,8 +163,8 @@ void keys_set_clock(int64_t handle, int64_t table, int64_t clock) {
   collections().share(handle)->clock(table) = static_cast<uint32_t>(clock);
 }
 
-// Of own buckets: slots with a key, full buckets, keys admitted, evicted, expired, refused; own
-// lookups, those without a row.
+// In this rank's buckets: slots with a key, full buckets, keys admitted, evicted, expired, refused;
+// then this rank's lookups, and those whose key has no row.
 std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
   const auto tables = collections().share(handle);
   const KeyOccupancy of = tables->directory(table).occupancy();
@@ -202,8 +202,8 @@ int64_t keys_write(int64_t handle, int64_t table, bool candidates, Tensor number
                          checks);
 }
 
-// Of this rank's buckets: the numbers of the records that updates after clock `since` have changed,
-// int64 [n], and the records, int64 [n, 3].
+// The numbers, int64 [n], of the records in this rank's buckets that updates after clock `since`
+// have changed, and the records, int64 [n, 3].
 std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool candidates,
                                         int64_t since) {
   const auto tables = collections().share(handle);
@@ -217,14 +217,14 @@ std::tuple<Tensor, Tensor> keys_changed(int64_t handle, int64_t table, bool cand
   return {tensor_of(numbers, 1), records};
 }
 
-// Slots of this rank's buckets whose keys have expired since clock `since` (-1: ever), int64 [n].
+// Slots, int64 [n], of this rank's buckets whose keys have expired since clock `since` (-1: ever).
 Tensor keys_expired(int64_t handle, int64_t table, int64_t since) {
   const auto tables = collections().share(handle);
   return tensor_of(tables->directory(table).expired(since, tables->clock(table)), 1);
 }
 
-// The rows of `keys`, int64 [n], in a directory without ages: `buckets`, uint8 [num_buckets,
-// KeyDirectory::kBucketBytes]; int64 [n], 0 = no row.
+// The rows, int64 [n], of `keys`, int64 [n], in a directory without ages; 0 = no row. `buckets`:
+// uint8 [num_buckets, KeyDirectory::kBucketBytes].
 Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
   static Spares<DistinctKeys> spares;
   STD_TORCH_CHECK(num_slots > 0 && buckets.is_contiguous() &&

@@ -270,7 +270,7 @@ void Context::forget_error(cudaStream_t stream) {
   for (const ErrorSink& sink : {view.error, view.peers}) {
     if (sink.word->code == 0 || sink.word->code == 2) continue;
     clear(sink.claimed);
-    // No kernel earlier on the stream still writes the word: it found it claimed.
+    // No earlier kernel on the stream still writes the word, since each finds it claimed.
     *sink.word = {};
   }
   clear(view.lacks_rows);

@@ -158,8 +158,8 @@ struct View {
   int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
   const uint32_t* settings;  // hash of the optimizers' arguments, which must be equal on all ranks
-  // Errors of this rank's batches; and what it learns of other ranks, raised in the absence of such an
-  // error.
+  // Errors of this rank's batches, and errors that other ranks report, which are raised only if there
+  // is none of its own.
   ErrorSink error, peers;
   // Not 0 if a lookup could not request pushed rows: updates are then refused until the error has
   // been raised.

@@ -117,8 +117,8 @@ struct Part {
   using Word = std::conditional_t<kWords, uint4, Elements>;
   Word words[kCount];
 
-  // `wide`: the address is a multiple of 16. Uses the read-only path, which is valid because no
-  // kernel loads a part again after it, or another writer, has changed it.
+  // `wide`: the address is a multiple of 16. The read-only path is valid because no kernel loads a
+  // part again after the part has changed.
   OPER_DEVICE void load(const S* from, bool wide) {
     if constexpr (kWords) {
       if (wide) {

@@ -1,4 +1,4 @@
-// Named ranges of host code, in which Nsight Systems shows the kernels that were launched meanwhile.
+// Named ranges (NVTX) of host code, with which Nsight Systems groups the kernels launched in them.
 #pragma once
 
 #if defined(OPER_EMULATED)
@@ -10,7 +10,7 @@
 
 namespace oper::device {
 
-// From its construction to its end. Without a profiler it costs two tests of a pointer.
+// Lasts from construction to destruction. Without a profiler it costs two tests of a pointer.
 class Range {
  public:
   explicit Range([[maybe_unused]] const char* name) {

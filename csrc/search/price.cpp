@@ -332,8 +332,8 @@ class Pricing {
   double sums_cost(int64_t j, int64_t m, double ids) const {
     return price_of(m) * sums_of(full_of(j, m), ids);
   }
-  // Lower bound of the bytes of partial sums of owners who hold at most `full` ids each: the sums are
-  // concave, so all owners but one are full.
+  // Lower bound of the bytes of partial sums of owners who hold at most `full` ids each. As bytes are
+  // concave in the ids of an owner, they are fewest if all owners but one are full.
   double sums_of(double full, double ids) const {
     const double total = p_.total_ids[k_];
     if (ids <= full) return sums_at(p_.sums, k_, ids / total);

@@ -363,7 +363,7 @@ class OperPlanner(ShardingPlanner):
         stats: access statistics; None = plan from table sizes.
         topology: the machine; None = this host with the ranks of the default process group.
         batch_size: samples per rank and step.
-        constraints: see `oper.search.problem.space.parse_constraints`.
+        constraints: see `oper.search.problem.constraints.parse_constraints`.
         device_type: where TorchRec runs, ``"cpu"`` or ``"cuda"``.
 
     Attributes:

@@ -40,7 +40,7 @@ def load_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise FileFormatError(what, "train lines", problem, "one or more, as oper train writes them",
-                          "pass the folder of a run (its out)")
+                          "pass the folder that oper train wrote (--out)")
 
 
 def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
@@ -65,7 +65,7 @@ def run_page(lines: Sequence[dict[str, Any]], name: str) -> str:
         for phase, of in x.get("phases", {}).items():
             phases[phase] += of["sum_s"]
     if phases:
-        blocks.append(Plot("Phases", "Seconds of all ranks in the phases of lookups and updates.",
+        blocks.append(Plot("Phases", "Seconds in phases of lookups and updates, over all ranks.",
                            stacked([("all steps", phases)], "seconds", "phases")))
     return render("Training run", f"Of {name}.", tiles, [*blocks, *_keys(steps, checks)])
 

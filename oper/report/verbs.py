@@ -35,7 +35,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
                         ("run", "a training run (its folder)")):
         page = f"a page about {about}"
         sub = kinds.add_parser(kind, help=page, description=f"Make {page}")
-        sub.add_argument("file", metavar="FILE", help=about)
+        sub.add_argument("file", metavar="FOLDER" if kind == "run" else "FILE", help=about)
         sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     page = "a page about the change of accesses since a plan was made, and what a new plan gains"
     sub = kinds.add_parser("drift", help=page, description=f"Make {page}")

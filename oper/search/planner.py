@@ -84,7 +84,7 @@ def make_plan(
             given, for training only, the planner chooses the number of groups, and the plan is for
             the ranks of one group; see `oper.search.replica_groups`. Default: one group.
         synchronize_delay: number of updates during which the rows of a synchronization are sent, at
-            most `synchronize_every`; see `oper.shard`.
+            most `synchronize_every`, and 0 if that is 1; see `oper.shard`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.

@@ -50,7 +50,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                              "(default: one group)")
     parser.add_argument("--synchronize-delay", type=whole(0), default=0, metavar="D",
                         help="number of updates made while the rows of a synchronization are sent, "
-                             "at most K (default 0: training waits)")
+                             "at most K, and 0 if K is 1 (default 0: training waits)")
     add_machine(parser)
     _add_tables(parser)
     _add_dynamic(parser)
@@ -364,10 +364,10 @@ def _add_dynamic(parser: argparse.ArgumentParser) -> None:
                              "rows, or with numbers by table as in 'C3=4000000;C9=1000' (other "
                              "tables: static)")
     parser.add_argument("--admit-after", type=whole(1), metavar="N",
-                        help="of dynamic tables: occurrences after which a key gets a row "
+                        help="occurrences after which a key of a dynamic table gets a row "
                              "(default 1)")
     parser.add_argument("--eviction", choices=KEY_EVICTIONS,
-                        help="of dynamic tables: which key loses its row (default lru)")
+                        help="which key of a dynamic table loses its row (default lru)")
 
 
 def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any]]:

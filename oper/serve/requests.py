@@ -209,8 +209,8 @@ class Predictor(Protocol):
 
     If it has an attribute ``shares_bags`` that is True, batches may have shared bags
     (`Request.shared`); otherwise all batches are expanded. If it has a method ``keys_read``, this
-    returns by feature of raw keys how many keys it has looked up and how many of them it did not
-    know, for the server's metrics.
+    returns by feature of raw keys the numbers of keys looked up and of unknown ones among them, for
+    the server's metrics.
     """
 
     signature: Signature

@@ -25,7 +25,7 @@ from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
-from oper.support.allocator import for_children, give_back
+from oper.support.processes import allocator_settings, trim_memory
 
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
@@ -213,7 +213,7 @@ class Server:
                 found.append(prepare(weights))
             except Exception as error:
                 found.append(error)
-            give_back()  # temporary memory of the preparation
+            trim_memory()  # temporary memory of the preparation
 
         with self._publishing:
             thread = threading.Thread(target=work, name="oper-publish")
@@ -226,7 +226,7 @@ class Server:
             except Exception:
                 self._counts.failed_publications += 1
                 raise
-            give_back()
+            trim_memory()
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
@@ -358,7 +358,7 @@ class Server:
         # resource tracker first, since starting it unblocks these signals.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-        with theirs, for_children():
+        with theirs, allocator_settings():
             process.start()
         ours.setblocking(False)
         self._workers.append(_Worker(process, ours, closed, most, time.monotonic(), place))

@@ -62,7 +62,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "folder as they appear; only the changed rows if the run saves deltas "
                         "(delta_every)")
     parser.add_argument("--follow", metavar="DIR_OR_URL", help="like --watch, for another folder "
-                        "to which the run's files are copied, or for one in a store, such as "
+                        "to which the run's files are copied, or one in a store, such as "
                         "s3://bucket/run")
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "

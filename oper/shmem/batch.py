@@ -44,8 +44,8 @@ class SharedBags:
     """The mapping from samples to bags of a pooled batch in which several samples may share a bag.
 
     Attributes:
-        bags: int64 [num_keys], number of used bags of each key; the key's remaining
-            `Lookup.batch_size` - bags bags are empty.
+        bags: int64 [num_keys], number of used bags of each key; its other bags, up to
+            `Lookup.batch_size`, are empty.
         samples: int64 [F, B], index of each sample's bag, by feature of the collection.
     """
 
@@ -240,8 +240,8 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         raise peer
     if code == Status.OTHER_SETTINGS:  # device memory; else `TableUpdates` raises it
         raise InvalidInputError(
-            "ranks update the tables with different learning rates, frozen tables or, with Adam, "
-            "steps", "rank that differs", detail, "the same on all ranks",
+            "ranks update the tables with different learning rates, frozen tables or step counts "
+            "of Adam", "rank that differs", detail, "the same on all ranks",
             "set lr and requires_grad by the same rule on every rank; no rank has updated its rows")
     if code == Status.OUTBOX_FULL:
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,

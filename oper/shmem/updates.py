@@ -168,7 +168,7 @@ class TableUpdates:
         Raises:
             InvalidInputError: a learning rate is invalid, or learning rates, frozen tables or (with
                 Adam) step counts differ between the ranks; no rank updates then. For tables in
-                device memory, a later call raises it.
+                device memory, it is raised after this step or by a later call.
         """
         if self.replicas is not None and self.replicas.takes(passed, updates):
             return

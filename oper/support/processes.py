@@ -1,12 +1,18 @@
-"""Helpers for child processes: exiting with their parent, and free ports."""
+"""Helpers for processes: glibc's allocator, exiting with the parent, and free ports."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
+from collections.abc import Iterator
 
+# Above these sizes, glibc returns freed blocks to the system, and reusing them causes page faults.
+# PyTorch allocates large buffers in every batch and is up to 3 times faster without this.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592",
+          "MALLOC_TOP_PAD_": "268435456"}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -15,8 +21,6 @@ def end_with_parent(parent: int | None = None) -> None:
 
     If `parent`, the parent's process id, is given and that process has already exited, exit now.
     """
-    import ctypes
-
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if parent not in (None, os.getppid()):
@@ -28,3 +32,25 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def allocator_settings() -> Iterator[None]:
+    """Start processes inside the block with the settings `MALLOC`, unless the user has set them."""
+    added = MALLOC.keys() - os.environ.keys()
+    os.environ.update({name: MALLOC[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def trim_memory() -> None:
+    """Return this process's freed memory to the system if the C library is glibc.
+
+    Without this call, freed blocks between allocated ones remain with the process.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

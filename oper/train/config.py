@@ -118,9 +118,9 @@ class DynamicConfig:
         admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once.
         admit_probability: probability that an update gives a row to a key that it sees; must be 1
             if `admit_after` > 1.
-        eviction: key that loses its row to a new key: ``"lru"``, the least recently seen, or
-            ``"lfu"``, the least frequently seen; or ``"distance_lfu"``, that with the lowest ratio
-            of its count to the updates since it was last seen, plus one.
+        eviction: key that loses its row to a new key: ``"lru"``, the least recently seen;
+            ``"lfu"``, the least frequently seen; or ``"distance_lfu"``, that with the lowest
+            count / (updates since it was last seen + 1).
         half_life: updates after which counts are halved; 0 = never.
         time_to_live: updates after which an unused key expires; 0 = never.
     """
@@ -144,7 +144,8 @@ class DynamicConfig:
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
         if not self.is_on and rest != ({}, 1, 1.0, "lru", 0, 0):
-            raise _bad("dynamic.rows", 0, ">= 2 if other keys of [dynamic] than bytes are set")
+            raise _bad("dynamic.rows", 0,
+                       ">= 2, or dynamic.bytes > 0, if other keys of [dynamic] are set")
         self.rule(0)
 
     @property

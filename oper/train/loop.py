@@ -25,10 +25,9 @@ from oper.support.files import named, write_text
 from oper.support.versions import versions
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
-from oper.train.keys import KeyMeter
+from oper.train.meters import KeyMeter, by_phase, take_phases
 from oper.train.metrics import sum_over_ranks
 from oper.train.model import full_state, ranks, save_state
-from oper.train.phases import by_phase, take_phases
 from oper.train.resume import (
     CONFIG,
     STATE,

@@ -18,7 +18,7 @@ from oper.support.files import atomic_write
 from oper.train.resume import CHECKPOINT, CONFIG, STATE
 
 _log = logging.getLogger(__name__)
-INTERVAL_S = 0.25  # between two looks at the store
+INTERVAL_S = 0.25  # between two listings of the store
 Stamps: TypeAlias = dict[str, tuple[int, int]]  # size in bytes and modification time by name
 
 
@@ -30,7 +30,7 @@ class RunMirror:
     """Copies new weights of a run from a URL to a temporary folder, in a thread of its own.
 
     In the folder, every file is complete, and the files of a checkpoint are of one checkpoint: it
-    is put in place when all of them are there and have the checksums in it. In the store, files
+    is put in place when all of them are there and match its checksums. In the store, files
     may therefore appear in any order, if each appears as a whole. Of deltas, only those of the
     checkpoint in place are copied.
 
@@ -51,7 +51,7 @@ class RunMirror:
         self._arrived: Stamps = {}  # of the checkpoint that is being copied
         self._seen: Stamps = {}  # of the checkpoint in place, or refused
         self._sums, self._is_refused = b"", False
-        self._told = ""  # what is wrong in the store, as last logged
+        self._told = ""  # the problem with the store that was last logged
         self._stop = threading.Event()
         self._temporary = tempfile.TemporaryDirectory(prefix="oper-follow-")
         self.folder = Path(self._temporary.name)

@@ -24,7 +24,7 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine, make_engine, table_optimizer
-from oper.train.keys import KeyMeter
+from oper.train.meters import KeyMeter
 from oper.train.metrics import BinaryMetrics, gather_rows
 from oper.train.model import build_dlrm, describe, ranks
 

@@ -163,7 +163,7 @@ def test_graded_rewards_have_the_same_targets(tmp_path: Path, monkeypatch: pytes
     assert set(data.rewards) == set(np.float32([1, 2, 3]) / np.float32(3))
 
 
-def test_ablations_stand_beside_sasrec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablations_include_sasrec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_log(tmp_path)
     monkeypatch.setenv("OPER_DATA", str(tmp_path))
     found = {c.model for c in recommenders.cases(quick=True, models="ablations")}

@@ -72,7 +72,7 @@ def make_run(model: str, folder: Path) -> dict[str, Any]:
                      "model.over_layers": [16]} | _DLRMS[model]
 
 
-# Of the dynamic tables some are full, so that keys wait, expire and are evicted.
+# Some dynamic tables are full, so that keys wait, expire and are evicted.
 _DLRMS: dict[str, dict[str, Any]] = {"dlrm": {}, "dynamic": {
     "dynamic.rows": 200, "dynamic.admit_after": 2, "dynamic.half_life": 20,
     "dynamic.eviction": "lfu", "dynamic.time_to_live": 40}}

@@ -24,7 +24,7 @@ from oper.integration.checkpoint import (
 )
 from oper.integration.torch_modules import module_spec
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.support.allocator import give_back
+from oper.support.processes import trim_memory
 from tests.checkpoint_support import (
     CHUNK,
     flat,
@@ -106,7 +106,7 @@ def _peak(action: Any) -> int:
         return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
 
     gc.collect()
-    give_back()  # freed memory that the process keeps would be taken again unseen
+    trim_memory()  # freed memory that the process keeps would be taken again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     action()

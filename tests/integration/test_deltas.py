@@ -24,7 +24,7 @@ from tests.runtime_support import assert_bitwise
 
 def saved_run(rank: int, world_size: int, plan: int, folder: str, steps: int,
               cut: int | None = None) -> dict[str, torch.Tensor]:
-    """A whole checkpoint after step 1, a delta after each further step; state after the last.
+    """A full checkpoint after step 1, a delta after each further step; state after the last.
 
     With `cut`, rank `cut` writes nothing of the last delta.
     """
@@ -229,7 +229,7 @@ def test_a_delta_that_cannot_be_written_is_reported_and_a_whole_one_helps(
             with pytest.raises(OperError, match="No space left"):
                 saver.flush()
         touch(model, np.arange(20))
-        with pytest.raises(OperError, match="whole checkpoint"):
+        with pytest.raises(OperError, match="full checkpoint"):
             saver.save(2)
         saver.save_full(2, {"step": 2})
         touch(model, np.arange(5))

@@ -61,7 +61,7 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str
 
 
 @pytest.mark.parametrize("world_size, rule, every", [(1, 1, 3), (2, 0, 1)])
-def test_a_chain_is_the_run(world_size: int, rule: int, every: int, tmp_path: Path) -> None:
+def test_a_chain_restores_the_run(world_size: int, rule: int, every: int, tmp_path: Path) -> None:
     """On the same ranks, on others, and after further steps."""
     folder = str(tmp_path / "c")
     (held, *_) = run_world(world_size, saved_run, folder, rule, every, STEPS)
@@ -84,7 +84,7 @@ def one_key(model: Any, *keys: int) -> None:
     model(torch.tensor([keys])).sum().backward()
 
 
-def test_keys_that_are_lost_are_deletions(tmp_path: Path) -> None:
+def test_lost_keys_are_deleted(tmp_path: Path) -> None:
     """A key that another one replaces, one that outlives its time to live, and a counted key that
     gets a row."""
     model = shard(bag(3), oper.DynamicTable(time_to_live=2))

@@ -196,7 +196,7 @@ class Own(LFU_EvictionPolicy):
     (hash_zch(HashZchEvictionPolicyName.SINGLE_TTL_EVICTION), "eviction_policy_name"),
     (hash_zch(disable_fallback=True), "disable_fallback"),
     (hash_zch(track_id_freq=True), "track_id_freq")])
-def test_settings_without_an_equal(of: nn.Module, words: str) -> None:
+def test_settings_without_a_counterpart(of: nn.Module, words: str) -> None:
     """They are refused by name, and the model remains as it was; own settings replace them."""
     model = make(of)
     with pytest.raises(InvalidInputError, match=f"dynamic table of a managed-collision.*{words}"):

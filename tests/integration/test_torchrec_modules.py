@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 import oper
 from oper.errors import InvalidInputError
+from oper.shmem.optim.optimizers import RowWiseAdagrad
 from tests.dlrm_support import (
     configs,
     copies,
@@ -19,7 +20,7 @@ from tests.dlrm_support import (
     plan_for,
     virtual_ranks,
 )
-from tests.runtime_support import RowWiseAdagrad, assert_bitwise, run_ranks
+from tests.runtime_support import assert_bitwise, run_ranks
 
 OPTIMIZER = RowWiseAdagrad(lr=0.05, eps=1e-8)
 

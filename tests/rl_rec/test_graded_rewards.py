@@ -97,8 +97,8 @@ def test_the_reward_head_learns_the_grades(log: tuple[Path, dict[int, int]], tmp
     assert error < 0.25 * np.abs(wanted - wanted.mean()).mean()
 
 
-def test_what_grades_do_not_suit_is_refused(log: tuple[Path, dict[int, int]], tmp_path: Path
-                                            ) -> None:
+def test_unsuitable_uses_of_grades_are_refused(log: tuple[Path, dict[int, int]], tmp_path: Path
+                                               ) -> None:
     path, _ = log
     data = load(path, tmp_path / "graded", RATED, label="rating:number")
     with pytest.raises(InvalidInputError, match="mse"):

@@ -22,8 +22,8 @@ OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 #endif
 
 // One block; thread r waits for rank r, unless that rank's memory cannot be addressed. The kernel
-// itself increments the count in device memory, so that a captured step can be replayed. After one
-// wait in vain a rank does not wait again: the step ends, and the host raises the error.
+// itself increments the count in device memory, so that a captured step can be replayed. After the
+// deadline has passed once, a rank does not wait again: the step ends, and the host raises the error.
 __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
                               int32_t world_size, int64_t deadline_ns, ErrorSink error) {
   __shared__ uint32_t turn;

@@ -397,8 +397,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
   }
 }
 
-// One block: the header of this rank's outbox, which stays closed if the batch is refused, also
-// because it does not fit.
+// Writes the header of this rank's outbox, which stays closed if the batch is refused, for instance
+// because it does not fit. One block.
 __global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan plan) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* box = view.outboxes[view.rank];

@@ -113,7 +113,7 @@ struct Kernels {
   int64_t (*far_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
                       FarRows& out, Scratch& scratch);
   // De-duplicated pull, see peer_rows.h: the distinct rows of neighbours among a table's ids (returns
-  // the first bad id's index, or -1), and what of them is read.
+  // the first bad id's index, or -1), and the counts of reads of these rows.
   int64_t (*distinct_rows)(const Table& table, const Batch& batch, int32_t rank, DistinctRows& out,
                            Scratch& scratch);
   void (*count)(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,

@@ -121,8 +121,8 @@ OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int6
   return count;
 }
 
-// Bags of one id each, a few at a time and type by type: in order, the branch on each row's type
-// would often be mispredicted.
+// Bags of one id each. Groups of bags are processed type by type, since in the order of the bags the
+// branch on each row's type would often be mispredicted.
 template <int N, bool kWeighted, bool kStream>
 OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float* w,
                               int64_t num_bags, int64_t ahead, float* out, int64_t stride) {

@@ -91,9 +91,9 @@ OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i se
   return _mm512_i64gather_epi64(at, entries, 8);
 }
 
-// `resolve` for eight ids at a time: head words and listed positions by gather, all else in
-// registers. Quotients are computed in double: as offsets are below 2^32, (offset + 0.5) / period
-// differs from integers by more than its rounding error.
+// `resolve` for eight ids at a time: gathers load head words and listed positions, all else is in
+// registers. Quotients are computed in double, which is exact enough: offsets are below 2^32, so
+// (offset + 0.5) / period differs from every integer by more than the rounding error.
 template <int kRegisters, bool kHead, class Id, class Out>
 int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const FlatTiers& flat = *map.flat;

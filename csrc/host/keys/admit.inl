@@ -15,7 +15,7 @@ struct EvictionOrder {
         scores[i] = ages[i].clock == clock ? kNever : score(ages[i]);
     };
     const auto of = [](uint64_t high, uint64_t low) { return high << 32 | low; };
-    // Bits of floats >= 0 are in the order of their values. A clock that is ahead counts as the
+    // Floats >= 0 have the order of their bits. A clock that is ahead counts as the
     // present one.
     const auto per_distance = [&](uint32_t count, uint32_t since) {
       const uint32_t distance = std::max(clock, since) - since + 1;

@@ -36,8 +36,7 @@ namespace oper::host {
 constexpr int64_t kBucketSlots = 64, kLineSlots = 8, kBucketCandidates = 32;
 
 // Which key of a bucket is evicted: the one with the lowest clock; with the lowest count; or with the
-// lowest ratio, in float32, of its count to the updates since its clock, plus one; of equal ones the
-// one with the lowest clock.
+// lowest count / (updates since its clock + 1), in float32. Ties are broken by the lowest clock.
 enum class Eviction : int64_t { kLeastRecent, kLeastFrequent, kLeastPerDistance };
 
 // Clocks count updates of the table, so that ages are in updates.

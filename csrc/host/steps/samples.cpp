@@ -1,4 +1,4 @@
-// Samples that share bags: each bag is pooled once, and its row stands for all samples that have it.
+// Samples that share bags: each bag is pooled once, and all samples that have it get its row.
 #include "host/steps/step.h"
 
 namespace oper::host {

@@ -17,8 +17,7 @@ from typing import Any
 
 from oper.bench.core.memory import cpu_seconds, peak_rss_mb
 from oper.errors import OperError
-from oper.support.allocator import MALLOC
-from oper.support.processes import end_with_parent
+from oper.support.processes import MALLOC, end_with_parent
 
 _ANSWER_S = 600.0
 # Environment of a single-threaded process; Arrow takes its thread count from OMP_NUM_THREADS.

@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 from oper.bench.core.child import Child, ProcessOptions
 from oper.bench.core.record import BusyClock
 from oper.errors import OperError
-from oper.support.allocator import MALLOC, give_back
-from oper.support.processes import free_port
+from oper.support.processes import MALLOC, free_port, trim_memory
 
 Progress = Callable[[str], None]  # takes a line of text about the current activity
 
@@ -132,7 +131,7 @@ def _measure(pipe: Connection, cases: Sequence[Any]) -> None:
 
         pipe.send(("result", json.dumps(case.measure(tell))))
         gc.collect()
-        give_back()  # the next case needs the memory, which `MALLOC` would keep in this process
+        trim_memory()  # for the next case, since `MALLOC` keeps freed memory in this process
     if world_size > 1:
         dist.barrier()
 

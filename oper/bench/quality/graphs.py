@@ -99,9 +99,9 @@ class Case:
 class TastesCase:
     """Models' representations of simulated users with known tastes.
 
-    CaD-VAE finds concepts and graph itself, or is given the true concepts of the items, or these
-    and the true graph, or the true concepts and no graph; and it is trained with other weights of
-    the labels, `beta_z`.
+    CaD-VAE finds concepts and graph itself, or is given the true concepts of the items: with a
+    fitted graph, the true graph, or no graph. With the true graph it is also trained with other
+    weights of the labels, `beta_z`.
 
     The number of items of concept k that a user chooses is drawn as in `Case`. The items depend on
     the user's taste v_k, which is normal and independent of all other variables: an item at

@@ -20,7 +20,7 @@ from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
 from oper.stats import AccessStats
-from oper.support.allocator import give_back
+from oper.support.processes import trim_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,7 +188,7 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
             served.row_dtype]
         model = quantize_inference_model(model, fp_weight_dtype=torch.qint8,
                                          quantization_dtype=dtype)
-    give_back_memory()
+    trim_memory()
     return TorchPredictor(model, served.signature, VARIANTS if kind == "torchrec" else VARIANTS[:1])
 
 
@@ -217,4 +217,4 @@ def _scripted(model: nn.Module) -> Any:
 def give_back_memory() -> None:
     """Return freed memory to the system, so that it does not count as memory of the tables."""
     gc.collect()
-    give_back()
+    trim_memory()

@@ -8,7 +8,7 @@ wait for each other. Every array of a file has a CRC-32, see `oper.support.files
 
 An item of a part is [collection, table, first column, parts]. ``rows`` and optimizer states have
 their rows' numbers in ``ids``. Records of a dynamic table's directory (``keys``, ``candidates``)
-and ``expired`` slots are as `keys_to_numpy` returns them.
+and ``expired`` slots are in the form of `keys_to_numpy`.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ class DeltaCheckpoints:
         if not found or len(found) < len(held) or memory_bytes < 1:
             raise InvalidInputError(
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
-                "at least one collection, at least a byte", "save whole checkpoints")
+                "at least one collection, at least a byte", "save full checkpoints")
         for t in found:
             if t.replicas is not None:
-                t.replicas.refuse(_WHAT, "save whole checkpoints")
+                t.replicas.refuse(_WHAT, "save full checkpoints")
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written
@@ -220,7 +220,7 @@ class DeltaCheckpoints:
         if self._problem is not None:
             raise OperError(
                 _WHAT, "folder", str(self._folder), "a place that can be written",
-                f"{self._problem}; make room and save a whole checkpoint") from self._problem
+                f"{self._problem}; make room and save a full checkpoint") from self._problem
 
     def flush(self) -> None:
         """Wait until all deltas have been written; raises OperError if one could not be written."""

@@ -101,8 +101,8 @@ class Follower:
             now = self._stamp(self._newest())
         except (FileNotFoundError, FileFormatError):  # being replaced
             return False
-        # A checkpoint's folder is never modified, only replaced, so that its inode changes. While it
-        # is being replaced, it has another name.
+        # A checkpoint's folder is never modified, only replaced, so that its inode changes. While
+        # it is being replaced, it has another name.
         is_new = now[1:] != self._seen[1:]
         self._seen = now
         if is_new:
@@ -153,7 +153,7 @@ class Follower:
         if beyond and f"{self._next:06d}" not in names:
             raise FileFormatError(f"the chain of deltas in {str(folder)!r} is broken", "delta",
                                   f"{self._next:06d} is missing, {beyond} is there",
-                                  "all of them in order", "wait for the next whole checkpoint")
+                                  "all of them in order", "wait for the next full checkpoint")
 
     def _read(self, delta: Delta) -> Change:
         """Open a complete delta and verify its position in the chain and its dense weights."""
@@ -161,7 +161,7 @@ class Follower:
         if self._step >= 0 and delta.since != self._step:
             raise FileFormatError(what, "continues step", delta.since,
                                   f"{self._step}, the one in service",
-                                  "wait for the next whole checkpoint")
+                                  "wait for the next full checkpoint")
         places: dict[str, dict[int, list[tuple[ArrayFile, int]]]] = {}
         dense: dict[str, torch.Tensor] = {}
         keys: dict[str, list[_KeyItem]] = {}
@@ -183,7 +183,7 @@ class Follower:
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
                 raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
                                       "rows and a state",
-                                      "wait for the next whole checkpoint") from error
+                                      "wait for the next full checkpoint") from error
         return Change(delta.number, delta.step, made / 1e6, _Rows(what, places, self.refuse),
                       dense, {table: _joined_keys(items) for table, items in keys.items()})
 
@@ -211,7 +211,7 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             damaged = FileFormatError(self._what, f"rows of table {table!r}",
                                       f"{type(error).__name__}: {error}", "ids and rows",
-                                      "wait for the next whole checkpoint")
+                                      "wait for the next full checkpoint")
             self._refuse(str(damaged))
             raise damaged from error
         return _joined(self._what, table, pieces)
@@ -276,7 +276,7 @@ def _joined(what: str, table: str, pieces: dict[int, list[tuple[np.ndarray, torc
         if ids is not None and not np.array_equal(ids, mine[order]):
             raise FileFormatError(what, f"pieces of table {table!r}",
                                   f"{ids.size} and {mine.size} rows", "the same rows",
-                                  "wait for the next whole checkpoint")
+                                  "wait for the next full checkpoint")
         ids = mine[order]
         columns.append(torch.cat([v for _, v in found])[torch.from_numpy(order)])
     assert ids is not None

@@ -40,7 +40,7 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
 
     Returns:
         With one rank, copies. With several, ``DTensor`` objects sharded like the rows, except for
-        ``clock``, a plain tensor. Inside `rows_never`, only ``clock``.
+        ``clock``, a plain tensor. In a `rows_never` block, only ``clock``.
     """
     keys = tables.keys
     if keys is None or name not in keys.tables:

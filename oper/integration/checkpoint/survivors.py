@@ -42,12 +42,12 @@ class Survivors:
         self._model, self._optimizer = model, optimizer
         tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
         if not tables:
-            raise InvalidInputError(_WHAT, "tables", 0, "sharded tables that are trained",
-                                    "save whole checkpoints")
+            raise InvalidInputError(_WHAT, "trained sharded tables", 0, "at least one",
+                                    "save full checkpoints")
         for t in tables:
             for part in (t.keys, t.replicas):
                 if part is not None:
-                    part.refuse(_WHAT, "save whole checkpoints")
+                    part.refuse(_WHAT, "save full checkpoints")
         self._progress = [Progress(t) for t in tables]
         self._marks: list[Mark] = []
         self.mark()

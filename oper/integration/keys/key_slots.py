@@ -73,7 +73,7 @@ def changed_buckets(slots: np.ndarray, keys: np.ndarray, is_held: np.ndarray, nu
         num_slots, seed: as for `KeySlots`.
 
     Raises:
-        InvalidInputError: there is no such slot, or a key does not belong into its slot.
+        InvalidInputError: there is no such slot, or a key does not belong in its slot.
     """
     what = "cannot change the keys of a table"
     if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
@@ -84,7 +84,7 @@ def changed_buckets(slots: np.ndarray, keys: np.ndarray, is_held: np.ndarray, nu
     bad = np.flatnonzero(is_held & (expected != buckets))
     if bad.size:
         raise InvalidInputError(what, f"key of slot {int(slots[bad[0]])}", int(keys[bad[0]]),
-                                f"a key of bucket {int(buckets[bad[0]])}",
+                                f"a key of the slot's bucket {int(buckets[bad[0]])}",
                                 "publish weights of a run with the same rows and seed")
     tags = (hashes & np.uint64(0xFF)).astype(np.uint8)
     tags = np.where(is_held, np.maximum(tags, 1), 0).astype(np.uint8)

@@ -129,7 +129,7 @@ def rule_of(config: Any, module: nn.Module) -> DynamicTable:
         module: the ``MCHManagedCollisionModule`` or ``HashZchManagedCollisionModule``.
 
     Raises:
-        InvalidInputError: a setting has no equal in `oper.DynamicTable`.
+        InvalidInputError: a setting has no counterpart in `oper.DynamicTable`.
     """
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
@@ -213,8 +213,8 @@ def _bound_of(table: str, init_fn: Any) -> float:
 
 
 class RawKeys(nn.Module):
-    """Takes the place of a managed-collision module in front of a dynamic table; its output are the
-    ids themselves, or what the module's ``input_hash_func`` makes of them.
+    """Takes the place of a managed-collision module in front of a dynamic table; it returns the
+    ids themselves, or their hashes by the module's ``input_hash_func``.
 
     Args:
         module: the managed-collision module.
@@ -249,7 +249,7 @@ class RawKeys(nn.Module):
                 for name, f in features.items()}
 
     def evict(self) -> None:
-        """Return None, as a managed-collision module does that has evicted nothing."""
+        """Return None: nothing was evicted."""
 
     def input_size(self) -> int:
         return int(self._hash_size)

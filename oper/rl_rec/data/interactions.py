@@ -52,7 +52,7 @@ class DataOptions:
             interaction is positive if its reward is > 0; so with ratings 1 to 10 as labels,
             ``reward_offset = 7`` makes ratings of 8 or more positive, in grades.
         seed: seed of the draws of ``"held_out_users"``.
-        action: sparse column of the kind of each interaction, such as view or purchase; HSTU only.
+        action: sparse column of interactions' kinds, such as view or purchase; HSTU only.
         content: sparse columns that describe items, such as a category or brand, with equal values
             in all rows of an item; HSTU only.
     """
@@ -107,7 +107,7 @@ class HeldOut:
 
 class Log(NamedTuple):
     """N rows in the order of the log: ids of users and items int64 (<= 0 = missing), rewards
-    float32 (in the argument of `from_log`: labels), times int64 in seconds, ids of baskets int64
+    float32 (before `from_log`: labels), times int64 in seconds, ids of baskets int64
     (<= 0 = missing) or None, and ids of `DataOptions.action`, if any, and `content`, int64 [N, C]
     (0 = missing), or None."""
 

@@ -307,8 +307,8 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """Consumption of the resource rows by features placed by option, without fixed charges,
-        assuming full owners.
+        """Return what features, placed by option, consume of each resource, without fixed charges,
+        if owners are full.
 
         Args:
             amount: float64 [N, M, 4], features by option.

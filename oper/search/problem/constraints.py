@@ -264,8 +264,7 @@ def _check_groups(value: Constraints, known: Sequence[str]) -> None:
 
 
 def units(value: Constraints) -> dict[str, str]:
-    """The representative of each table in a group: tables that are kept together have the same one.
-    """
+    """Map each table in a group to a representative, the same for tables kept together."""
     root = {name: name for group in (*value.keep_together, *value.keep_apart) for name in group}
     for first, *rest in value.keep_together:
         for name in rest:

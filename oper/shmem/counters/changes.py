@@ -67,7 +67,7 @@ class ChangedRows:
         self._of = self._now()
         keys = self.tables.keys
         self._clocks = {name: keys.clock(name) for name in keys.tables} if keys else {}
-        # The time to live may have been another one before.
+        # The time to live may have been different before.
         self._expired_since = dict.fromkeys(self._clocks, -1)
 
     def accept(self) -> None:

@@ -278,7 +278,7 @@ class DeviceTables(ShardedTables):
         rates = [group["lr"] for group in self.param_groups]
         try:
             for group in self.param_groups:
-                group["lr"] = 0.0  # not used; an invalid one may be why this rank refuses
+                group["lr"] = 0.0  # not used; this rank may refuse because of an invalid one
             super().step(self._refused_pass())
         finally:
             for group, rate in zip(self.param_groups, rates, strict=True):
@@ -296,7 +296,7 @@ class DeviceTables(ShardedTables):
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         key_of = torch.zeros(len(self.features), dtype=torch.int64)
         batch = Lookup(nothing, nothing, key_of, 0, None, pooled)
-        # As bounds of bags, `kRefusedBound` in csrc/device/device.h.
+        # The bound 1 is `kRefusedBound` in csrc/device/device.h.
         return Backward((torch.empty(0, self.output_columns, device=self.device),), batch,
                         torch.ones(1, dtype=torch.int64, device=self.device), self.frozen)
 

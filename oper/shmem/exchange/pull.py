@@ -109,10 +109,10 @@ def duplication(tables: Tables) -> list[Duplication]:
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
     """Measure `PullCosts` for this rank on this machine.
 
-    Reads rows of the piece and neighbour of which both this rank and the neighbour own most rows
-    (without any, returns the defaults); then, with a single memory domain, times lookups with and
-    without de-duplication (with several domains `per_id` keeps its default). Not collective; no
-    rank may be in an update.
+    Times reads in the piece and from the neighbour for which the smaller of the two ranks' numbers
+    of own rows is largest (without any, returns the defaults). Then, with a single memory domain,
+    times lookups with and without de-duplication (with several, `per_id` keeps its default). Not
+    collective; no rank may be in an update.
 
     Args:
         tables: the tables of one rank.

@@ -296,7 +296,7 @@ class Keys:
         return self.counts_of(name, found.tolist())
 
     def own_counts(self, name: str) -> list[int]:
-        """Return this rank's part of `counts`, whose sum over the ranks is for `counts_of`. Reads
+        """Return this rank's part of `counts`; `counts_of` takes the sum over all ranks. Reads
         one byte per row of this rank's buckets; call it between two batches."""
         return list(torch.ops.oper.keys_counts(self._handle, self.tables[name]))
 

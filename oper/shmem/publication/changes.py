@@ -104,7 +104,7 @@ def checked_elements(layout: Layout, elements: ChangedElements
 
     Raises:
         InvalidInputError: there is no such weight or place, or the weight has floats, which would
-            need a check for NaN.
+            have to be checked for NaN.
     """
     entries = {e.key: e for e in layout.dense}
     found = []
@@ -118,7 +118,7 @@ def checked_elements(layout: Layout, elements: ChangedElements
                 raise InvalidInputError(
                     "cannot change elements of published weights", "key, places, values",
                     (key, tuple(places.shape), tuple(values.shape)),
-                    f"a weight of integers, and as many places as values in [0, {most})",
+                    f"a weight of integers, and a place in [0, {most}) for each value",
                     "publish weights of the same model")
             found.append((entry, places.contiguous(), values.contiguous()))
     return found

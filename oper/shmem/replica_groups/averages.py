@@ -60,8 +60,8 @@ def corrected(means: torch.Tensor, before: torch.Tensor, now: torch.Tensor, is_s
         before: this group's rows when they were sent, [n, columns].
         now: this group's rows, [n, columns].
         is_squares: whether they are sums or averages of squared gradients. Where these have become
-            smaller (they decay), the result is ``means * (now / before)``, as a sum could be
-            negative.
+            smaller (they decay), the result is ``means * (now / before)``, since the sum could
+            be negative.
     """
     before, now = before.float(), now.float()
     moved = means + (now - before)
