@@ -5,6 +5,7 @@ The message form is ``<what failed>: <name>=<value>, expected <constraint>; <wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 
 
@@ -71,6 +72,9 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
         text = repr(value)
     except RecursionError:  # `value` was read from a file that nests too deeply
         text = f"a {type(value).__name__} of many levels"
+    except ValueError:  # Python does not print longer integers
+        holder = "" if isinstance(value, int) else f"a {type(value).__name__} with "
+        text = f"{holder}a number of more than {sys.get_int_max_str_digits()} digits"
     if len(text) > 200:
         text = text[:200] + "..."
     return f"{what}: {name}={text}, expected {expected}; {todo}"

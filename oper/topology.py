@@ -53,20 +53,21 @@ from oper.support.settings import Reader
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = "bytes >= 0, or text like '80GB'"
+_SIZE = "a whole number of bytes >= 0, or text like '80GB'"
 MAX_RANKS = 1 << 16  # in a topology file, since a typo in `copies` could ask for far too many
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Parse a size in bytes: a number, or text such as ``"80GB"`` or ``"24GiB"``; raises
+    """Parse a size in bytes: a whole number, or text such as ``"80GB"`` or ``"24GiB"``; raises
     InvalidInputError for other values."""
-    text = str(value).strip().upper().replace(" ", "")
-    digits = text.rstrip("KMGTIB")
     try:
+        text = str(value).strip().upper().replace(" ", "")
+        digits = text.rstrip("KMGTIB")
         size = float(digits) * _SUFFIXES[text[len(digits):] or "B"]
     except (KeyError, ValueError):
         size = -1.0
-    if not 0 <= size < 1 << 63 or isinstance(value, bool):
+    is_whole = not isinstance(value, float) or value.is_integer()
+    if not 0 <= size < 1 << 63 or isinstance(value, bool) or not is_whole:
         raise InvalidInputError("cannot read a size", "value", value, _SIZE,
                                 "write bytes, or a number with B, kB, MB, GB or TB (KiB, MiB, ...)")
     return int(size)
@@ -257,7 +258,8 @@ class Topology:
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Topology:
         """Make a topology from a parsed TOML file; raises InvalidInputError as `from_toml` does."""
-        what = f"invalid topology {value.get('name', '')!r}"
+        name = value.get("name")
+        what = "invalid topology" + (f" {name!r}" if isinstance(name, str) else "")
         file = Reader(lambda name, value, expected: InvalidInputError(
             what, name, value, expected, "correct the topology file")
                       ).build(_File, value)

@@ -320,6 +320,8 @@ class _ColumnEntry(Column):
             ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"),
             ("transform", self.transform, self.transform == "none" or kind == "dense"
              or parse == "number", "'none' unless the column is dense or a label that is a number"),
+            ("threshold, positive", (self.threshold, self.positive), parse != "number"
+             or (self.threshold, self.positive) == (1.0, ()), 'neither with parse = "number"'),
             ("multi", self.multi, not self.multi or (len(self.multi) == 1 and kind == "sparse"),
              "a single character, only for a sparse column"),
             ("bins", self.bins, bool(self.bins) == (parse == "bins")
@@ -336,10 +338,9 @@ class _ColumnEntry(Column):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LayoutEntry(LayoutOptions):
-    """A ``[[layout]]`` of a recipe."""
+class _FileEntry(LayoutOptions):
+    """The columns of a file and its format."""
 
-    name: Text
     column: tuple[_ColumnEntry, ...]
 
     def to_layout(self, what: str, name: str) -> Layout:
@@ -348,13 +349,19 @@ class _LayoutEntry(LayoutOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _JoinEntry(_LayoutEntry):
+class _LayoutEntry(_FileEntry):
+    """A ``[[layout]]`` of a recipe."""
+
+    name: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JoinEntry(_FileEntry):
     """A ``[[join]]`` of a recipe, by default with a CSV file."""
 
     file: Text
     key: Text
     on: Text | None = None
-    name: str = "join"
     separator: str = ","
     header: bool = True
     quote: Character = '"'
@@ -401,11 +408,11 @@ def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Rec
     entry = Reader(lambda name, value, expected: InvalidInputError(
         what, name, value, expected, "correct the recipe")
                    ).build(_RecipeEntry, value)
+    own = sorted({"column", *entry.options} & set(value))
     require(what, "write them into every [[layout]]", (
-        "column and options of a layout", sorted(set(value) - {"name"}), not entry.layout or (
-            not entry.column and entry.options == LayoutOptions().options),
+        "column and options of a layout", own, "layout" not in value or not own,
         "none beside [[layout]]"))
-    layouts = tuple(x.to_layout(what, x.name) for x in entry.layout) or (
+    layouts = tuple(x.to_layout(what, x.name) for x in entry.layout) if "layout" in value else (
         entry.to_layout(what, "default"),)
     recipe = Recipe(
         entry.name, entry.title or entry.name, layouts, **dataclasses.asdict(entry.split),

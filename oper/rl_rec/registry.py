@@ -54,7 +54,7 @@ class Workload:
 
 def _need_binary(data: Interactions, key: str, remedy: str) -> None:
     """Raise InvalidInputError unless rewards are in 0..1, as the setting `key` requires."""
-    low, high = data.rewards.min(initial=0), data.rewards.max(initial=0)
+    low, high = float(data.rewards.min()), float(data.rewards.max())
     if not 0 <= low <= high <= 1:
         raise InvalidInputError("cannot train on these rewards", "rewards", (low, high),
                                 f"0..1 with {key}", remedy)

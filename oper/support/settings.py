@@ -50,7 +50,7 @@ class Reader:
                              f"a section of keys, some of {list(hints)}")
         unknown, missing = values.keys() - hints.keys(), _required(kind) - values.keys()
         if unknown:
-            raise self.error("unknown keys", [f"{prefix}{k}" for k in unknown],
+            raise self.error("unknown keys", sorted(f"{prefix}{k}" for k in unknown),
                              f"some of {[prefix + k for k in hints]}")
         if missing:
             raise self.error("missing keys", sorted(prefix + k for k in missing), "none")
@@ -105,7 +105,7 @@ class Reader:
             value = [value]
         if not isinstance(value, list | tuple) or size not in (None, len(value)):
             raise self.error(name, value, "a list of " + ("" if size is None else f"{size} ")
-                             + _PLURALS.get(each, "entries"))
+                             + _PLURALS.get(getattr(each, "__origin__", each), "entries"))
         return tuple(self._value(f"{name}[{k}]", x, each) for k, x in enumerate(value))
 
 

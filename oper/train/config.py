@@ -236,7 +236,7 @@ class TrainConfig:
     stats: str = ""
     plan: str = ""
     topology: str = ""
-    seed: Count = 1
+    seed: Annotated[int, Rule(lambda x: 0 <= x < 1 << 64, "an integer >= 0 and < 2^64")] = 1
     batch_size: Positive = 2048
     shuffle: bool = True
     epochs: Positive = 1
@@ -345,13 +345,17 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
     try:
         return _READER.build(TrainConfig, _with_model(values))
     except _KeyError as error:
-        if error.keys & set(flags or ()):
+        # An error may be in a part of a flag's list, or in a section that a flag has made.
+        if any(f"{flag}.".startswith(f"{key}.") or key.startswith(f"{flag}[")
+               for key in error.keys for flag in flags or ()):
             raise UsageError(str(error)) from None
         raise
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with ``[model]`` replaced by an object of the model's configuration class."""
+    if "model_name" in values:
+        raise _bad("unknown keys", ["model_name"], "model.name, the name of a model")
     section = values.get("model", {})
     if not isinstance(section, Mapping):
         raise _bad("model", section, "a section of keys")

@@ -235,11 +235,25 @@ def test_another_recipe() -> None:
     ({"column": [{"name": "a", "kind": "sparse", "transform": "log1p"}]}, "transform"),
     ({"column": [{"name": "a", "kind": "dense", "first": 1, "last": 2}]}, "first"),
     ({"column": [{"kind": "dense"}]}, "keys"),
+    ({"column": [*COLUMNS[1:], {**COLUMNS[0], "parse": "number", "threshold": 4}]}, "threshold"),
+    ({"column": [*COLUMNS[1:], {**COLUMNS[0], "parse": "number", "positive": ["a"]}]}, "positive"),
+    ({"layout": []}, r"beside \[\[layout\]\]"),
+    ({"layout": [{"name": "a", "column": COLUMNS}], "column": []}, r"beside \[\[layout\]\]"),
+    ({"join": [{"name": "a", "file": "f", "key": "id1", "column": COLUMNS[2:]}]}, "unknown keys"),
     ({"column": [*COLUMNS, {"name": "ü" * 101, "kind": "sparse"}]}, "at most 200 bytes"),
 ])
 def test_bad_recipes(change: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidInputError, match=word):
         recipe_from_dict({"name": "own", "column": COLUMNS, **change})
+
+
+def test_no_default_options_beside_layouts() -> None:
+    layouts = {"name": "own", "layout": [{"name": "a", "column": COLUMNS}]}
+    assert recipe_from_dict(layouts).layouts[0].name == "a"
+    with pytest.raises(InvalidInputError, match=r"\['header'\], expected none beside"):
+        recipe_from_dict({**layouts, "header": False})
+    with pytest.raises(InvalidInputError, match="layouts"):
+        recipe_from_dict({"name": "own", "layout": []})
 
 
 def test_recipes_by_name_and_file(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_unsuitable_features_are_refused(folder: Path) -> None:
         load_interactions(folder, replace(NAMED, content=("brands",)))
     with pytest.raises(InvalidInputError, match=r"'event'.*one value in all rows of an item"):
         load_interactions(folder, replace(NAMED, content=("event",)))
+    with pytest.raises(InvalidInputError, match="every column once"):
+        replace(NAMED, content=("brand", "brand"))
     log = Log(*(np.ones(3, np.int64) for _ in range(4)))
     with pytest.raises(InvalidInputError, match=r"Log.features"):
         from_log(log, NAMED)

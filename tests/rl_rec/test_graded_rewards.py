@@ -109,6 +109,9 @@ def test_unsuitable_uses_of_grades_are_refused(log: tuple[Path, dict[int, int]],
         generic_recipe("csv", Choice(["item"], "rating:number", threshold=4.0))
     with pytest.raises(InvalidInputError, match="reward_scale"):
         DataOptions(reward_scale=0.0)
+    for beyond in (DataOptions(reward_scale=1e-45), DataOptions(reward_offset=1e300)):
+        with pytest.raises(InvalidInputError, match="expected finite rewards"):
+            load_interactions(tmp_path / "graded", beyond)
 
 
 def test_a_bad_number_is_a_bad_row(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import oper
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.train.config import TrainConfig, load_config, parse_settings
 from oper.train.engines import table_optimizer
 from tests.support import ROOT
@@ -77,6 +77,33 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
 def test_one_clear_error(flags: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         load_config(None, {"data": "d"} | flags)
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"model.dense_layers": "8,x"}, r"model\.dense_layers\[1\]='x', expected an integer"),
+    ({"no.such.key": "3"}, r"unknown keys=\['no'\]"),
+    ({"zz": "1", "model.x": "2", "aa": "3"}, r"unknown keys=\['model\.x'\]"),
+    ({"zz": "1", "mm": "2", "aa": "3", "kk": "4"}, r"unknown keys=\['aa', 'kk', 'mm', 'zz'\]"),
+    ({"model_name": "sasrec"}, r"unknown keys=\['model_name'\], expected model\.name"),
+])
+def test_errors_in_flags_are_of_the_command_line(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(None, {"data": "d"} | flags)
+
+
+def test_errors_in_files_are_not_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('data = "d"\n[model]\ndense_layers = [8, "x"]\n')
+    with pytest.raises(InvalidInputError, match=r"dense_layers\[1\]='x'") as found:
+        load_config(path, {"model.dim": "8"})
+    assert not isinstance(found.value, UsageError)
+
+
+def test_a_number_that_python_does_not_print(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'data = "d"\nseed = 0x{"f" * 6000}\n')
+    with pytest.raises(InvalidInputError, match=r"seed=a number of more than 4300 dig.*< 2\^64"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("flags, want", [

@@ -82,6 +82,7 @@ class DataOptions:
             *rules_of(self), ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
             ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
              "a column if and only if protocol='leave_last_baskets'"),
+            ("content", len(set(self.content)) == len(self.content), "every column once"),
             ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
             ("test", users or (0 < self.test < 1 and shares < 1),
              f"a share between 0 and 1 - valid = {1 - self.valid:g}"))
@@ -238,8 +239,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     """Make interactions from rows in any order; see `Log` and `DataOptions`.
 
     Raises:
-        InvalidInputError: no interactions or no training users are left, or the protocol needs
-            baskets and the log has none.
+        InvalidInputError: no interactions or no training users are left, rewards are not finite,
+            or the protocol needs baskets and the log has none.
     """
     left_out = {}
     num_features = bool(options.action) + len(options.content)
@@ -248,8 +249,14 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
                                 if log.features is None else log.features.shape[1],
                                 f"{num_features}: the action, if any, and the content",
                                 "pass them, or change interactions.action and .content")
-    log = log._replace(rewards=(
-        (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
+    with np.errstate(all="ignore"):
+        log = log._replace(rewards=(
+            (log.rewards - options.reward_offset) / options.reward_scale).astype(np.float32))
+    if not np.isfinite(log.rewards).all():
+        raise InvalidInputError("cannot compute rewards", "reward_offset, reward_scale",
+                                (options.reward_offset, options.reward_scale),
+                                "finite rewards (label - reward_offset) / reward_scale in float32",
+                                "change them in the section [interactions], or the labels")
 
     def keep(kept: np.ndarray, reason: str) -> None:
         nonlocal log
