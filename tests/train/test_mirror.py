@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from oper.data.reading import store as stores
 from oper.errors import InvalidInputError, MissingDependencyError
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.files import CHECKSUMS, check_files
 from oper.integration.checkpoint.follow import Follower
-from oper.data.reading import store as stores
 from oper.train.mirror import RunMirror
 from oper.train.resume import CHECKPOINT, STATE
 from oper.train.trained import find_weights
