@@ -101,8 +101,8 @@ class Follower:
             now = self._stamp(self._newest())
         except (FileNotFoundError, FileFormatError):  # being replaced
             return False
-        # A checkpoint's folder is never modified, only replaced, so that its inode changes. While
-        # it is being replaced, it has another name.
+        # A checkpoint's folder is never modified, only replaced, so that its inode changes. It has
+        # another name while it is being replaced.
         is_new = now[1:] != self._seen[1:]
         self._seen = now
         if is_new:
