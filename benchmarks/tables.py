@@ -121,7 +121,7 @@ def cluster() -> str:
                 "oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms")),
              *(number(c[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer")),
              number(c["bytes_ratio_without_headers"], 3)]
-            for c in load("cluster")["cases"] if "contenders" in c]
+            for c in load("cluster")["cases"] if "oper_step_ms" in c]
     return table(["case", "OPER, ms", "predicted", "bound", "TorchRec's best", "ratio", "at bound",
                   "best peer's plan", "bytes counted / simulated"], rows)
 
