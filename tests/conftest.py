@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -29,3 +30,16 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     schedule.arrange(items)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The URL of a file or folder in an S3 bucket, with ``{}`` in place of its name."""
+    from oper.bench.data.store import s3_server
+    from oper.errors import MissingDependencyError
+
+    try:
+        with s3_server() as url:
+            yield url
+    except MissingDependencyError as error:
+        pytest.skip(str(error))

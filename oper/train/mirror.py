@@ -122,7 +122,7 @@ class RunMirror:
                 self._copy(name, found[name], self.folder / name, self._deltas)
         return missing and fail("no later step is served yet", "missing delta", missing,
                                 f"all deltas up to {last} in {store.full_name(self._url)!r}",
-                                "upload it, or save a whole checkpoint")
+                                "upload it, or save a full checkpoint")
 
     def _copy(self, name: str, stamp: tuple[int, int], to: Path, have: Stamps) -> None:
         """Copy a file of the store unless it is in `have`, and add it there. A file that changes or

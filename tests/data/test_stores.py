@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.bench.data.store import s3_server
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.errors import FileFormatError, InvalidInputError
 from tests.data.folder_support import decoded, parquet_bytes
 from tests.data.gcs_server import gcs_server
 from tests.support import ROOT
@@ -47,15 +45,6 @@ def local(tmp_path: Path, invent: Any, write: Any) -> Path:
     write(tmp_path / "train.txt", invent(300))
     preprocess(CRITEO, [str(tmp_path / "train.txt")], tmp_path / "out")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    try:
-        with s3_server() as url:
-            yield url
-    except MissingDependencyError as error:
-        pytest.skip(str(error))
 
 
 def stored_parquet_bytes(out: str) -> dict[str, bytes]:

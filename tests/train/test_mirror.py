@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from oper.data.reading import store as stores
-from oper.errors import InvalidInputError, MissingDependencyError
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.integration.checkpoint.files import CHECKSUMS, check_files
 from oper.integration.checkpoint.follow import Follower
@@ -64,20 +64,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield Store((tmp_path / "store").as_uri(), str(tmp_path / "store"),
                     fsspec.filesystem("file", auto_mkdir=True))
     else:
+        from fsspec.implementations.arrow import ArrowFSWrapper
         from pyarrow import fs
 
-        from oper.bench.data.store import s3_server
-        from oper.data.reading.store import filesystem
-
-        try:
-            with s3_server() as bucket:
-                url = bucket.format("run")
-                found, path, _ = filesystem(url)
-                assert isinstance(found, fs.S3FileSystem)
-                arrow: Any = pytest.importorskip("fsspec.implementations.arrow")
-                yield Store(url, path, arrow.ArrowFSWrapper(found))
-        except MissingDependencyError as error:
-            pytest.skip(str(error))
+        url = request.getfixturevalue("bucket").format(tmp_path.name)
+        found, path, _ = stores.filesystem(url)
+        assert isinstance(found, fs.S3FileSystem)
+        yield Store(url, path, ArrowFSWrapper(found))
 
 
 def upload(store: Store, run: Path, mirror: RunMirror, seed: int) -> None:
