@@ -133,8 +133,7 @@ Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t s
   Workspace work = lay_out(*tables.context, batch, prepared.workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
   STD_TORCH_CHECK(
-      bits_for(static_cast<uint64_t>(tables.context->view.num_features)) + work.plan.bag_bits <=
-          32,
+      bits_for(static_cast<uint64_t>(tables.context->view.num_features)) + work.plan.bag_bits <= 32,
       "a batch of ", x.batch_size, " samples with ", tables.context->view.num_features,
       " features is too large: samples times features must stay below 2^32");
   if (prepared.is_swapped) work.plan.swap_spare();
@@ -226,8 +225,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
   const std::vector<int64_t> begin =
       ids_before_keys(call.prepared.bounds, x.batch_size, call.stream);
   int64_t rows = 0;
-  for (int64_t key : keys.keys)
-    rows += begin[key + 1] - begin[key];
+  for (int64_t key : keys.keys) rows += begin[key + 1] - begin[key];
   return rows;
 }
 
@@ -246,7 +244,8 @@ void forward_push(const Call& call, const Output& out) {
   };
   const std::optional<Tensor> requests = tables.requests, partials = tables.partials;
   find_messages();
-  publish_requests(call.launch(), call.batch, work.plan, push);
+  publish_requests(call.launch(), call.batch, work.plan, push,
+                   static_cast<int64_t*>(call.prepared.bounds.data_ptr()), call.work.plan.refused);
   at(tables, Point::kRequests);  // with other domains: replaces both by mirrors
   barrier(call);
   find_messages();
@@ -268,11 +267,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
     prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
   Call call = call_of(tables, x, *prepared, stream);
   const UnderWay under_way(call);
-  const int64_t columns =
-      x.pooled ? call.context.output_columns : call.context.unpooled_columns;
-  const Tensor out = torch::stable::new_empty(*tables.like, {output_rows(call, x), columns},
-                                              ScalarType::Float);
-  const Output output{static_cast<float*>(out.data_ptr()), columns};
+  const int64_t columns = x.pooled ? call.context.output_columns : call.context.unpooled_columns;
+  const Tensor out =
+      torch::stable::new_empty(*tables.like, {output_rows(call, x), columns}, ScalarType::Float);
+  const Output output{static_cast<float*>(out.data_ptr()), columns, out.size(0)};
   // The batch's plan is needed for staging, and in every kMeasuredEvery-th step for measuring how
   // often rows repeat.
   if (prepared->by_pair || tables.counts ||
@@ -346,9 +344,8 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
     using Held = std::shared_ptr<Prepared>;
     const Tensor bounds = prepared->bounds;
-    const Tensor held = tensor_at(
-        new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte, kHostMemory,
-        [](void* data) { delete static_cast<Held*>(data); });
+    const Tensor held = tensor_at(new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte,
+                                  kHostMemory, [](void* data) { delete static_cast<Held*>(data); });
     return {bounds, held, held, 0, 0};
   } catch (const Status& status) {
     return {nothing(ids), nothing(ids), nothing(ids), status.code, status.detail};
@@ -462,12 +459,14 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::move(memory);
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(
-    int64_t handle, std::vector<Tensor> grads, Tensor ids, Tensor offsets,
-    std::optional<Tensor> weights, Tensor key_of, int64_t batch_size, bool pooled,
-    Tensor optimizers, double gradient_scale,
-    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
-    std::optional<Tensor> bags, std::optional<Tensor> samples) {
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor> grads, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order, bool updates,
+                                             std::optional<Tensor> bags,
+                                             std::optional<Tensor> samples) {
   (void)order;  // is with the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");

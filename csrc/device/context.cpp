@@ -67,7 +67,7 @@ class Context::Builder {
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);
     c_.epoch_ = memory_.take<uint32_t>(1);
-    int* const flags = memory_.take<int>(3);
+    int* const flags = memory_.take<int>(2);
     for (RowClass& row_class : c_.classes)
       for (int32_t k = row_class.table_begin; k < row_class.table_end; ++k) {
         tables_.push_back(table(k));
@@ -92,10 +92,9 @@ class Context::Builder {
     c_.view.settings = c_.settings;
     c_.view.error = {&c_.words_->error, flags};
     c_.view.peers = {&c_.words_->peers, flags + 1};
-    c_.view.lacks_rows = flags + 2;
     c_.updates_at_once = W == 1 && std::ranges::none_of(tables_, [](const Table& table) {
-      return table.has_replicas || table.pieces != nullptr;
-    });
+                           return table.has_replicas || table.pieces != nullptr;
+                         });
   }
 
  private:
@@ -159,7 +158,8 @@ class Context::Builder {
     out.head_ids = d_.head_ids(t);
     const int32_t num_tiers = static_cast<int32_t>(read.size());
     out.read = {x[kNumRows], num_tiers, memory_.copy(read), head, nullptr};
-    out.home = {x[kNumRows], num_tiers, memory_.copy(d_.tier_maps(t, kHomeAt, maps_)), head, nullptr};
+    out.home = {x[kNumRows], num_tiers, memory_.copy(d_.tier_maps(t, kHomeAt, maps_)), head,
+                nullptr};
     out.pushes = memory_.copy(pushes);
     out.has_push = std::ranges::count(pushes, 1) > 0;
     out.far_masters = c_.far_masters + k * W;
@@ -191,8 +191,8 @@ class Context::Builder {
 
   void list_home_parts(int64_t t, Table& out) {
     const std::vector<TierMap> tiers = d_.tier_maps(t, kHomeAt, d_.maps);
-    const TableMap home{d_.table(t)[kNumRows], static_cast<int32_t>(tiers.size()), tiers.data(), {},
-                        nullptr};
+    const TableMap home{
+        d_.table(t)[kNumRows], static_cast<int32_t>(tiers.size()), tiers.data(), {}, nullptr};
     std::vector<HomePart> parts;
     for (int32_t k = 0; k < home.num_tiers; ++k) {
       const HomeTier part = home_tier(home, d_.owners(t), k, d_.rank);
@@ -208,7 +208,8 @@ class Context::Builder {
     std::vector<Feature> features;
     for (int64_t f = 0; f < d_.num_features; ++f) {
       const int64_t* x = d_.features + f * kFeatureWidth;
-      const int32_t t = place_[x[kFeatureTable]], logical = static_cast<int32_t>(x[kFeatureLogical]);
+      const int32_t t = place_[x[kFeatureTable]],
+                    logical = static_cast<int32_t>(x[kFeatureLogical]);
       features.push_back({t, logical, x[kColumn]});
       c_.logical.push_back(logical);
       c_.output_columns = std::max(c_.output_columns, x[kColumn] + tables_[t].dim);
@@ -248,9 +249,9 @@ class Context::Builder {
     c_.pads_ = memory_.copy(pads);
     int32_t least_dim = tables_.empty() ? 1 : c_.max_dim;
     for (const Table& table : tables_) least_dim = std::min(least_dim, table.dim);
-    c_.inbox_capacity = std::max<int64_t>(
-        1, std::min({c_.own_rows, d_.outbox_bytes / (4 + 4 * least_dim),
-                     (int64_t{kNoEntry} - 1) / d_.world_size}));
+    c_.inbox_capacity =
+        std::max<int64_t>(1, std::min({c_.own_rows, d_.outbox_bytes / (4 + 4 * least_dim),
+                                       (int64_t{kNoEntry} - 1) / d_.world_size}));
   }
 };
 
@@ -264,16 +265,12 @@ Context::Context(const Description& description, const Shared& shared, int64_t d
 }
 
 void Context::forget_error(cudaStream_t stream) {
-  const auto clear = [&](int* flag) {
-    check(cudaMemsetAsync(flag, 0, sizeof(int), stream), "cannot forget an error");
-  };
   for (const ErrorSink& sink : {view.error, view.peers}) {
     if (sink.word->code == 0 || sink.word->code == 2) continue;
-    clear(sink.claimed);
+    check(cudaMemsetAsync(sink.claimed, 0, sizeof(int), stream), "cannot forget an error");
     // No earlier kernel on the stream still writes the word, since each finds it claimed.
     *sink.word = {};
   }
-  clear(view.lacks_rows);
 }
 
 void Context::barrier(cudaStream_t stream) const {
@@ -332,13 +329,15 @@ Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   w.plan.segments = memory.take<uint32_t>(T * W + 1);
   w.plan.refused = memory.take<uint32_t>(1);
   w.plan.bag_bits = bits_for(static_cast<uint64_t>(std::max<int64_t>(batch.batch_size, 1)));
-  w.long_runs.capacity = long_run_capacity(P);
-  w.long_runs.stride = (context.max_dim + 3) / 4 * 4;
-  w.long_runs.runs = memory.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.first = memory.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.chunk_run = memory.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.counts = memory.take<uint32_t>(2);
-  w.long_runs.partials = memory.take<float>(w.long_runs.capacity * w.long_runs.stride);
+  LongRuns& runs = w.long_runs;
+  runs.max_chunks = most_chunks(P);
+  runs.max_partials = most_partials(P);
+  runs.stride = (context.max_dim + 3) / 4 * 4;
+  runs.chunks = memory.take<Chunk>(runs.max_chunks);
+  runs.runs = memory.take<uint32_t>(runs.max_partials);
+  runs.first = memory.take<uint32_t>(runs.max_partials);
+  runs.partials = memory.take<float>(runs.max_partials * runs.stride);
+  runs.counts = memory.take<uint32_t>(3);
   if (context.has_push) {
     take_pairs(w.push, true);
     w.push.slots = memory.take<uint32_t>(P);

@@ -65,14 +65,14 @@ struct Table {
   const int64_t* owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
   const HomePart* home_parts;  // [num_home_parts] this rank's part of each tier
   int32_t num_home_parts;
-  char* rows;                  // this rank's shard
+  char* rows;  // this rank's shard
   float* momentum1;
   float* momentum2;
-  float* const* squares;       // [W] sums of squares by slot, for column pieces, or null
-  uint32_t* const* touched;    // [W] count, then updated replicated slots; null without replicas
+  float* const* squares;          // [W] sums of squares by slot, for column pieces, or null
+  uint32_t* const* touched;       // [W] count, then updated replicated slots; null without replicas
   const FarMasters* far_masters;  // [W]
-  const uint8_t* pushes;       // per tier
-  const int32_t* pieces;       // [num_pieces] of the same row, in column order, or null
+  const uint8_t* pushes;          // per tier
+  const int32_t* pieces;          // [num_pieces] of the same row, in column order, or null
   int32_t num_pieces;
   HeadIds head_ids;  // maps a position back to its id
   int32_t dim, row_columns, piece_start;
@@ -96,7 +96,8 @@ struct Feature {
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
-  // exchange, 13 a peer has refused its batch, 15 ranks update with different settings
+  // exchange, 13 a peer has refused its batch, 15 ranks update with different settings, 16 the batch was refused
+  // in its lookup, whose error was not stored or has been raised
   int32_t code;
   int32_t rank;    // rank that failed; 4: index of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
@@ -119,11 +120,11 @@ struct Batch {
   int64_t num_ids;
   const int64_t* bounds;  // [num_keys * batch_size + 1]
   int64_t num_bounds;
-  const int32_t* key_of;  // [F of the collection]
+  const int32_t* key_of;       // [F of the collection]
   const int32_t* users_begin;  // [num_used_keys + 1] where each key's features (pieces too) begin
   const int32_t* users;        // among these
   int64_t num_used_keys;
-  const float* weights;   // per id, or null
+  const float* weights;  // per id, or null
   int64_t batch_size;
   bool pooled;
   bool by_pair;       // payloads of the plan are numbers of pairs; always so with weights
@@ -147,12 +148,12 @@ OPER_HD constexpr int64_t outbox_header_bytes(int64_t num_tables, int64_t world_
 
 // Descriptions of a rank's tables for kernels, in device memory.
 struct View {
-  const Table* tables;          // [T] in the order of keys
-  const Feature* features;      // [F]
-  const int64_t* table_keys;    // [T + 1] first key of each table
-  const int64_t* own_begin;     // [T + 1] first of this rank's rows of each table, among all its rows
+  const Table* tables;        // [T] in the order of keys
+  const Feature* features;    // [F]
+  const int64_t* table_keys;  // [T + 1] first key of each table
+  const int64_t* own_begin;   // [T + 1] first of this rank's rows of each table, among all its rows
   const Refresh* refreshes;
-  char* const* outboxes;        // [W]
+  char* const* outboxes;  // [W]
   int64_t outbox_bytes;
   const char *arena_begin, *arena_end;  // this rank's memory
   int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
@@ -161,9 +162,6 @@ struct View {
   // Errors of this rank's batches, and errors that other ranks report, which are raised only if there
   // is none of its own.
   ErrorSink error, peers;
-  // Not 0 if a lookup could not request pushed rows: updates are then refused until the error has
-  // been raised.
-  int* lacks_rows;
 };
 
 // Keys have 32 bits if the total number of rows allows it, which halves the traffic of sorting.
@@ -214,22 +212,30 @@ struct BatchPlan : SortedPairs {
   uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
   uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
-  uint32_t* refused;  // [1] not 0 if lengths or an id are invalid
-  int32_t bag_bits;  // payload = feature << bag_bits | bag
+  uint32_t* refused;       // [1] not 0 if lengths or an id are invalid
+  int32_t bag_bits;        // payload = feature << bag_bits | bag
 };
 
-// Buffers for the reduction of long runs.
-struct LongRuns {
-  uint32_t* runs;      // [capacity] runs longer than kChunk
-  uint32_t* first;     // [capacity] first chunk of each
-  uint32_t* chunk_run; // [capacity] index in `runs` of each chunk
-  uint32_t* counts;    // [2] runs, chunks
-  float* partials;     // [capacity, stride]
-  int64_t capacity;    // chunks
-  int64_t stride;      // floats
+// Buffers for the reduction of long runs: of more than kLongRun pairs. Those of more than kChunk are
+// cut into chunks of that many, whose sums are added by a further kernel; each other one is a chunk.
+constexpr int kChunk = 256, kLongRun = 32;
+struct Chunk {
+  uint32_t run, number;  // number within the run
+  uint32_t partial;      // of a cut run: index of its sum
 };
-constexpr int kChunk = 256;
-inline int64_t long_run_capacity(int64_t max_pairs) { return 2 * (max_pairs / kChunk) + 2; }
+struct LongRuns {
+  Chunk* chunks;     // [max_chunks]
+  uint32_t* runs;    // [max_partials] cut runs
+  uint32_t* first;   // [max_partials] first partial sum of each
+  float* partials;   // [max_partials, stride]
+  uint32_t* counts;  // [3] chunks, cut runs, partial sums
+  int64_t max_chunks, max_partials;
+  int64_t stride;  // floats
+};
+inline int64_t most_partials(int64_t max_pairs) { return 2 * (max_pairs / kChunk) + 2; }
+inline int64_t most_chunks(int64_t max_pairs) {
+  return most_partials(max_pairs) + max_pairs / kLongRun;
+}
 
 struct Gradient {
   const float* data;
@@ -240,6 +246,7 @@ struct Gradient {
 struct Output {
   float* data;
   int64_t stride;  // elements between rows
+  int64_t rows;
 };
 
 // ---- steps; they throw if a launch fails --------------------------------------------------------
@@ -270,7 +277,7 @@ void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const St
 struct FarRows {
   enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
   const int64_t* ranges;  // [num_ranges, kWidth]: rows before it, first run, where its rows
-                             // begin in `rows` (bytes) and in the staging memory (units), table
+                          // begin in `rows` (bytes) and in the staging memory (units), table
   int64_t num_ranges, num_rows;
   const char* rows;
 };
@@ -288,11 +295,12 @@ struct WireParts {
     kRounded,  // float32 that travel as bfloat16
     kSlots     // uint32 in so many bits each as `kPerEntry` says, below `kLimit`
   };
-  const int64_t* parts;  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of
-                         // the uint32 numbers of its entries (or 0: 0, 1, ...) and in the message;
-                         // numbers of an entry; kind; end of entries or of slots.
-                         // Of slots that are packed: bits of each; their number. They count as the
-                         // words that they become
+  const int64_t*
+      parts;  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of
+              // the uint32 numbers of its entries (or 0: 0, 1, ...) and in the message;
+              // numbers of an entry; kind; end of entries or of slots.
+              // Of slots that are packed: bits of each; their number. They count as the
+              // words that they become
   int64_t num_parts, num_numbers;
 };
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);
@@ -305,8 +313,8 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
 // needs.
 void lay_out_features(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Gradient of the per-sample weights, float [num_ids].
-void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
-                     float* out, const Staging& staging);
+void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan,
+                     const Gradient& grad, float* out, const Staging& staging);
 
 void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan);
 
@@ -347,12 +355,15 @@ struct RequestHeader {
   int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes
 };
 struct PushPlan : SortedPairs {  // keys of 64 bits
-  char* const* requests;   // [W] header, segments (uint32 [T * W + 1]), offsets (int64 [T * W])
-  char* const* partials;   // [W] the owners' sums; a W-th of it for each reader
+  char* const* requests;  // [W] header, segments (uint32 [T * W + 1]), offsets (int64 [T * W])
+  char* const* partials;  // [W] the owners' sums; a W-th of it for each reader
   int64_t request_bytes, partial_bytes;
   uint32_t* slots;
 };
-void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push);
+// If the request does not fit, the batch is refused: `refused`, the flag of its own plan, is set, and
+// `bounds`, those of the batch, become kRefusedBound for a plan that is made later.
+void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push,
+                      int64_t* bounds, uint32_t* refused);
 void pool_for_readers(const Launch& on, const PushPlan& push);
 void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, const PushPlan& push,
                   const Output& out);
@@ -383,8 +394,6 @@ bool kernels_overlap();
 // Threads that the device holds at once when each takes 128 registers; the hot kernels take 60 to 128.
 int64_t resident_threads();
 
-inline int bits_for(uint64_t count) {
-  return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1);
-}
+inline int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
 }  // namespace oper::device

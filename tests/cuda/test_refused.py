@@ -16,6 +16,7 @@ from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.passes import Backward
+from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda import streams
 from tests.cuda.emulated import device_tables, has_gpu
@@ -41,6 +42,10 @@ def train(tables: Any, batch: Batch, spoil: Callable[[Lookup], Lookup] = replace
     (factor * runtime_support.rank_loss(out, batch.target)).backward()
     found: torch.Tensor = out.detach().cpu()
     return found
+
+
+def on_device(tables: Any, batch: Lookup) -> Lookup:
+    return replace(batch, ids=batch.ids.to(tables.device), lengths=batch.lengths.to(tables.device))
 
 
 def bad_id(batch: Lookup) -> Lookup:
@@ -160,6 +165,52 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
 
         for told in run_ranks(2, body):
             assert "OPER_OUTBOX_BYTES" in told
+
+
+def test_requests_that_do_not_fit_refuse_each_their_batch(emulation: pytest.MonkeyPatch) -> None:
+    """The first error is raised between the second batch's forward and backward passes, and only
+    the third batch is trained."""
+    emulation.setenv("OPER_OUTBOX_BYTES", "16384")
+    large = replace(CASE, base_batch=512)
+    plan = rich_plan(CASE.tables, 2, 1, columns=True)
+    ((too_large, _),) = make_steps(large, 2, 1)
+    ((batch, other),) = make_steps(CASE, 2, 1, seed=1)
+
+    def body(group: ThreadGroup, refuses: bool) -> list[torch.Tensor]:
+        opened = open_tables(CASE, plan, group, OPTIMIZER)
+        tables: Any = getattr(opened, "_tables", opened)
+        if refuses:
+            looked_up = [on_device(tables, too_large.lookup(large))] * 2
+            passes = [tables.forward(x, collective=True) for x in looked_up[:1]]
+            found, tables.found_error = tables.found_error, lambda: (0, 0, 0)
+            passes.append(tables.forward(looked_up[1], collective=True))
+            tables.found_error = found
+            for k, (out, offsets) in enumerate(passes):
+                with pytest.raises(OperError, match="refused in its lookup" if k else "OPER_OUTBOX_BYTES"):
+                    tables.apply_all([Backward((torch.ones_like(out),), looked_up[k], offsets)])
+                    tables.synchronize()
+        out = [train(opened, (batch, other)[group.rank])]
+        tables.synchronize()
+        tables.barrier()
+        out += [tables.read(name) for name in tables.specs]
+        tables.barrier()
+        tables.close()
+        return out
+
+    for refused, plain in zip(run_ranks(2, lambda group: body(group, True)),
+                              run_ranks(2, lambda group: body(group, False)), strict=True):
+        assert_bitwise(refused, plain, "after two refused batches")
+
+
+def test_outputs_of_a_refused_batch_without_pooling_are_zero() -> None:
+    tables = device_tables(uniform_plan([TableSpec("t", 8, 4, ("f",), "none", optimizer="sgd")], 1),
+                           [("f", "t")], SingleGroup(), SGD(lr=1.0))
+    batch = Lookup(torch.arange(6), torch.tensor([4, 3]), torch.arange(1), 2, pooled=False)
+    out, _ = tables.forward(on_device(tables, batch), collective=True)
+    assert out.shape == (6, 4) and not out.any()
+    with pytest.raises(InvalidInputError, match="lengths"):
+        tables.synchronize()
+    tables.close()
 
 
 def test_ranks_with_other_learning_rates() -> None:

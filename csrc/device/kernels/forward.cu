@@ -202,6 +202,13 @@ template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
   const Group<Shape::G> group;  // may work on other features than the warp's other groups
+  if (a.batch.bounds[0] == kRefusedBound) {  // no tile writes a row of the output
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+         k < a.out.rows * a.out.stride; k += step)
+      a.out.data[k] = 0.0f;
+    return;
+  }
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
   for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
     const int32_t f = static_cast<int32_t>(

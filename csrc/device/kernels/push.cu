@@ -25,8 +25,8 @@ OPER_DEVICE int64_t request_header_bytes(const View& view) {
 
 // Keys have (table * W + owner), by which they are sorted, then feature and bag, so that the ids of
 // one bag that one owner holds are a run of equal keys.
-__global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batch, BatchPlan plan,
-                                                           PushPlan push) {
+__global__ void __launch_bounds__(256)
+    request_keys_kernel(View view, Batch batch, BatchPlan plan, PushPlan push) {
   const int64_t W = view.world_size;
   const int64_t none = view.num_tables * W;
   const int64_t num_pairs = plan.feature_begin[view.num_features];
@@ -60,8 +60,10 @@ __global__ void __launch_bounds__(256) request_keys_kernel(View view, Batch batc
   });
 }
 
-// One block: bounds of the segments, and where everything of the request lies.
-__global__ void __launch_bounds__(256) open_request_kernel(View view, Batch batch, PushPlan push) {
+// One block: bounds of the segments, and where everything of the request lies. `refused`: as for
+// publish_requests.
+__global__ void __launch_bounds__(256)
+    open_request_kernel(View view, Batch batch, BatchPlan plan, PushPlan push, uint32_t* refused) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* request = push.requests[view.rank];
   RequestHeader* header = reinterpret_cast<RequestHeader*>(request);
@@ -87,24 +89,25 @@ __global__ void __launch_bounds__(256) open_request_kernel(View view, Batch batc
         });
   if (threadIdx.x != 0) return;
   const int64_t runs = segments[T * W];
-  const int64_t pairs = lower_bound(batch.max_pairs, T * W << 32,
-                                    [&](int64_t p) { return push.keys.at(p); });
+  const int64_t pairs =
+      lower_bound(batch.max_pairs, T * W << 32, [&](int64_t p) { return push.keys.at(p); });
   header->num_runs = runs;
   header->slots_offset = request_header_bytes(view);
   header->run_begin_offset = header->slots_offset + (pairs * 4 + 7) / 8 * 8;
   header->run_bags_offset = header->run_begin_offset + (runs + 1 + 1) / 2 * 8;
   header->weights_offset = batch.weights ? header->run_bags_offset + (runs + 1) / 2 * 8 : 0;
-  const int64_t end = header->run_bags_offset + (runs + 1) / 2 * 8 + (batch.weights ? pairs * 4 : 0);
+  const int64_t end =
+      header->run_bags_offset + (runs + 1) / 2 * 8 + (batch.weights ? pairs * 4 : 0);
   if (end > push.request_bytes || !fits) {
     report(view.error, 3, view.rank, end);
-    *view.lacks_rows = 1;
+    *plan.refused = *refused = 1;
     for (int64_t k = 0; k <= T * W; ++k) segments[k] = 0;
     header->num_runs = 0;
   }
 }
 
-__global__ void __launch_bounds__(256) fill_request_kernel(View view, Batch batch, BatchPlan plan,
-                                                           PushPlan push) {
+__global__ void __launch_bounds__(256)
+    fill_request_kernel(View view, Batch batch, BatchPlan plan, PushPlan push, int64_t* bounds) {
   char* request = push.requests[view.rank];
   const RequestHeader* header = reinterpret_cast<const RequestHeader*>(request);
   uint32_t* slots = reinterpret_cast<uint32_t*>(request + header->slots_offset);
@@ -112,10 +115,12 @@ __global__ void __launch_bounds__(256) fill_request_kernel(View view, Batch batc
   uint32_t* run_bags = reinterpret_cast<uint32_t*>(request + header->run_bags_offset);
   float* weights = reinterpret_cast<float*>(request + header->weights_offset);
   const int64_t runs = header->num_runs;
-  if (runs == 0) return;
   const int64_t none = static_cast<int64_t>(view.num_tables) * view.world_size << 32;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (*plan.refused)
+    for (int64_t k = thread; k < batch.num_bounds; k += step) bounds[k] = kRefusedBound;
+  if (runs == 0) return;
   for (int64_t p = thread; p < batch.max_pairs && push.keys.at(p) < none; p += step) {
     slots[p] = push.slots[push.payloads[p]];
     if (batch.weights) weights[p] = plan.pair_weights[push.payloads[p]];
@@ -151,10 +156,9 @@ OPER_DEVICE void pool_request(const PushArgs& a, int32_t reader) {
   const uint32_t* segments = request_segments(request);
   const uint32_t* slots = reinterpret_cast<const uint32_t*>(request + header->slots_offset);
   const uint32_t* run_begin = reinterpret_cast<const uint32_t*>(request + header->run_begin_offset);
-  const float* weights =
-      header->weights_offset
-          ? reinterpret_cast<const float*>(request + header->weights_offset)
-          : nullptr;
+  const float* weights = header->weights_offset
+                             ? reinterpret_cast<const float*>(request + header->weights_offset)
+                             : nullptr;
   float* partials = partial_sums(a.push, a.view, a.view.rank, reader);
   for (int32_t t = a.table_begin; t < a.table_end; ++t) {
     const Table& table = a.view.tables[t];
@@ -211,7 +215,8 @@ struct AddArgs {
 
 // One owner's partial sums. A bag occurs once among them, so no other warp writes its output.
 template <class Shape>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const AddArgs a, int32_t owner) {
+__global__ void __launch_bounds__(256, kBlocks<Shape>)
+    add_partials_kernel(const AddArgs a, int32_t owner) {
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
   char* request = a.push.requests[a.view.rank];
@@ -268,8 +273,8 @@ template <class Shape>
 void launch_add(const AddArgs& args, cudaStream_t stream) {
   const int64_t per_block = 256 / Shape::G;
   for (int32_t owner = 0; owner < args.view.world_size; ++owner)
-    OPER_LAUNCH(add_partials_kernel<Shape>,
-                blocks_for(args.batch.max_pairs, per_block), 256, stream, args, owner);
+    OPER_LAUNCH(add_partials_kernel<Shape>, blocks_for(args.batch.max_pairs, per_block), 256,
+                stream, args, owner);
   OPER_LAUNCH(divide_kernel<Shape>,
               blocks_for(args.batch.batch_size * args.view.num_features, per_block), 256, stream,
               args);
@@ -277,7 +282,8 @@ void launch_add(const AddArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push) {
+void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push,
+                      int64_t* bounds, uint32_t* refused) {
   const View& view = on.view;
   lay_out_features(on, batch, plan);
   const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
@@ -285,9 +291,9 @@ void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& pla
   // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
   const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
   sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), on.stream);
-  OPER_LAUNCH(open_request_kernel, 1, 256, on.stream, view, batch, push);
+  OPER_LAUNCH(open_request_kernel, 1, 256, on.stream, view, batch, plan, push, refused);
   OPER_LAUNCH(fill_request_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, view, batch,
-              plan, push);
+              plan, push, bounds);
 }
 
 void pool_for_readers(const Launch& on, const PushPlan& push) {

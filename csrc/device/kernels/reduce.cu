@@ -2,7 +2,8 @@
 //
 // A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are cut
 // into chunks of that many, each summed in order, then the chunks' sums in order: the same tree
-// for every grid, and whatever else is in the batch.
+// for every grid, and whatever else is in the batch. Runs of more than kLongRun pairs, which a group
+// takes long to sum with all other work in between, are left to kernels of their own.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 #include "device/ring.cuh"
@@ -108,6 +109,45 @@ class Reducer {
     }
   }
 
+  // Sums the gradients of the pairs [begin, end) of one row. Returns the number of columns. With a
+  // loop of its own, because every addition waits for the one before it: nothing else is done
+  // between them, and as many gradients as registers hold are loaded before the first of these is
+  // added. Uses no shared memory.
+  OPER_DEVICE int sum_row(int64_t begin, int64_t end, Row<Shape>& sum) const {
+    constexpr int kMost = Shape::V * Shape::E < 64 ? 64 / (Shape::V * Shape::E) : 1;
+    constexpr int kInFlight = kMost < Shape::G ? kMost : Shape::G;
+    const int count = static_cast<int>(end - begin);
+    const int most = group_.most(count);
+    sum.begin();
+    Raw next = read(begin + group_.lane, end);
+    const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(locate(next).dim, 0);
+    for (int first = 0; first < most; first += Shape::G) {
+      const Pair pair = locate(next);
+      next = read(begin + first + Shape::G + group_.lane, end);
+      for (int t = 0; t < Shape::G && first + t < most; t += kInFlight) {
+        RawRow<Shape, float> rows[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const int64_t at = group_.shuffle(pair.at, t + u);
+          if (first + t + u < count)
+            rows[u].load(a_.grad.data + at, dim, group_.lane, a_.wide_grad && at % 4 == 0);
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const float length = group_.shuffle(pair.divisor, t + u);
+          const float weight = a_.batch.weights ? group_.shuffle(pair.weight, t + u) : 1.0f;
+          if (first + t + u >= count) continue;
+          Row<Shape> gradient;
+          rows[u].unpack(gradient);
+          if (length > 1.0f) gradient.divide(length);
+          if (a_.batch.weights) gradient.scale(weight);
+          sum.add(gradient);
+        }
+      }
+    }
+    return dim;
+  }
+
  private:
   // What a lane has read of its pair (Raw), and what it derived (Pair). Data of the table's row is
   // set only in the last pair of a run.
@@ -197,14 +237,18 @@ class Reducer {
   }
 };
 
-// Adds a long run to the list for the next kernels, whose order does not matter.
-OPER_DEVICE void list_long_run(const LongRuns& long_runs, int64_t run, uint32_t pairs) {
-  const uint32_t chunks = (pairs + kChunk - 1) / kChunk;
-  const uint32_t at = atomicAdd(long_runs.counts, 1u);
-  const uint32_t first = atomicAdd(long_runs.counts + 1, chunks);
-  long_runs.runs[at] = static_cast<uint32_t>(run);
-  long_runs.first[at] = first;
-  for (uint32_t k = 0; k < chunks; ++k) long_runs.chunk_run[first + k] = at;
+// Lists a long run for the next kernels, in any order.
+OPER_DEVICE void list_long_run(const LongRuns& long_runs, uint32_t run, uint32_t pairs) {
+  const uint32_t count = (pairs + kChunk - 1) / kChunk;
+  uint32_t first = 0;
+  if (count > 1) {
+    const uint32_t at = atomicAdd(long_runs.counts + 1, 1u);
+    first = atomicAdd(long_runs.counts + 2, count);
+    long_runs.runs[at] = run;
+    long_runs.first[at] = first;
+  }
+  Chunk* chunks = long_runs.chunks + atomicAdd(long_runs.counts, count);
+  for (uint32_t k = 0; k < count; ++k) chunks[k] = {run, k, first + k};
 }
 
 // `is_there`: false if the group has no run and only stays in lockstep.
@@ -290,10 +334,10 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
     const int n = static_cast<int>(last - tile < step ? last - tile : step);
     const uint32_t* begin = a.plan.run_begin + tile;
     const int pairs = warp.lane < n ? static_cast<int>(begin[warp.lane + 1] - begin[warp.lane]) : 0;
-    const unsigned are_long = warp.ballot(pairs > kChunk);
-    if (pairs > kChunk) list_long_run(a.long_runs, tile + warp.lane, pairs);
-    const RunRange own =
-        share_runs<Shape::G>(warp, n, pairs > kChunk ? 0 : pairs, warp.lane / Shape::G);
+    const bool is_long = pairs > kLongRun;
+    const unsigned are_long = warp.ballot(is_long);
+    if (is_long) list_long_run(a.long_runs, static_cast<uint32_t>(tile + warp.lane), pairs);
+    const RunRange own = share_runs<Shape::G>(warp, n, is_long ? 0 : pairs, warp.lane / Shape::G);
     int k = own.first;
     do {
       // Consecutive short runs.
@@ -311,34 +355,60 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   }
 }
 
+// The table's row of a run and what its update needs, if it is updated here.
+template <class Shape, To kTo>
+OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& table, int32_t t,
+                              int lane, Row<Shape>& row) {
+  if constexpr (kTo == To::kOutbox) return {};
+  using T = typename Shape::T;
+  const int64_t slot = key - table.key_begin;
+  row.load(reinterpret_cast<const T*>(table.rows) + slot * table.dim, table.dim, lane,
+           Shape::E > 1);
+  return facts_of<T>(table, a.optimizers[t].optimizer.kind, slot);
+}
+
+// Blocks that a multiprocessor must hold: fewer if gradients in flight take many registers.
 template <class Shape>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
-  using Sums = Reducer<Shape, To::kOutbox>;
-  alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
-  const Group<Shape::G> group(true);
-  Sums sums(a, group, rings);
+constexpr int kChunkBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
+
+// Sums chunks; finishes runs that are one chunk.
+template <class Shape, To kTo>
+__global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
+  constexpr bool kUpdate = kTo != To::kOutbox;
+  alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
+  float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
+  const Group<Shape::G> group(kTo != To::kOptimizer);
+  if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
+  const Reducer<Shape, To::kOutbox> sums(a, group, nullptr);
   const int64_t W = a.view.world_size;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
-  const int64_t num_chunks = a.long_runs.counts[1];
-  for (int64_t chunk = group.index(); group.any(chunk < num_chunks); chunk += group.count()) {
-    int64_t begin = 0, end = 0;  // none, if the chunk is of another class of rows
-    if (chunk < num_chunks) {
-      const uint32_t at = a.long_runs.chunk_run[chunk];
-      const int64_t run = a.long_runs.runs[at];
-      if (run >= first_run && run < last_run) {
-        begin =
-            a.plan.run_begin[run] + (chunk - a.long_runs.first[at]) * static_cast<int64_t>(kChunk);
-        const int64_t end_of_run = a.plan.run_begin[run + 1];
-        end = begin + kChunk < end_of_run ? begin + kChunk : end_of_run;
-      }
+  const int64_t count = a.long_runs.counts[0];
+  for (int64_t k = group.index(); group.any(k < count); k += group.count()) {
+    Chunk chunk{};
+    if (k < count) chunk = a.long_runs.chunks[k];
+    // None if the chunk is of another class of rows.
+    const bool is_there = k < count && chunk.run >= first_run && chunk.run < last_run;
+    int64_t begin = 0, end = 0;
+    bool is_cut = false;
+    if (is_there) {
+      const int64_t first = a.plan.run_begin[chunk.run], last = a.plan.run_begin[chunk.run + 1];
+      begin = first + chunk.number * static_cast<int64_t>(kChunk);
+      end = begin + kChunk < last ? begin + kChunk : last;
+      is_cut = last - first > kChunk;
     }
-    float* partial = a.long_runs.partials + chunk * a.long_runs.stride;
-    sums.sum_runs(begin, end,
-                  [&](bool is_there, int32_t t, Row<Shape>& sum, Row<Shape>&, const RowFacts&) {
-                    if (!is_there) return;
-                    sum.store(partial, a.view.tables[t].dim, group.lane, Shape::E > 1);
-                  });
+    Row<Shape> sum, row;
+    const int dim = sums.sum_row(begin, end, sum);
+    if (is_cut)
+      sum.store(a.long_runs.partials + chunk.partial * a.long_runs.stride, dim, group.lane,
+                Shape::E > 1);
+    const bool ends = is_there && !is_cut;
+    if (!group.any(ends)) continue;
+    const int64_t key = ends ? a.plan.keys.at(begin) : a.view.table_keys[a.table_begin];
+    const int32_t t = static_cast<int32_t>(last_at_most(a.view.table_keys, a.view.num_tables, key));
+    RowFacts facts{};
+    if (ends) facts = load_row<Shape, kTo>(a, key, a.view.tables[t], t, group.lane, row);
+    finish_run<Shape, kTo>(a, ends, t, chunk.run, group, buffer, sum, row, facts);
   }
 }
 
@@ -346,8 +416,9 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const Reduc
 template <class Shape>
 constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Shape::V;
 
+// Adds the sums of the chunks of runs that were cut, and finishes these.
 template <class Shape, To kTo>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const ReduceArgs a) {
+__global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_cut_runs(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
@@ -356,14 +427,13 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
   if (kUpdate ? *a.plan.refused != 0 : outbox_is_closed(a.view)) return;
   const int64_t first_run = a.plan.segments[a.table_begin * W];
   const int64_t last_run = a.plan.segments[a.table_end * W];
-  const int64_t count = a.long_runs.counts[0];
+  const int64_t count = a.long_runs.counts[1];
   for (int64_t at = group.index(); at < count; at += group.count()) {
     const int64_t run = a.long_runs.runs[at];
     if (run < first_run || run >= last_run) continue;
     const int64_t begin = a.plan.run_begin[run], end = a.plan.run_begin[run + 1];
     const int64_t key = a.plan.keys.at(begin);
-    const int32_t t = static_cast<int32_t>(
-        last_at_most(a.view.table_keys, a.view.num_tables, key));
+    const int32_t t = static_cast<int32_t>(last_at_most(a.view.table_keys, a.view.num_tables, key));
     const Table& table = a.view.tables[t];
     const float* partial =
         a.long_runs.partials + static_cast<int64_t>(a.long_runs.first[at]) * a.long_runs.stride;
@@ -375,8 +445,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
 #pragma unroll
       for (int u = 0; u < kInFlight<Shape>; ++u)
         if (c + u < chunks)
-          rows[u].load(partial + (c + u) * a.long_runs.stride, table.dim, group.lane,
-                       Shape::E > 1);
+          rows[u].load(partial + (c + u) * a.long_runs.stride, table.dim, group.lane, Shape::E > 1);
 #pragma unroll
       for (int u = 0; u < kInFlight<Shape>; ++u) {
         if (c + u >= chunks) continue;
@@ -386,20 +455,16 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
       }
     }
     Row<Shape> row;
-    RowFacts facts{};
-    if constexpr (kUpdate) {
-      const int64_t slot = key - table.key_begin;
-      row.load(reinterpret_cast<const typename Shape::T*>(table.rows) + slot * table.dim, table.dim,
-               group.lane, Shape::E > 1);
-      facts = facts_of<typename Shape::T>(table, a.optimizers[t].optimizer.kind, slot);
-    }
+    const RowFacts facts = load_row<Shape, kTo>(a, key, table, t, group.lane, row);
     finish_run<Shape, kTo>(a, true, t, run, group, buffer, sum, row, facts);
   }
 }
 
 // Writes the header of this rank's outbox, which stays closed if the batch is refused, for instance
-// because it does not fit. One block.
-__global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan plan) {
+// because it does not fit. `has_bags`: the batch does not stand in for one that Python refused. One
+// block.
+__global__ void __launch_bounds__(256)
+    open_outbox_kernel(View view, BatchPlan plan, bool has_bags) {
   const int64_t W = view.world_size, T = view.num_tables;
   char* box = view.outboxes[view.rank];
   int64_t* offsets = outbox_offsets(box, view);
@@ -419,8 +484,8 @@ __global__ void __launch_bounds__(256) open_outbox_kernel(View view, BatchPlan p
     header->settings = *view.settings;
     const bool fits = header->rows_offset + floats * 4 <= view.outbox_bytes;
     if (!fits) report(view.error, 3, view.rank, header->rows_offset + floats * 4);
-    if (!fits || *plan.refused || *view.lacks_rows || *view.error.claimed == kLost)
-      header->num_runs = -1;
+    if (*plan.refused && has_bags) report(view.error, 16, view.rank, 0);
+    if (!fits || *plan.refused || *view.error.claimed == kLost) header->num_runs = -1;
   });
 }
 
@@ -455,8 +520,9 @@ int32_t runs_per_warp(const Batch& batch) {
 void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
             const LongRuns& long_runs, bool update_at_once) {
   if (!update_at_once) {
-    OPER_LAUNCH(open_outbox_kernel, 1, 256, on.stream, on.view, plan);
-    OPER_LAUNCH(fill_outbox_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view, plan);
+    OPER_LAUNCH(open_outbox_kernel, 1, 256, on.stream, on.view, plan, batch.batch_size > 0);
+    OPER_LAUNCH(fill_outbox_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view,
+                plan);
   }
   // Calls launch(shape, where sums go, arguments) for each class of rows.
   const auto for_classes = [&](auto launch) {
@@ -479,7 +545,7 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
       });
     }
   };
-  clear(long_runs.counts, 0, 8, on.stream);
+  clear(long_runs.counts, 0, 12, on.stream);
   for_classes([&](auto shape, auto sink, const ReduceArgs& args) {
     constexpr To kTo = decltype(sink)::value;
     const auto reduce_in = [&](auto chosen) {
@@ -493,13 +559,16 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
     }
     reduce_in(shape);
   });
-  if (batch.max_pairs <= kChunk) return;
+  if (batch.max_pairs <= kLongRun) return;
   // After the short runs of all classes, which the list of long ones covers.
   for_classes([&](auto shape, auto sink, const ReduceArgs& args) {
     using S = decltype(shape);
-    const int blocks = blocks_for(long_runs.capacity, 256 / S::G);
-    OPER_LAUNCH(reduce_chunks<S>, blocks, 256, on.stream, args);
-    OPER_LAUNCH((reduce_long_runs<S, decltype(sink)::value>), blocks, 256, on.stream, args);
+    constexpr To kTo = decltype(sink)::value;
+    OPER_LAUNCH((reduce_chunks<S, kTo>), blocks_for(long_runs.max_chunks, 256 / S::G), 256,
+                on.stream, args);
+    if (batch.max_pairs > kChunk)
+      OPER_LAUNCH((reduce_cut_runs<S, kTo>), blocks_for(long_runs.max_partials, 256 / S::G), 256,
+                  on.stream, args);
   });
 }
 

@@ -5,6 +5,8 @@
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_select.cuh>
 #include <thrust/iterator/counting_iterator.h>
+
+#include <cstring>
 #endif
 
 namespace oper::device {
@@ -165,6 +167,9 @@ bool kernels_overlap() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     // Code compiled for older devices does not wait for the earlier kernel.
     cudaFuncAttributes code{};
+    // compute-sanitizer's racecheck does not track launches that overlap.
+    const char* chosen = std::getenv("OPER_DEVICE_OVERLAP");
+    if (chosen && std::strcmp(chosen, "0") == 0) return false;
     return major >= 9 && cudaFuncGetAttributes(&code, write_bounds_kernel) == cudaSuccess &&
            code.ptxVersion >= 90;
   }();

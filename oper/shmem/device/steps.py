@@ -190,6 +190,11 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
                                 detail, "no negative length, and a sum equal to the number of ids",
                                 "pass lengths and ids of the same bags")
+    if code == Status.REFUSED_BEFORE:
+        raise InvalidInputError("cannot train on a batch", "batch", "refused in its lookup",
+                                "a batch whose lookup found no error",
+                                "see the error that was raised for it or for an earlier batch; no "
+                                "rank has updated rows with this one")
     if code == Status.OTHER_PHASE:
         raise OperError("rows of another memory domain are not where they should be",
                         "rank, detail", (rank, detail),
