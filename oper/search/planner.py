@@ -13,7 +13,7 @@ import numpy as np
 from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
-from oper.search.branching.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
+from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
@@ -220,7 +220,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
-                    step_us / (1 + goal_gap), deadline, PATIENTLY)
+                    step_us / (1 + goal_gap), deadline, apart=True)
     proof = _proof(parts)
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:
@@ -279,7 +279,7 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     for turn in range(2):
         part, found = best
         tighten(parts, budget.max_work, found.step_us, found.step_us / (1 + target_gap),
-                budget.deadline, BRIEFLY)
+                budget.deadline)
         if turn == 1 or is_enough() or found.step_us <= part.lower_bound_us:
             break
         again = search(part.lowest(budget.num_starts), budget,

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import settings
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.branching.subspaces import PATIENTLY, fit, subspaces, tighten
+from oper.search.branching.subspaces import fit, subspaces, tighten
 from oper.search.pricing.master import Bound
 from oper.search.problem.space import EXECUTABLE
 from oper.search.problem.statement import Problem, make_problem
@@ -160,5 +160,5 @@ def space_bound(stated: Problem, max_work: int = 0) -> float:
         return 0.0
     found = [x for x in parts if not x.bound.is_infeasible]
     if max_work:
-        tighten(found, max_work, np.inf, np.inf, None, PATIENTLY)
+        tighten(found, max_work, np.inf, np.inf, None, apart=True)
     return min(x.lower_bound_us for x in found)

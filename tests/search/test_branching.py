@@ -375,7 +375,7 @@ def still_costs(node: Node, prices: np.ndarray, k: int) -> tuple[float, float, f
 
 def test_widths_cover_the_space():
     problem = stated(0, "gpus", 6)
-    for t, ratio in product(problem.tables, (1.0, 1.15)):
+    for t, ratio in product(problem.tables, (1.0, 1.05, 1.15)):
         dim = t.spec.dim
         intervals = column_widths(t, True, ratio)
         for width in range(MIN_COLUMNS, dim, COLUMN_STEP):

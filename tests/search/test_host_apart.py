@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ from search_cases import gpus, problem, recomputed
 from test_branching import stated
 
 from oper.bench.plan import workloads as plan_workloads
-from oper.search.branching.subspaces import _distinguished_load
+from oper.search.branching.subspaces import _distinguished_load, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
@@ -91,6 +92,32 @@ def test_the_bound_is_above_the_plain_one_where_pieces_are_large_and_certifies_i
     plan = plan_problem(few)
     assert plan.gap < 0.05
     assert tighten_bound(plan, few, max_work=1400).lower_bound_us >= plan.lower_bound_us
+
+
+def test_after_equal_work_the_tree_with_the_higher_bound_is_continued():
+    work = plan_workloads.few_tables(0)
+    part = subspaces(make_problem(work.tables, work.stats, plan_workloads.machine(16),
+                                  batch_size=work.batch_size, allow=EVERYTHING), None)[0]
+
+    def branch(apart: bool) -> None:
+        part.branch(np.inf, np.inf, None, apart)
+
+    for _ in range(2):
+        branch(False)
+    (first,) = part.trees
+    branch(True)
+    second = part.trees[1]
+    while second.work <= first.work:
+        solved = first.solved
+        branch(True)
+        assert first.solved == solved
+    for ahead, behind in ((first, second), (second, first)):
+        ahead.bound = replace(ahead.bound, lower_bound_us=2.0)
+        behind.bound = replace(behind.bound, lower_bound_us=1.0)
+        solved = ahead.solved, behind.solved
+        branch(True)
+        assert ahead.solved > solved[0]
+        assert behind.solved == solved[1]
 
 
 def test_a_host_is_distinguished_if_hosts_are_alike():

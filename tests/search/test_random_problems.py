@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, Tier
 from oper.search import evaluate, verify_plan
-from oper.search.branching.subspaces import BRIEFLY, subspaces, tighten
+from oper.search.branching.subspaces import subspaces, tighten
 from oper.search.certificate.check import Proof
 from oper.search.cost.model import CostModel
 from oper.search.planner import _proof, _proved_us, plan_problem, tighten_bound
@@ -95,7 +95,7 @@ def proved(problem: Problem, factor: float, max_work: int) -> tuple[float, float
     branching, microseconds."""
     parts = subspaces(problem, None)
     step_us = factor * min(x.lower_bound_us for x in parts)
-    tighten(parts, max_work, step_us, step_us, None, BRIEFLY)
+    tighten(parts, max_work, step_us, step_us, None, apart=True)
     proof = _proof(parts)
     checked = Proof(problem, proof)
     bounds = [x for part in proof["parts"] for x in checked.part(part)]

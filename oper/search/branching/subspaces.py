@@ -24,14 +24,10 @@ from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.search.relaxation.relaxation import Relaxation
 
-_MANY = 200  # tables; with more, parts are merged and no host is distinguished by BRIEFLY
+_MANY = 200  # tables; with more, parts are merged
 _NEGLIGIBLE = 1e-2  # share of a step below which barriers are negligible
-_MANY_HOSTS = 4  # with more hosts and unequal ranks, BRIEFLY distinguishes no host
 _MANY_CLASSES = 2  # with more classes of ranks, pricing with a distinguished host takes too long
 _OVERFLOW = 1e-6  # share of a memory by which a relaxed solution that fits may exceed it
-#: When to bound with a second tree that distinguishes the host that owns the largest piece: never,
-#: where it takes little time, or wherever it may raise the bound.
-NEVER, BRIEFLY, PATIENTLY = range(3)
 
 
 class Subspace:
@@ -45,7 +41,8 @@ class Subspace:
     Attributes:
         trees: one or two branch-and-bound trees; the larger of their bounds counts. The first has
             relaxed solutions that can be rounded. The second, made by `branch` if requested,
-            relaxes a problem in which the host of the largest piece is distinguished.
+            relaxes a problem in which the host of the largest piece is distinguished. Each of its
+            nodes takes longer, so it pays only if there is much time.
         extra_us: barriers that every plan of the part pays and the relaxation does not contain.
         cutoff_us: the smallest cutoff so far: the bound is over plans with a smaller step only.
         root_us: the bound before any branching, independent of cutoffs.
@@ -63,6 +60,7 @@ class Subspace:
         self.extra_us = extra_us * bool(bound.relaxation.tables)
         self.cutoff_us = np.inf
         self.root_us = self.lower_bound_us
+        self._trial = 0  # work of the first tree when the second one was made
 
     @property
     def bound(self) -> Bound:
@@ -114,32 +112,29 @@ class Subspace:
         self.plans = (*plans, *self.plans)
         return True
 
-    def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: int) -> None:
+    def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: bool) -> None:
         """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
-        `apart` is NEVER, BRIEFLY or PATIENTLY: when to use the second tree.
+        If `apart`, in a second tree, where this pays: it is tried with as much work as the first
+        one had done before, and then the tree with the higher bound is continued.
         """
-        if len(self.trees) == 1 and self._distinguished is not None and (
-                not self.trees[0].is_single) and (apart == PATIENTLY or (
-                    apart == BRIEFLY and _is_short(self.bound.relaxation))):
-            model = CostModel(self.bound.relaxation.problem)
+        first = self.trees[0]
+        if apart and len(self.trees) == 1 and self._distinguished is not None and (
+                not first.is_single):
+            model = CostModel(first.bound.relaxation.problem)
             self.trees.append(SearchTree(solve_node(
                 Node(Relaxation(model, self._distinguished)), deadline=deadline)))
+            self._trial = first.work
         self.cutoff_us = min(self.cutoff_us, step_us)
-        tree = self.trees[0 if apart == NEVER else -1]
+        last = self.trees[-1]
+        tree = last if apart and (last.work <= self._trial or last.bound.lower_bound_us
+                                  >= first.bound.lower_bound_us) else first
         tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                  deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the `number` nodes with the least bounds, in ascending order."""
-        if len(self.trees) == 1:
-            return self.trees[0].lowest(number)
-        relaxation, out = self.bound.relaxation, []
-        for found in self.trees[1].lowest(number):
-            node = Node(relaxation, found.node.limits, found.node.pushes)
-            bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
-            out.append(self.bound if bound.is_infeasible else bound)
-        return out
+        return self.trees[0].lowest(number)
 
     def to_json(self, target_us: float) -> dict[str, Any]:
         """The part's entry in a certificate that proves a bound of `target_us` for its plans."""
@@ -163,10 +158,11 @@ def fit(parts: list[Subspace]) -> bool:
 
 
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
-            deadline: float | None, apart: int = NEVER) -> int:
+            deadline: float | None, apart: bool = False) -> int:
     """Branch on the part with the least bound until it reaches `goal_us`, or work or time run out.
 
-    `max_work` is in the unit of `SearchTree.work`. Returns the number of relaxations solved.
+    `max_work` is in the unit of `SearchTree.work`, `apart` as for `Subspace.branch`. Returns the
+    number of relaxations solved.
     """
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
@@ -177,14 +173,6 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
-
-
-def _is_short(relaxation: Relaxation) -> bool:
-    """Whether BRIEFLY uses a distinguished host for this relaxation. On a single host, further
-    nodes of the first tree raise the bound more."""
-    num_hosts = len(set(relaxation.model.machine.host))
-    return len(relaxation.tables) <= _MANY and (
-        1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
 
 
 def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:

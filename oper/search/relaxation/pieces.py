@@ -26,7 +26,7 @@ from oper.search.problem.statement import IDS, ROWS, TableProblem
 from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
 
 NUM_PIECE_GROUPS = 5  # the first groups of terms; no pushed piece loads the others
-_RATIO = 1.15  # largest ratio of two widths of the same type, if there are more than `_FEW` tables
+_RATIO = 1.05  # largest ratio of two widths of the same type, if there are more than `_FEW` tables
 _FEW = 30  # tables, up to which every width is a type of its own
 _GRID = 600  # shares at which partial sums are tabulated
 _FIRST = 1e-6
