@@ -183,7 +183,9 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
 
 
 def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:
-    (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"])
+    """Also as if on two hosts."""
+    (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"],
+                            labels="ab")
     two = json.loads(out)
     one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-3)
