@@ -301,6 +301,7 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
     capsys.readouterr()
     for words, message in ((["--dynamic-rows", "C1=600;nobody=9"], "--dynamic-rows="),
                            (["--dynamic-rows", "many"], "--dynamic-rows="),
+                           (["--dynamic-rows", "C1=600;C1=700"], "each table at most once"),
                            (["--dynamic-rows", "1"], "num_rows=1"),
                            (["--eviction", "lfu"], "--eviction='lfu'"),
                            (["--dynamic-rows", "9", "--objective", "inference"], "--objective=")):
