@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, require
 from oper.support.files import check_target
-from oper.support.flags import names, number, whole
+from oper.support.flags import named, names, number, whole
 from oper.support.text import aligned
 
 if TYPE_CHECKING:
@@ -420,11 +420,11 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 
 
 def _row_numbers(text: str | None) -> dict[str, int] | None:
-    pairs = [item.rpartition("=") for item in (text or "").split(",") if item]
-    if not all(name and number.isdigit() for name, _, number in pairs):
-        raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
+    pairs = named(text or "", ",")
+    if pairs is None or not all(number.isdigit() for number in pairs.values()):
+        raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N, each field once",
                          "name each field once with its rows")
-    return {name: int(number) for name, _, number in pairs} or None
+    return {name: int(number) for name, number in pairs.items()} or None
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")

@@ -20,7 +20,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
-from oper.support.flags import number, text_for, whole
+from oper.support.flags import named, number, text_for, whole
 from oper.tables import (
     CODE_BITS,
     DTYPES,
@@ -384,13 +384,12 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any
     text = args.dynamic_rows
     try:
         rows = (dict.fromkeys(stats.tables, int(text)) if "=" not in text else
-                {name.strip(): int(number) for name, _, number in
-                 (part.partition("=") for part in text.split(";"))})
+                {name: int(number) for name, number in (named(text, ";") or {}).items()})
     except ValueError:
         rows = {}
     if not rows or not rows.keys() <= stats.tables.keys():
         raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
-                         "a number, or TABLE=NUMBER;... with some of the tables "
+                         "a number, or TABLE=NUMBER;... with each table at most once, of "
                          f"{list(stats.tables)[:8]}", "correct it")
     settings = [args.admit_after or 1, args.eviction or KEY_EVICTIONS[0]]
     return {name: [number, *settings] for name, number in rows.items()}

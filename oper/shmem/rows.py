@@ -290,6 +290,18 @@ class LogicalRows:
             found[at] = True
         return found
 
+    @property
+    def domains(self) -> list[list[int]]:
+        """Ranks of each memory domain, ascending; domains in the order of their first ranks."""
+        return ([list(range(self.group.world_size))] if self._exchange is None
+                else self._exchange.domains)
+
+    def send(self, messages: Mapping[int, torch.Tensor],
+             read: Callable[[torch.Tensor], Any], phase: int) -> list[Any]:
+        """Send messages to ranks of other memory domains, see `Exchange.send`."""
+        assert self._exchange is not None
+        return self._exchange.send(messages, read, phase)
+
     def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
         """Fetch rows from ranks of other memory domains, by rank; collective with several domains.
         """

@@ -375,13 +375,13 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
     """Convert ``["model.dim=64"]`` to ``{"model.dim": "64"}``.
 
     Raises:
-        UsageError: a setting is not KEY=VALUE.
+        UsageError: a setting is not KEY=VALUE, or a key is set twice.
     """
-    pairs = {}
+    pairs: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(str(_bad("--set", setting, "KEY=VALUE")))
+        if not equals or not key.strip() or key.strip() in pairs:
+            raise UsageError(str(_bad("--set", setting, "KEY=VALUE, each key once")))
         pairs[key.strip()] = value.strip()
     return pairs
 

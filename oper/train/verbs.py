@@ -33,7 +33,7 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     for key, (value, about) in _FLAGS.items():
         parser.add_argument(f"--{key.replace('_', '-')}", dest=key, metavar=value, help=about)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-                        help="set any other key, e.g. --set model.dim=64; may be repeated")
+                        help="set any other key, e.g. --set model.dim=64; repeat it for more keys")
     parser.add_argument("--force", action="store_true", help="overwrite an earlier run in --out")
     parser.add_argument("--resume", action="store_true",
                         help="continue from the run's last checkpoint (checkpoint_every), if "

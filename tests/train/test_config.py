@@ -130,8 +130,9 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(FileNotFoundError):
         load_config(tmp_path / "none.toml")
-    with pytest.raises(InvalidInputError, match="KEY=VALUE"):
-        parse_settings(["model.dim"])
+    for settings in (["model.dim"], ["model.dim=4", "model.dim = 8"]):
+        with pytest.raises(InvalidInputError, match="KEY=VALUE, each key once"):
+            parse_settings(settings)
     with pytest.raises(InvalidInputError, match="data"):
         TrainConfig()
 

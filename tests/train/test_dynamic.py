@@ -183,7 +183,9 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
 
 
 def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:
-    (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"])
+    """Also as if on two hosts."""
+    (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"],
+                            labels="ab")
     two = json.loads(out)
     one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-3)
@@ -299,6 +301,7 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
     capsys.readouterr()
     for words, message in ((["--dynamic-rows", "C1=600;nobody=9"], "--dynamic-rows="),
                            (["--dynamic-rows", "many"], "--dynamic-rows="),
+                           (["--dynamic-rows", "C1=600;C1=700"], "each table at most once"),
                            (["--dynamic-rows", "1"], "num_rows=1"),
                            (["--eviction", "lfu"], "--eviction='lfu'"),
                            (["--dynamic-rows", "9", "--objective", "inference"], "--objective=")):

@@ -5,36 +5,53 @@ struct EvictionOrder {
   static constexpr uint64_t kNever = ~uint64_t{0};  // no clock is as high
   uint64_t scores[kBucketSlots];
 
-  // For all places of a bucket, even beyond its slots; vectorised unless counts are halved.
+  // For all places of a bucket, even beyond its slots. In several loops, since compilers only
+  // vectorise divisions that are made for every element.
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
-    const bool by_clock = rules.eviction == Eviction::kLeastRecent;
-    const bool by_distance = rules.eviction == Eviction::kLeastPerDistance;
-    const auto score_all = [&](const auto& score) {
+    uint32_t clocks[kBucketSlots], counts[kBucketSlots];
+    for (int64_t i = 0; i < kBucketSlots; ++i) {
+      clocks[i] = ages[i].clock;
+      counts[i] = ages[i].count;
+    }
+    if (rules.half_life != 0) halve(rules.half_life, clocks, clock, counts);
+    const auto order_by = [&](const uint32_t* first, const uint32_t* second) {
       for (int64_t i = 0; i < kBucketSlots; ++i)
-        scores[i] = ages[i].clock == clock ? kNever : score(ages[i]);
+        scores[i] = clocks[i] == clock ? kNever : uint64_t{first[i]} << 32 | second[i];
     };
-    const auto of = [](uint64_t high, uint64_t low) { return high << 32 | low; };
-    // Floats >= 0 have the order of their bits. A clock that is ahead counts as the
-    // present one.
-    const auto per_distance = [&](uint32_t count, uint32_t since) {
-      const uint32_t distance = std::max(clock, since) - since + 1;
-      const float ratio = static_cast<float>(count) / static_cast<float>(distance);
-      return of(std::bit_cast<uint32_t>(ratio), since);
-    };
-    if (rules.half_life != 0) {
-      score_all([&](const KeyAge& age) {
-        const uint32_t count = rules.decayed(age.count, age.clock, clock);
-        return by_distance ? per_distance(count, age.clock) : of(count, age.clock);
-      });
-    } else if (by_distance) {
-      score_all([&](const KeyAge& age) { return per_distance(age.count, age.clock); });
-    } else if (by_clock) {
-      score_all([&](const KeyAge& age) { return of(age.clock, age.count); });
+    if (rules.eviction == Eviction::kLeastRecent) {
+      order_by(clocks, counts);
+    } else if (rules.eviction == Eviction::kLeastFrequent) {
+      order_by(counts, clocks);
     } else {
-      score_all([&](const KeyAge& age) { return of(age.count, age.clock); });
+      uint32_t ratios[kBucketSlots];
+      for (int64_t i = 0; i < kBucketSlots; ++i) {
+        // A clock that is ahead counts as the present one.
+        const uint32_t distance = std::max(clock, clocks[i]) - clocks[i] + 1;
+        // Floats >= 0 have the order of their bits.
+        ratios[i] = std::bit_cast<uint32_t>(static_cast<float>(counts[i]) /
+                                            static_cast<float>(distance));
+      }
+      order_by(ratios, clocks);
     }
     std::fill(scores + num_slots, scores + kBucketSlots, kNever);
+  }
+  // KeyRules::decayed for all places. The quotients of integers below 2^32 are exact in double
+  // precision: none that is no integer rounds to one.
+  OPER_INLINE static void halve(uint32_t half_life, const uint32_t* clocks, uint32_t clock,
+                                uint32_t* counts) {
+    const uint32_t now = clock / half_life;
+    const double updates = half_life;
+    uint32_t then[kBucketSlots];
+    std::copy(clocks, clocks + kBucketSlots, then);
+    if (half_life > 1)  // so that quotients fit int32, for which there are vector instructions
+      for (int64_t i = 0; i < kBucketSlots; ++i)
+        then[i] = static_cast<uint32_t>(
+            static_cast<int32_t>(static_cast<double>(clocks[i]) / updates));
+    for (int64_t i = 0; i < kBucketSlots; ++i) {
+      const uint32_t halvings = now - std::min(now, then[i]);
+      counts[i] = halvings > 31 ? 0 : counts[i] >> (halvings & 31);
+    }
   }
   // The slot of a line that comes first in that order, or -1.
   OPER_INLINE int64_t first_in(int64_t line) const {

@@ -45,7 +45,8 @@ from oper.train.metrics import auc
 
 FIRST_DAY, HASHED = "first day", "hashed"
 # Eviction rules of the contenders with dynamic tables.
-RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
+RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000),
+         "distance_lfu": oper.DynamicTable(eviction="distance_lfu")}
 FIGURES = ((*(f"auc_over.{n}.{o}" for n in RULES for o in (HASHED, FIRST_DAY)),
             *(f"auc.{n}" for n in (*RULES, HASHED, FIRST_DAY)), "samples", "days"),)
 _STATE_BYTES = 4  # row-wise Adagrad's state per row

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -40,12 +40,14 @@ from oper.shmem.group.transport import transport_of
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
+_SIZE = struct.Struct("<q")
 # As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
 # that they are at different phases. Phase, sequence number, status code, failed rank, two fields of
 # the kernels, collection, settings of an update.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
+_Content = TypeVar("_Content")
 # Request to one rank: part, piece, slots, and columns of the shard (bytes of quantised rows).
 Wanted = tuple[str, int, torch.Tensor, slice]
 
@@ -60,6 +62,7 @@ class Exchange:
         bits: bits per number in messages, by table; the same on all ranks.
 
     Attributes:
+        domains: ranks of each domain, ascending; domains in the order of their first ranks.
         members: ranks of this rank's domain, ascending.
         bits: the argument.
     """
@@ -71,8 +74,9 @@ class Exchange:
         self.collection, self.bits = collection, bits
         self._group = group
         self._domain_of = list(domain_of)
-        self.members = [r for r in range(group.world_size)
-                        if domain_of[r] == domain_of[group.rank]]
+        self.domains = [[r for r, x in enumerate(domain_of) if x == domain]
+                        for domain in dict.fromkeys(domain_of)]
+        (self.members,) = (x for x in self.domains if group.rank in x)
         self._transport = transport_of(group)
         self._release = self._transport.hold(self)
         self._error: BaseException | None = None
@@ -202,7 +206,9 @@ class Exchange:
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
             if code:
-                raise_verdict(Verdict(Status.PEER_GAVE_UP, rank, mine), self._group)
+                verdict = Verdict(Status.PEER_GAVE_UP, rank, mine)
+                self._transport.give_up(verdict)
+                raise_verdict(verdict, self._group)
         phases = [CollectivePhase(h[6], h[0]) for h in heads]
         if any(at != mine for at in phases):
             raise_verdict(out_of_step(Status.OTHER_PHASE, phases, self._group.rank), self._group)
@@ -226,6 +232,44 @@ class Exchange:
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
             self._transport.give_up(
                 Verdict(Status.PEER_GAVE_UP, self._group.rank, self._transport.at))
+
+    def send(self, messages: Mapping[int, torch.Tensor],
+             read: Callable[[torch.Tensor], _Content | None], phase: int) -> list[_Content]:
+        """Send a message to some ranks. Collective; a rank may send none.
+
+        Args:
+            messages: by rank, int64 [n], n > 0.
+            read: returns the content of a message, or None if it is invalid.
+            phase: phase of the exchange, for errors.
+
+        Returns:
+            What `read` returns for the messages from other ranks, in the order of the ranks.
+
+        Raises:
+            OperError: a message is invalid.
+            DesyncError, PeerLostError, DeadlineError: a rank is in another phase, lost or late.
+        """
+        there = [8 * messages[r].numel() if r in messages else 0
+                 for r in range(self._group.world_size)]
+        back = [_SIZE.unpack_from(body)[0]
+                for body in self._exchange_heads(phase, [_SIZE.pack(n) for n in there])]
+        for rank, n in enumerate(back):
+            if n < 0 or n % 8:
+                self.check(Status.IMPOSSIBLE_MESSAGE, rank)
+        received = torch.empty(sum(back) // 8, dtype=torch.int64)
+        self._guarded(torch.cat([torch.empty(0, dtype=torch.int64),
+                                 *(messages[r] for r in sorted(messages))]).view(torch.uint8),
+                      there, received.view(torch.uint8), back)
+        found = []
+        for rank, words in enumerate(received.split([n // 8 for n in back])):
+            if not words.numel():
+                continue
+            content = read(words)
+            if content is None:
+                self.check(Status.IMPOSSIBLE_MESSAGE, rank)
+            else:
+                found.append(content)
+        return found
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:

@@ -24,10 +24,10 @@ from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 # Names of phases, by number: CollectivePhase and kSharing of csrc/common/exchange.h, STATE_ACCESS,
-# MIGRATION, kKeys of the same file, and SYNCHRONIZATION.
+# MIGRATION, KEYS (kKeys of the same file), and SYNCHRONIZATION.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys", "synchronization of replica groups")
-FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, SYNCHRONIZATION = (0, 1, 2), 3, 7, 8, 10
+FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS, SYNCHRONIZATION = (0, 1, 2), 3, 7, 8, 9, 10
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 

@@ -11,6 +11,8 @@ bucket writes to it. The key in slot s has row s + 1; row 0 is the default row o
   are updated, the owner of each bucket adds up the counts of all ranks and publishes which rows it
   has given to new keys. After the update every rank initialises the new rows that it owns, from key
   and seed, and clears their optimizer states.
+* Every memory domain has a copy of the directories, divided among its ranks, and makes all updates
+  to it; `oper.shmem.keys.across` sends it the keys of the other domains' batches.
 
 Buckets depend only on the number of rows, and changes of a bucket only on the keys and counts of
 all ranks' batches. Keys, rows, counts and clocks (numbers of updates, by which keys' ages are
@@ -33,6 +35,9 @@ import torch
 from oper.errors import InvalidInputError, OperError
 from oper.rows.directory import MAX_ROWS
 from oper.shmem.batch import Lookup, SeenKeys, version_of
+from oper.shmem.group.domains import DomainGroup
+from oper.shmem.group.groups import Group
+from oper.shmem.keys.across import OtherDomains
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets
 from oper.shmem.keys.rules import DynamicTable
@@ -41,7 +46,7 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
-from oper.tables import KEY_EVICTIONS, TableSpec
+from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
@@ -93,12 +98,12 @@ class Keys:
     """The directories of a collection's dynamic tables. Creation is collective.
 
     Args:
-        tables: the tables, with optimizers, in host memory that all ranks share.
+        tables: the tables, with optimizers, in host memory.
         rules: settings of the dynamic tables, by table name.
 
     Attributes:
         tables: number of each dynamic table, by name.
-        num_bytes: bytes of all ranks' directories.
+        num_bytes: bytes of the directories in this memory domain.
 
     Raises:
         InvalidInputError: a table cannot be dynamic.
@@ -108,7 +113,10 @@ class Keys:
     def __init__(self, tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
         _check(tables, rules)
         self._tables: Tables = weakref.proxy(tables)
-        group, operators = tables.group, torch.ops.oper
+        operators = torch.ops.oper
+        group: Group = tables.group
+        if not tables.is_one_domain:
+            group = DomainGroup(tables.group, list(tables.members))
         seen_bytes = outbox_bytes()
         arguments = _arguments(tables, rules)
         sizes = [operators.keys_num_bytes(rank, group.world_size, seen_bytes, *arguments)
@@ -122,6 +130,8 @@ class Keys:
         # Huge pages, since buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
         handle = self._handle
+        self._domains = OtherDomains(tables, [
+            num_buckets(tables.specs[name].num_rows - 1) * KEY_BUCKET_ROWS for name in rules])
         self._history = RowHistory(lambda: torch.ops.oper.keys_new(handle))
         # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
@@ -176,7 +186,7 @@ class Keys:
 
     def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
         """Write the keys that a batch's lookups found and missed to this rank's outbox, from which
-        the following backward pass updates the directories.
+        the following backward pass updates the directories. Collective with several memory domains.
 
         Args:
             batch: the batch.
@@ -186,15 +196,18 @@ class Keys:
             InvalidInputError: an update after the lookup has given one of its rows to another key;
                 all ranks skip this batch.
             OperError: the keys do not fit the outbox; all ranks skip this batch.
+            PeerLostError: a rank of another memory domain has refused its batch or has ended.
         """
+        # If this fails, no rank goes on to the gradients, where one that refuses tells the others.
+        received = self._domains.exchange(self._tables, batch.seen)
         try:
             self._history.keep()
             for seen in batch.seen:
                 if seen.updates != self._history.num_updates:
                     self._history.check(seen, list(self.tables))
+            every = [*((s.counts, s.missed, s.parts) for s in batch.seen), *received]
             left, number = self._leave(
-                self._handle, [s.counts for s in batch.seen], [s.missed for s in batch.seen],
-                [s.parts for s in batch.seen],
+                self._handle, [x[0] for x in every], [x[1] for x in every], [x[2] for x in every],
                 [self.tables[n] for n in frozen if n in self.tables], self._tables.handle)
             if left:
                 self._refuse_batch(left, number)
@@ -252,18 +265,22 @@ class Keys:
 
     def changed(self, name: str, part: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the records of a part, in this rank's buckets, that have changed or become empty
-        in updates after clock `since`.
+        in updates after clock `since`. Of the copies in several memory domains only that of the
+        first domain returns any.
 
         Returns:
             Their numbers int64 [n], ascending, and the records as `read` returns them.
         """
+        since = since if self._domains.is_first else self.clock(name)
         numbers, records = torch.ops.oper.keys_changed(
             self._handle, self.tables[name], RECORDS[part], since)
         return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
         """Return the slots in this rank's buckets, int64 [n], ascending, whose keys have outlived
-        their time to live now and had not at clock `since`; -1: all whose keys have."""
+        their time to live now and had not at clock `since`; -1: all whose keys have. As with
+        `changed`, only of the first memory domain's copy."""
+        since = since if self._domains.is_first else self.clock(name)
         slots: torch.Tensor = torch.ops.oper.keys_expired(self._handle, self.tables[name], since)
         return slots
 
@@ -298,7 +315,9 @@ class Keys:
     def own_counts(self, name: str) -> list[int]:
         """Return this rank's part of `counts`; `counts_of` takes the sum over all ranks. Reads
         one byte per row of this rank's buckets; call it between two batches."""
-        return list(torch.ops.oper.keys_counts(self._handle, self.tables[name]))
+        found = list(torch.ops.oper.keys_counts(self._handle, self.tables[name]))
+        # All copies of a directory have the same keys; lookups are each rank's own.
+        return found if self._domains.is_first else [0] * (len(found) - 2) + found[-2:]
 
     def counts_of(self, name: str, found: Sequence[int]) -> KeyCounts:
         """Return the `counts` of a table from the sum of all ranks' `own_counts`."""
@@ -395,10 +414,9 @@ def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
     if tables.optimizers is None:
         raise InvalidInputError(what, "objective", "inference", "training",
                                 "shard for training, and look up without gradients")
-    if tables.device.type != "cpu" or not tables.is_one_domain:
-        where = tables.device.type if tables.device.type != "cpu" else "several memory domains"
-        raise InvalidInputError(what, "tables in", where, "host memory that all ranks share",
-                                "train on the ranks of one host")
+    if tables.device.type != "cpu":
+        raise InvalidInputError(what, "tables on", tables.device.type, "host memory",
+                                "train on CPUs")
     users: dict[str, list[str]] = {}
     for feature, table in tables.features:
         users.setdefault(feature, []).append(table)

@@ -1,0 +1,104 @@
+"""Keys that lookups in other memory domains have seen.
+
+Every memory domain has a copy of the directories of dynamic tables, so that lookups of keys need no
+messages. Before each update, every rank sends the keys of its batch to one rank of each other
+domain, which adds them to its own. Changes of a directory depend only on the keys and counts of all
+batches together, so all copies stay equal.
+
+A message is int64: the number P of parts, the parts [P, 6], the counts of their keys that have a
+row, and their keys without a row (see `SeenKeys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from oper.shmem.batch import SeenKeys
+from oper.shmem.group.desync import KEYS
+from oper.shmem.protocol import Tables
+
+# Columns of KeyPart in csrc/host/keys/tables.h.
+_TABLE, _BEGIN, _END, _MISSED, _COUNTED, _, _WIDTH = range(7)
+
+# Counts, keys without a row and parts, as in `SeenKeys`.
+Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class OtherDomains:
+    """Exchanges seen keys with the other memory domains. Creation is not collective.
+
+    Args:
+        tables: the collection of the dynamic tables.
+        num_places: places of keys in each table's directory, by the tables' numbers.
+
+    Attributes:
+        is_first: whether this rank's domain is that of rank 0.
+    """
+
+    def __init__(self, tables: Tables, num_places: Sequence[int]) -> None:
+        domains = tables.domains
+        (mine,) = (members for members in domains if tables.group.rank in members)
+        self.is_first = mine is domains[0]
+        at = mine.index(tables.group.rank)
+        self._receivers = [x[at % len(x)] for x in domains if x is not mine]
+        self._num_places = torch.tensor(num_places)
+
+    def exchange(self, tables: Tables, seen: Sequence[SeenKeys]) -> list[Seen]:
+        """Send the keys that this rank's lookups have seen; return those that it receives, which it
+        must add to them. Collective; `seen` may be empty.
+
+        Raises:
+            PeerLostError: a rank has refused its batch or has ended.
+            OperError: a rank has sent keys that do not fit this rank's tables.
+        """
+        if not self._receivers:
+            return []
+        message = pack(seen)
+        return tables.send(dict.fromkeys(self._receivers, message),
+                           lambda words: unpack(words, self._num_places), KEYS)
+
+
+def pack(seen: Sequence[SeenKeys]) -> torch.Tensor:
+    """Return the keys that lookups have seen as a message, int64 [n]."""
+    parts, counts = [torch.empty(0, _WIDTH, dtype=torch.int64)], []
+    first = 0
+    for one in seen:
+        moved = one.parts.clone()
+        num = moved[:, _COUNTED]
+        begin = num.cumsum(0) - num
+        n = int(num.sum())
+        # Entries at the end of a lookup's `counts` parts are unused.
+        counts.append(one.counts[torch.arange(n) + (moved[:, _BEGIN] - begin)
+                                 .repeat_interleave(num, output_size=n)])
+        moved[:, _BEGIN] = begin + first
+        moved[:, _END] = moved[:, _BEGIN] + num
+        parts.append(moved)
+        first += n
+    table = torch.cat(parts)
+    return torch.cat([torch.tensor([table.shape[0]]), table.reshape(-1), *counts,
+                      *(one.missed for one in seen)])
+
+
+def unpack(words: torch.Tensor, num_places: torch.Tensor) -> Seen | None:
+    """Return the content of a message, int64 [n]; None if it does not fit directories with
+    `num_places` places, int64 [tables]."""
+    end = 1 + int(words[0]) * _WIDTH if words.numel() else 0
+    if not 1 <= end <= words.numel():
+        return None
+    parts = words[1:end].view(-1, _WIDTH)
+    table, counted, missed = parts[:, _TABLE], parts[:, _COUNTED], parts[:, _MISSED]
+    sizes = parts[:, [_COUNTED, _MISSED]]
+    if bool(((sizes < 0) | (sizes > words.numel())).any()) or bool(
+            ((table < 0) | (table >= num_places.numel())).any()):
+        return None
+    n = int(counted.sum())
+    if (end + n + int(missed.sum()) != words.numel()
+            or not torch.equal(parts[:, _BEGIN], counted.cumsum(0) - counted)):
+        return None
+    counts = words[end:end + n]
+    places = counts.view(torch.int32)[::2].long() & 0xFFFFFFFF
+    if bool((places >= num_places[table].repeat_interleave(counted, output_size=n)).any()):
+        return None
+    return counts, words[end + n:], parts
