@@ -181,12 +181,15 @@ class WorkerMetrics:
     def count(self, outcome: str) -> None:
         self._add(_REQUEST, outcome, 1)
 
-    def observe_request(self, begin: float, ends: Sequence[float]) -> None:
+    def observe_request(self, begin: float, ends: Sequence[float], samples: int, epoch: int
+                        ) -> None:
         """Record a scored request.
 
         Args:
             begin: time at which its first byte arrived, as `time.monotonic` returns it.
             ends: time at which each of its `STAGES` ended.
+            samples: number of its samples.
+            epoch: epoch of the weights.
         """
         self._observe(_LATENCY, ends[3] - ends[0])
         for at, end in zip(self._stages, ends, strict=True):

@@ -24,8 +24,8 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
 
 import oper
-from oper.integration import fused_interaction
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from oper.integration import fused_interaction
 from tests.support import damage_record
 
 KEYS = ["f0", "f1", "f2"]
