@@ -167,7 +167,8 @@ def assert_traced(path: Path, supervisor: int) -> None:
     of_worker = [e for e in bars if e["pid"] != supervisor]
     batches, lookups, requests = ([e for e in of_worker if e["name"] == name]
                                   for name in ("batch", "lookup", "request"))
-    assert requests and all(e["args"]["samples"] == 20 for e in (*batches, *requests))
+    assert requests and all(e["args"]["samples"] == 20 for e in requests)
+    assert all(e["args"]["samples"] == 20 * e["args"]["requests"] for e in batches)
     assert len(batches) > 1 and len(batches) >= len(lookups) >= len(batches) - 1
     ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in batches)
     for e in lookups:
