@@ -196,10 +196,10 @@ class WorkerMetrics:
             self._observe(_STAGE, end - begin, at)
             begin = end
 
-    def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
+    def observe_batch(self, requests: int, samples: int, begin: float, end: float) -> None:
         self._observe(_BATCH_REQUESTS, requests)
         self._observe(_BATCH_SAMPLES, samples)
-        self._observe(_BATCH_SECONDS, seconds)
+        self._observe(_BATCH_SECONDS, end - begin)
 
     def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
         """Set the gauges: queued samples, unanswered requests, and the epoch in use."""

@@ -71,15 +71,14 @@ class TracedMetrics(WorkerMetrics):
         if self._counts.is_tracing:
             self._write(_REQUEST, begin, *ends, samples, epoch)
 
-    def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
+    def observe_batch(self, requests: int, samples: int, begin: float, end: float) -> None:
         """See `WorkerMetrics`."""
-        super().observe_batch(requests, samples, seconds)
+        super().observe_batch(requests, samples, begin, end)
         is_on = bool(self._counts.is_tracing)
         if is_on:
-            now = time.monotonic()
-            self._write(_BATCH, now - seconds, now, requests, samples)
-            for begin, end in self._predictor.take_lookups() if self._looks else ():
-                self._write(_LOOKUP, begin, end)
+            self._write(_BATCH, begin, end, requests, samples)
+            for lookup in self._predictor.take_lookups() if self._looks else ():
+                self._write(_LOOKUP, *lookup)
         if is_on != self._looks and self._predictor is not None:
             self._predictor.trace_lookups(_LOOKUPS if is_on else 0)
             self._looks = is_on

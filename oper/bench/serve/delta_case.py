@@ -69,7 +69,7 @@ class DeltaCase:
     every_s: float = 0.1
     changed: float = 0.01
     rounds: int = 10
-    steps: int = 25
+    steps: int = 22
     small: float = 0.1
     wholes: int = 3
     apart: bool = False
