@@ -55,7 +55,7 @@ class TracedMetrics(WorkerMetrics):
         super().__init__(numbers, worker, layout)
         self._ring, self._counts = _ring(rings, worker), counts
         self._ring[1] = os.getpid()
-        self._predictor = predictor if hasattr(predictor, "trace_lookups") else None
+        self._predictor: Any = predictor if hasattr(predictor, "trace_lookups") else None
         self._looks = False  # whether the predictor records its lookups
 
     def _write(self, *numbers: float) -> None:

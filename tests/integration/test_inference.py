@@ -26,6 +26,7 @@ from torchrec.models.dlrm import DLRM
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.integration import fused_interaction
+from oper.shmem.library import load
 from tests.support import damage_record
 
 KEYS = ["f0", "f1", "f2"]
@@ -111,6 +112,7 @@ def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.Monk
     expected = nn.Sequential(*(m for layer, relu in layers for m in (
         layer, nn.ReLU() if relu else nn.Identity())))
     x = torch.randn(9, sizes[0][0])
+    load()
     monkeypatch.setattr(fused_interaction, "_LARGE",
                         {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240, "all": 1}[large])
     with torch.inference_mode(), torch.profiler.profile() as seen:

@@ -183,8 +183,12 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     more = case.deltas - case.num_timed
     progress(f"{case.rate:.0f} requests/s, {more} smaller deltas")
     trainer.send("run", True, more, 0.0, case.small * case.changed)
-    rest = live.load(max(case.steps * case.every_s, more * _SMALL_S),
-                     lambda: (trainer.wait(), live.until_served(case.deltas)))
+
+    def finish() -> None:
+        trainer.wait()
+        live.until_served(case.deltas)
+
+    rest = live.load(max(case.steps * case.every_s, more * _SMALL_S), finish)
     host.ask("stop_following")
     made, failed = host.ask("followed"), host.ask("counts")["failed_publications"]
     served_sums = _sums(host.ask("publication"))
