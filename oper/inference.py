@@ -28,6 +28,7 @@ from oper.integration.targets import (
     typed,
 )
 from oper.plan import Plan, uniform_plan
+from oper.shmem.counters.phases import Span
 from oper.shmem.memory.numa import find_nodes
 from oper.shmem.publication.changes import ChangedElements, Changes
 from oper.shmem.publication.publisher import Prepared, Publisher
@@ -263,6 +264,15 @@ class ServedModel(nn.Module):
             local += int(by_domain[traffic.rank])
             remote += int(by_domain.sum() - by_domain[traffic.rank])
         return {"local": local, "remote": remote}
+
+    def trace_lookups(self, most: int) -> None:
+        """Start recording begin and end of up to `most` lookups, for `take_lookups`; 0 = stop."""
+        for tables in self._tables:
+            tables.trace_phases(most)
+
+    def take_lookups(self) -> list[Span]:
+        """Return the lookups recorded since the last call, by the kernels' clock."""
+        return [span for tables in self._tables for span in tables.take_spans()[0]]
 
     def memory_bytes(self) -> int:
         """Return the size in bytes of one epoch's weights, shared by all workers of the host."""

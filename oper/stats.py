@@ -391,17 +391,25 @@ class AccessStats:
         source: origin of the statistics, as free text.
         ids_in_hotness_order: whether ids were assigned in hotness order (row 0 = unseen or rare
             ids, then rows by descending count), so that a row's tier follows from its id.
+        samples_per_bag: for features whose bags are looked up once for several samples, such as
+            those of a user in requests that rank candidates: number of samples per bag, by feature
+            (default 1). Planners use it; the other statistics are those of single samples.
     """
 
     num_samples: int
     tables: dict[str, TableStats]
     source: str = ""
     ids_in_hotness_order: bool = False
+    samples_per_bag: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
             raise InvalidInputError("invalid statistics", "num_samples", self.num_samples, ">= 0",
                                     "collect them again")
+        shared = {name: float(x) for name, x in self.samples_per_bag.items()}
+        require("invalid statistics", "pass the number of samples that share a bag of the feature",
+                ("samples_per_bag", shared, all(1 <= x < np.inf for x in shared.values()), ">= 1"))
+        object.__setattr__(self, "samples_per_bag", shared)
 
     def __repr__(self) -> str:
         return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
@@ -424,11 +432,15 @@ class AccessStats:
                                     differing_names("only in the first part", mine,
                                                     "only in the second part", theirs),
                                     "the same tables in both parts", "count the same tables")
+        shared = self.samples_per_bag
+        require("cannot merge statistics", "set it after merging", (
+            "samples_per_bag", (shared, other.samples_per_bag), shared == other.samples_per_bag,
+            "the same in both parts"))
         return AccessStats(
             self.num_samples + other.num_samples,
             {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
             " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
-            self.ids_in_hotness_order and other.ids_in_hotness_order)
+            self.ids_in_hotness_order and other.ids_in_hotness_order, shared)
 
     __add__ = merge
 
@@ -450,7 +462,8 @@ class AccessStats:
                 tables[-1]["sketch"] = {"error": t.sketch.heavy_error,
                                         "level": t.sketch.sample_level}
         meta = {"num_samples": self.num_samples, "source": self.source, "tables": tables,
-                "ids_in_hotness_order": self.ids_in_hotness_order}
+                "ids_in_hotness_order": self.ids_in_hotness_order,
+                "samples_per_bag": self.samples_per_bag}
         write_arrays(path, STATS_KIND, STATS_VERSION, arrays, meta)
 
     @staticmethod
@@ -478,7 +491,8 @@ class AccessStats:
                 tables[str(entry["name"])] = TableStats(
                     int(entry["num_rows"]), buckets=buckets, sketch=sketch, **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
-                               bool(meta["ids_in_hotness_order"]))
+                               bool(meta["ids_in_hotness_order"]),
+                               meta.get("samples_per_bag", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing",
                                   str(error), "a complete header", "regenerate it") from None

@@ -313,6 +313,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
+  PhaseClock clock(context);
   check_interaction(context, dense);
   const int64_t rows = context.output_columns / dim + 1;
   Tensor offsets, out = pooled_tensor(ScalarType::Float, {size, dim + rows * (rows - 1) / 2});
@@ -323,6 +324,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     forward_interaction(context, batch, float_data(dense), static_cast<int32_t>(dim),
                         float_data(out));
   });
+  clock.end(kForward);
   return {out, offsets, status.code, status.detail};
 }
 
@@ -335,6 +337,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
   if (const Fault fault = fault_of(handle, ids, lengths, weights, key_of, size))
     return {nothing(), nothing(), nothing(), nothing(), kBadBatch, fault};
   Context& context = context_of(handle);
+  PhaseClock clock(context);
   check_interaction(context, dense);
   STD_TORCH_CHECK(first.numel() == size, "internal: a user for every sample");
   Tensor user_of = pooled_tensor(ScalarType::Long, {size});
@@ -354,6 +357,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
     forward_shared_interaction(context, batch, shared, float_data(dense), static_cast<int32_t>(dim),
                                float_data(users), float_data(out));
   });
+  clock.end(kForward);
   return {users, out, user_of, offsets, status.code, status.detail};
 }
 

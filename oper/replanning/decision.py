@@ -115,7 +115,8 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
         if found is not None:
             relabelled[entry.table.name] = _by_position(found, entry, plan.world_size)
         entries.append(replace(entry, head_ids=np.zeros(0, np.int64)))
-    moved = AccessStats(stats.num_samples, relabelled, stats.source)
+    moved = AccessStats(stats.num_samples, relabelled, stats.source,
+                        samples_per_bag=stats.samples_per_bag)
     stated = make_problem([t.table for t in plan.tables], moved, topology,
                           objective=plan.objective, batch_size=plan.batch_size)
     problem = replace(stated, message_bits=plan.message_bits)

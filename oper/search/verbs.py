@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from oper.tables import (
 from oper.topology import Topology
 
 _DYNAMIC = "dynamic"  # a plan's note: the arguments of `rows_of_keys` by table
+_SHARED = "samples_per_bag"  # a plan's note: `AccessStats.samples_per_bag`
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +60,12 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
                         help="workload of the plan (default training)")
     parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
+    parser.add_argument("--user-features", metavar="NAMES",
+                        help="features, separated by commas, that a request has once for all of "
+                             "its --candidates; their rows are looked up once")
+    parser.add_argument("--candidates", type=number(1.0), metavar="N",
+                        help="samples of a request that share its user features, at most 64 for "
+                             "'oper serve', which looks rows up again after 64")
     parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
@@ -91,7 +99,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
     stats = AccessStats.load(args.stats)
     dynamic = _dynamic(args, stats)
-    stats = _of_rows(stats, dynamic)
+    stats = _with_candidates(args, _of_rows(stats, dynamic))
     if args.request_rate is not None or args.latency_bound is not None:
         if args.message_variance is not None:
             raise UsageError("cannot plan for a latency bound", "--message-variance",
@@ -129,8 +137,7 @@ def run_plan(args: argparse.Namespace) -> int:
                            plan_on)
     problem = replace(problem_on(topology.divided(plan.replica_groups)),
                       message_bits=plan.message_bits)
-    if dynamic:
-        plan = replace(plan, notes={**plan.notes, _DYNAMIC: dynamic})
+    plan = _noted(plan, stats, dynamic)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **as_json(plan, problem)}))
@@ -161,6 +168,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
+    plan = _noted(plan, stats)
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **plan.notes["latency"]}))
@@ -210,7 +218,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
-        stats = _of_rows(_stats(args), plan.notes.get(_DYNAMIC))
+        stats = _as_planned(_stats(args), plan)
         after = make_problem([t.table for t in plan.tables], stats, topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
@@ -296,7 +304,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     was made with ``--dynamic-rows``, `stats` are of keys.
     """
     plan = Plan.load(args.plan)
-    stats = _of_rows(stats, plan.notes.get(_DYNAMIC))
+    stats = _as_planned(stats, plan)
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
@@ -316,6 +324,37 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
     return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow,
                          message_bits=plan.message_bits)
+
+
+def _as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
+    """Return `stats` with the dynamic tables and the shared features that the plan states."""
+    stats = _of_rows(stats, plan.notes.get(_DYNAMIC))
+    shared = plan.notes.get(_SHARED)
+    if stats is None or not shared:
+        return stats
+    if not isinstance(shared, dict) or not all(type(x) in (int, float) for x in shared.values()):
+        raise InvalidInputError("cannot read the plan", f"notes.{_SHARED}", shared,
+                                "samples per bag by feature",
+                                "pass a plan file that 'oper plan' wrote")
+    return replace(stats, samples_per_bag=shared)
+
+
+def _noted(plan: Plan, stats: AccessStats, dynamic: Mapping[str, Any] | None = None) -> Plan:
+    """Return the plan with the notes that `_as_planned` reads."""
+    notes = {_DYNAMIC: dynamic, _SHARED: dict(stats.samples_per_bag)}
+    return replace(plan, notes=plan.notes | {name: x for name, x in notes.items() if x})
+
+
+def _with_candidates(args: argparse.Namespace, stats: AccessStats) -> AccessStats:
+    """Return `stats` with the shared features that the arguments of ``oper plan`` state."""
+    if (args.user_features is None) != (args.candidates is None):
+        raise UsageError("cannot plan user features", "--user-features, --candidates",
+                         (args.user_features, args.candidates), "both or neither",
+                         "name the features, and the samples that share them")
+    if args.user_features is None:
+        return stats
+    names = [name.strip() for name in args.user_features.split(",")]
+    return replace(stats, samples_per_bag=dict.fromkeys(names, args.candidates))
 
 
 def _stats(args: argparse.Namespace) -> AccessStats | None:

@@ -152,7 +152,8 @@ class App:
             scored = time.monotonic()
             self._send_scores(exchange, *pending.result)
             self._counted.observe_request(exchange.since, (
-                pending.arrived, decoded, pending.begun, scored, time.monotonic()))
+                pending.arrived, decoded, pending.begun, scored, time.monotonic()),
+                pending.request.num_samples, pending.result[1])
         elif isinstance(error, ExpiredError):
             self._refuse(exchange, _Refused(504, "expired", str(error)))
         elif isinstance(error, InvalidInputError):

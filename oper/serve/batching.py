@@ -57,16 +57,16 @@ class Batcher:
     Args:
         predictor: the model.
         options: batching options; the attribute `options` may be replaced at any time.
-        observe: called with ``(num_requests, num_samples, seconds)`` after every batch.
+        observe: called with ``(num_requests, num_samples, begin, end)`` after every batch.
 
     Attributes:
         queued: number of queued samples.
     """
 
     def __init__(self, predictor: Predictor, options: BatchOptions,
-                 observe: Callable[[int, int, float], Any] | None = None) -> None:
+                 observe: Callable[[int, int, float, float], Any] | None = None) -> None:
         self._predictor, self.options = predictor, options
-        self._observe = observe or (lambda requests, samples, seconds: None)
+        self._observe = observe or (lambda requests, samples, begin, end: None)
         self._waiting: deque[PendingRequest] = deque()
         self.queued = 0
         self._sample_s = 0.0  # moving average of the seconds per sample
@@ -152,10 +152,10 @@ class Batcher:
             live[0].error = error
             live[0].done(live[0])
             return
-        seconds = time.monotonic() - begin
-        measured = seconds / max(1, joined.num_samples)
+        end = time.monotonic()
+        measured = (end - begin) / max(1, joined.num_samples)
         self._sample_s += (_SMOOTHING if self._sample_s else 1.0) * (measured - self._sample_s)
-        self._observe(len(live), joined.num_samples, seconds)
+        self._observe(len(live), joined.num_samples, begin, end)
         at = 0
         for pending in live:
             size = pending.request.num_samples

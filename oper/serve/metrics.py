@@ -181,22 +181,25 @@ class WorkerMetrics:
     def count(self, outcome: str) -> None:
         self._add(_REQUEST, outcome, 1)
 
-    def observe_request(self, begin: float, ends: Sequence[float]) -> None:
+    def observe_request(self, begin: float, ends: Sequence[float], samples: int, epoch: int
+                        ) -> None:
         """Record a scored request.
 
         Args:
             begin: time at which its first byte arrived, as `time.monotonic` returns it.
             ends: time at which each of its `STAGES` ended.
+            samples: number of its samples.
+            epoch: epoch of the weights.
         """
         self._observe(_LATENCY, ends[3] - ends[0])
         for at, end in zip(self._stages, ends, strict=True):
             self._observe(_STAGE, end - begin, at)
             begin = end
 
-    def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
+    def observe_batch(self, requests: int, samples: int, begin: float, end: float) -> None:
         self._observe(_BATCH_REQUESTS, requests)
         self._observe(_BATCH_SAMPLES, samples)
-        self._observe(_BATCH_SECONDS, seconds)
+        self._observe(_BATCH_SECONDS, end - begin)
 
     def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
         """Set the gauges: queued samples, unanswered requests, and the epoch in use."""

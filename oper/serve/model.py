@@ -196,6 +196,14 @@ class AttachedModel:
         """See `Predictor`."""
         return {} if self._keys_read is None else dict(self._keys_read.counts)
 
+    def trace_lookups(self, most: int) -> None:
+        """See `Predictor`."""
+        self._served.trace_lookups(most)
+
+    def take_lookups(self) -> list[tuple[float, float]]:
+        """See `Predictor`."""
+        return [(s.begin_ns / 1e9, s.end_ns / 1e9) for s in self._served.take_lookups()]
+
     def close(self) -> None:
         """Detach from the publication."""
         self._served.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oper.errors import require_fields
+from oper.serve.tracing import check_trace
 from oper.stats import AccessStats
 
 
@@ -44,6 +45,9 @@ class ServeOptions:
         batching: batching options of each worker.
         spin_us: how long an idle worker polls for new requests before it sleeps, microseconds.
             Polling avoids the latency of waking up a core but keeps it busy.
+        trace: the file to which SIGUSR1 makes a server record a trace, see `oper.serve.Server.
+            trace`; "" = none.
+        trace_s: length of such a trace, seconds.
         max_bytes: maximum size of a request's body.
         max_connections: maximum connections per worker; beyond it, new connections replace idle
             ones.
@@ -68,6 +72,8 @@ class ServeOptions:
     drain_s: float = 30.0
     start_s: float = 300.0
     spin_us: float = 0.0
+    trace: str = ""
+    trace_s: float = 5.0
 
     def __post_init__(self) -> None:
         what = "invalid serving options"
@@ -75,6 +81,8 @@ class ServeOptions:
                keep_alive_s=1, read_s=0.1, drain_s=0, start_s=0.1, spin_us=0)
         require_fields(self, what, "choose a lower port, or 0 for any free one",
                        ("port", self.port <= 65535, "<= 65535"))
+        if self.trace:
+            check_trace(self.trace, self.trace_s)
 
 
 def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> None:

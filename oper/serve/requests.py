@@ -210,7 +210,10 @@ class Predictor(Protocol):
     If it has an attribute ``shares_bags`` that is True, batches may have shared bags
     (`Request.shared`); otherwise all batches are expanded. If it has a method ``keys_read``, this
     returns by feature of raw keys the numbers of keys looked up and of unknown ones among them, for
-    the server's metrics.
+    the server's metrics. If it has methods ``trace_lookups(most)`` and ``take_lookups()``, the
+    server's traces contain its lookups: from ``trace_lookups`` with `most` above 0 until 0, it
+    records begin and end of up to `most` lookups between two calls of ``take_lookups``, which
+    returns them in seconds, as `time.monotonic` does.
     """
 
     signature: Signature

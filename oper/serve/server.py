@@ -24,6 +24,7 @@ from oper.serve import metrics
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
+from oper.serve.tracing import Tracer, shared_rings
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 from oper.support.processes import allocator_settings, trim_memory
 
@@ -61,7 +62,7 @@ class Source(Protocol):
 class Counts(ctypes.Structure):
     """The supervisor's counters, in memory shared with the workers."""
 
-    _fields_ = [(name, ctypes.c_long) for name in _COUNTED]
+    _fields_ = [(name, ctypes.c_long) for name in (*_COUNTED, "is_tracing")]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +167,8 @@ class Server:
         self._layout = metrics.Layout(self.model.signature.key_features)
         self._numbers = self._context.RawArray(ctypes.c_double,
                                                self.options.workers * self._layout.size)
+        self._rings = shared_rings(self._context, self.options.workers)
+        self._tracer = Tracer(self._rings, self.options.workers, self._counts)
         try:
             self._listener = self._bind()
         except OSError as error:
@@ -216,21 +219,61 @@ class Server:
             trim_memory()  # temporary memory of the preparation
 
         with self._publishing:
+            begin = time.monotonic()
             thread = threading.Thread(target=work, name="oper-publish")
             thread.start()
             thread.join()
             try:
                 if isinstance(found[0], Exception):
                     raise found[0]
+                switch = time.monotonic()
                 epoch = int(found.pop()())
             except Exception:
                 self._counts.failed_publications += 1
                 raise
+            self._tracer.add_publication(begin, switch, epoch)
             trim_memory()
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
         return epoch
+
+    def trace(self, path: str | os.PathLike[str], seconds: float = 5.0) -> int:
+        """Record what all workers do for some seconds in a trace file for ui.perfetto.dev.
+
+        The trace has a process per worker, with its batches and their lookups on one line, and
+        requests with their stages on as many lines as requests overlap; and the supervisor with its
+        publications. Requests without scores are left out.
+
+        Args:
+            path: the file; an existing one is replaced atomically.
+            seconds: how long to record, up to 600; ends earlier if the server stops.
+
+        Returns:
+            The number of requests in the trace.
+
+        Raises:
+            InvalidInputError: the server has not been started, is being traced, or an argument is
+                out of range.
+            OSError: the file cannot be written.
+        """
+        if self._thread is None:
+            raise InvalidInputError("cannot trace the server", "state", "not started", "started",
+                                    "call start()")
+        return self._tracer.record(path, seconds, self._stop.is_set)
+
+    def _try_trace(self) -> None:
+        """Record the trace that the options name, and log the outcome."""
+        options = self.options
+        try:
+            if not options.trace:
+                log.error("no trace: the server was started without a file for it")
+                return
+            log.info("tracing for %g s", options.trace_s)
+            log.info("wrote %d requests to %s", self.trace(options.trace, options.trace_s),
+                     options.trace)
+        except (OperError, OSError) as error:
+            log.error("no trace: %s", error)
 
     def stop(self) -> None:
         """Refuse new connections, finish requests in flight and stop the workers. Idempotent."""
@@ -246,7 +289,8 @@ class Server:
 
     def serve_until_signalled(self, every: Callable[[], Any] | None = None,
                               signals: Signals | None = None) -> None:
-        """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again.
+        """Serve until SIGTERM or SIGINT, then drain. SIGHUP publishes the model's weights again,
+        and SIGUSR1 records a trace (`ServeOptions.trace`).
 
         Args:
             every: called every `FOLLOW_S` seconds, e.g. to look for new weights.
@@ -260,6 +304,9 @@ class Server:
                 if noted.reload:
                     noted.reload = False
                     self.try_publish()
+                if noted.trace:
+                    noted.trace = False
+                    threading.Thread(target=self._try_trace, name="oper-trace", daemon=True).start()
                 if every is not None:
                     every()
             log.info("draining: finishing requests in flight")
@@ -351,7 +398,8 @@ class Server:
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
         taken = {w.place for w in self._workers}
         place = next(k for k in range(self.options.workers) if k not in taken)
-        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, closed, most)
+        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, self._rings,
+                        closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the

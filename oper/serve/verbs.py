@@ -58,6 +58,11 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "(default 0)")
     parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
                         help="seconds for requests in flight after SIGTERM (default 30)")
+    parser.add_argument("--trace", metavar="FILE", default="",
+                        help="where SIGUSR1 makes the server write a timeline of requests, batches "
+                             "and publications, for ui.perfetto.dev")
+    parser.add_argument("--trace-s", type=number(above=True), default=5.0, metavar="S",
+                        help="length of the timeline in seconds (default 5)")
     parser.add_argument("--watch", action="store_true", help="publish newer weights of the "
                         "folder as they appear; only the changed rows if the run saves deltas "
                         "(delta_every)")
@@ -66,7 +71,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "s3://bucket/run")
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
-                     "publish the folder's weights again.")
+                     "publish the folder's weights again. SIGUSR1: write --trace.")
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -80,7 +85,7 @@ def run_serve(args: argparse.Namespace) -> int:
         options = ServeOptions(
             args.host, args.port, args.workers, args.threads,
             BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
-            drain_s=args.drain_s, spin_us=args.spin_us)
+            drain_s=args.drain_s, spin_us=args.spin_us, trace=args.trace, trace_s=args.trace_s)
         with contextlib.ExitStack() as stack:
             folder = args.model
             if args.follow:

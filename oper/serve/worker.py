@@ -27,6 +27,7 @@ from oper.serve.connection import Connection
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
+from oper.serve.tracing import TracedMetrics
 
 # Messages on the control socket: CONNECTION, with a file descriptor, to the worker; READY from it.
 # At the end of the stream, the worker drains: the supervisor is stopping it, or has exited.
@@ -47,6 +48,7 @@ class WorkerJob:
         numbers: counters of all workers, in shared memory; see `oper.serve.metrics`.
         place: index of this worker's counters in `numbers`.
         counts: `oper.serve.server.Counts` of the supervisor, in shared memory.
+        rings: records of all workers for traces, in shared memory; see `oper.serve.tracing`.
         closed: number of connections that this worker has closed, shared with the supervisor.
         most: connections that the worker should have at most, set by the supervisor. The worker
             closes excess connections after their next answer.
@@ -57,6 +59,7 @@ class WorkerJob:
     numbers: Any
     place: int
     counts: Any
+    rings: Any
     closed: Any
     most: Any
 
@@ -96,7 +99,8 @@ class _Worker:
         self.options, self.connections = job.options, set[Connection]()
         self._control, self._job, self._predictor = control, job, predictor
         layout = metrics.Layout(predictor.signature.key_features)
-        self._counted = metrics.WorkerMetrics(job.numbers, job.place, layout)
+        self._counted = TracedMetrics(job.numbers, job.place, layout, job.rings, job.counts,
+                                      predictor)
         self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
         self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
                         lambda: metrics.page(job.numbers, job.counts, layout))

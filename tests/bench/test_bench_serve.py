@@ -267,11 +267,11 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 
 
 def test_deltas_are_served_under_load() -> None:
-    case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.1, changed=0.1,
-                     rounds=2, wholes=2)
+    case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=9, every_s=0.1, changed=0.1,
+                     rounds=2, steps=3, wholes=2)
     entry = verified(case)
     assert entry["bit_equal"]
-    assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 8)
+    assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 9)
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
     for key in ("bytes_share", "time_share", "peak_ratio", "lag_p99_s", "p99_ratio"):
         assert 0 < entry[key] < float("inf"), key
@@ -282,19 +282,19 @@ def test_deltas_are_served_under_load() -> None:
         entry["latency_ms"]["deltas"]["p99"] / entry["latency_ms"]["quiet"]["p99"], abs=1e-4)
 
 
-@pytest.mark.parametrize("rounds", [0, 9])
-def test_every_round_has_a_delta(rounds: int) -> None:
-    with pytest.raises(InvalidInputError, match=rf"rounds={rounds}, expected .* 8;"):
-        DeltaCase("delta", SMALL, deltas=8, rounds=rounds)
+@pytest.mark.parametrize(("rounds", "steps"), [(0, 1), (1, 0), (3, 3)])
+def test_every_step_of_a_round_has_a_delta(rounds: int, steps: int) -> None:
+    with pytest.raises(InvalidInputError, match=rf"\({rounds}, {steps}\), expected .* 8 steps"):
+        DeltaCase("delta", SMALL, deltas=8, rounds=rounds, steps=steps)
 
 
 def test_torn_answers_are_found(tmp_path: Path) -> None:
     """Responses with the scores of another epoch, or with an epoch that did not exist, are torn."""
-    case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, every_s=0.0, rounds=1)
+    case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, rounds=1, steps=2)
     trainer = Child(_train, (case, str(tmp_path / "run")), "the training process")
     try:
         trainer.wait()
-        trainer.ask("run", 2, True)
+        trainer.ask("run", True, 2, 0.0, case.changed)
     finally:
         trainer.close()
     check = _Check(case, tmp_path)

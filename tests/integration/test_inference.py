@@ -25,6 +25,8 @@ from torchrec.models.dlrm import DLRM
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from oper.integration import fused_interaction
+from oper.shmem.library import load
 from tests.support import damage_record
 
 KEYS = ["f0", "f1", "f2"]
@@ -100,6 +102,26 @@ def test_a_fused_dlrm_gives_equal_scores(served, batch, name) -> None:
         fused(batch[0], KeyedJaggedTensor(KEYS, torch.tensor([500]), lengths=torch.tensor(
             [1, *[0] * 29]), stride=10))
     fused.close()
+
+
+@pytest.mark.skipif(not fused_interaction._HAS_ONEDNN, reason="torch without oneDNN")
+@pytest.mark.parametrize("large", ["none", "first", "last", "all"])
+def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(40, 6), (6, 6), (6, 40)] if large != "last" else [(6, 6), (6, 6), (6, 40)]
+    layers = [(nn.Linear(*size), k < 2) for k, size in enumerate(sizes)]
+    expected = nn.Sequential(*(m for layer, relu in layers for m in (
+        layer, nn.ReLU() if relu else nn.Identity())))
+    x = torch.randn(9, sizes[0][0])
+    load()
+    monkeypatch.setattr(fused_interaction, "_LARGE",
+                        {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240, "all": 1}[large])
+    with torch.inference_mode(), torch.profiler.profile() as seen:
+        found = fused_interaction._Perceptrons(layers)(x)
+    calls = [e.name for e in seen.events() if e.name.startswith(("oper::", "mkldnn::_linear_p"))]
+    small, onednn = "oper::perceptrons", "mkldnn::_linear_pointwise"
+    assert calls == {"none": [small], "first": [onednn, small, onednn], "last": [small, onednn],
+                     "all": [onednn] * 3}[large]
+    assert torch.allclose(found, expected(x), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:

@@ -25,7 +25,7 @@ from oper.tables import TableSpec
 from oper.train.model import describe, save_state
 from oper.train.raw_ids import build_trained
 from oper.train.resume import CONFIG, STATE
-from tests.support import announced, damage_record, serving, wait_for
+from tests.support import announced, damage_record, read_trace, serving, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
 CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}
@@ -123,8 +123,9 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
     """One server runs for all checks, since a start takes seconds."""
     folder = tmp_path / "run"
     models, request = {1: write_run(folder, 1)}, request_of(0, 20)
-    stop, wrong = threading.Event(), []
-    with (serving(folder, "--json", "--watch", "--workers", "1") as process,
+    stop, wrong, trace = threading.Event(), [], tmp_path / "trace.json"
+    with (serving(folder, "--json", "--watch", "--workers", "1", "--trace", str(trace),
+                  "--trace-s", "1") as process,
           contextlib.ExitStack() as at_end):
         at_end.callback(stop.set)
         client = Client(announced(process)["address"], timeout_s=30)
@@ -139,6 +140,7 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         models = {epoch: models.pop(1)}
         thread = threading.Thread(target=flow)
         thread.start()
+        process.send_signal(signal.SIGUSR1)
         for seed in (2, 3):
             models[epoch + 1] = write_run(tmp_path / "next", seed)
             os.replace(tmp_path / "next" / STATE, folder / STATE)
@@ -147,6 +149,8 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         (folder / STATE).write_bytes(b"rubbish")
         wait_for(lambda: "oper_failed_publications_total 1" in client.metrics())
         assert client.score_request(request)[1] == epoch
+        wait_for(trace.exists)
+        assert_traced(trace, process.pid)
         stop.set()
         thread.join()
         assert not wrong
@@ -154,6 +158,21 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "the old weights remain in use: cannot read" in log
+
+
+def assert_traced(path: Path, supervisor: int) -> None:
+    """The trace has a publication, and requests, batches and the kernels' lookups of a worker."""
+    bars = [e for e in read_trace(path)["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in bars if e["pid"] == supervisor} == {"publication", "switch"}
+    of_worker = [e for e in bars if e["pid"] != supervisor]
+    batches, lookups, requests = ([e for e in of_worker if e["name"] == name]
+                                  for name in ("batch", "lookup", "request"))
+    assert requests and all(e["args"]["samples"] == 20 for e in requests)
+    assert all(e["args"]["samples"] == 20 * e["args"]["requests"] for e in batches)
+    assert len(batches) > 1 and len(batches) >= len(lookups) >= len(batches) - 1
+    ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in batches)
+    for e in lookups:
+        assert any(a <= e["ts"] and e["ts"] + e["dur"] <= b + 0.002 for a, b in ends), e
 
 
 @pytest.mark.parametrize("text, words", [

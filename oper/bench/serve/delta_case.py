@@ -2,9 +2,9 @@
 
 One process trains and saves a delta (the changed rows) after each step, the server publishes each
 delta, and a client sends requests at a fixed rate. This alternates with the same training of a
-second model, whose deltas are not served. At the end, all weights are published several times.
-After the run, every response is compared with the scores of its epoch, computed by applying the
-same deltas without load.
+second model, whose deltas are not served. Then smaller deltas follow as fast as they are made, and
+at the end all weights are published several times. After the run, every response is compared with
+the scores of its epoch, computed by applying the same deltas without load.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
 
 _LATE_S = 30.0  # time limit until the last deltas are in service
+_SMALL_S = 0.02  # about the time (s) of one of the smaller deltas
 _RATE = 0.02  # learning rate; a step changes a row by about 10 %
 _PERCENTILES = (50, 90, 99)
 _NICE = 10  # niceness of the training process, which shares the cores
@@ -50,11 +51,12 @@ class DeltaCase:
         workers: worker processes of the server.
         rate: requests per second.
         deltas: number of deltas to serve.
-        every_s: time (s) between the starts of two steps.
+        every_s: time (s) between the starts of two steps of a round.
         changed: share of each table's rows that a step changes.
-        rounds: number of rounds under load, 1 to `deltas`. Each has the same number of steps
-            without and with serving. A reported percentile is the median over rounds of the rounds'
-            percentiles, which a single stall of the machine does not affect.
+        rounds, steps: number of rounds under load, and of their steps: so many without, then with
+            serving. A reported percentile is the median over rounds of the rounds' percentiles,
+            which a single stall of the machine does not affect.
+        small: what the remaining deltas change, relative to `changed`.
         wholes: number of publications of all weights, for comparison.
         apart: whether the server gets the last core alone, and training and client the rest.
     """
@@ -67,14 +69,22 @@ class DeltaCase:
     every_s: float = 0.1
     changed: float = 0.01
     rounds: int = 10
-    wholes: int = 5
+    steps: int = 22
+    small: float = 0.1
+    wholes: int = 3
     apart: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rounds <= self.deltas:
-            raise InvalidInputError("cannot measure deltas", "rounds", self.rounds,
-                                    f"between 1 and the number of deltas, {self.deltas}",
+        if self.rounds < 1 or self.steps < 1 or self.num_timed > self.deltas:
+            raise InvalidInputError("cannot measure deltas", "rounds, steps",
+                                    (self.rounds, self.steps),
+                                    f">= 1, at most {self.deltas} steps in all, one per delta",
                                     "lower the rounds or raise the number of deltas")
+
+    @property
+    def num_timed(self) -> int:
+        """Number of deltas in rounds."""
+        return self.rounds * self.steps
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Train, serve and compare; returns the record's entry."""
@@ -117,11 +127,16 @@ class _Live:
     host: Host
     client: LoadClient
 
-    def train(self, steps: int, is_served: bool) -> tuple[_Phase, int]:
-        """Train `steps` steps under load; returns the phase and the total bytes of its deltas."""
-        self.trainer.send("run", steps, is_served)
-        phase = self.load(steps * self.case.every_s)
+    def train(self, is_served: bool) -> tuple[_Phase, int]:
+        """Train a round's steps under load; returns the phase and the total bytes of its deltas."""
+        case = self.case
+        self.trainer.send("run", is_served, case.steps, case.every_s, case.changed)
+        phase = self.load(case.steps * case.every_s)
         return phase, int(self.trainer.wait())
+
+    def until_served(self, deltas: int) -> None:
+        """Wait until so many deltas are in service, but not longer than `_LATE_S`."""
+        _wait(lambda: len(self.host.ask("followed")) >= deltas)
 
     def load(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> _Phase:
         """Send requests for `seconds` while `meanwhile` runs."""
@@ -158,15 +173,22 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     during: list[_Phase] = []
     delta_bytes = 0
     for k in range(case.rounds):
-        until = (k + 1) * case.deltas // case.rounds
-        steps = until - k * case.deltas // case.rounds
-        progress(f"{case.rate:.0f} requests/s, {steps} steps of which none and then each is "
+        progress(f"{case.rate:.0f} requests/s, {case.steps} steps of which none and then each is "
                  f"served, {k + 1} of {case.rounds}")
-        still.append(live.train(steps, is_served=False)[0])
-        phase, written = live.train(steps, is_served=True)
+        still.append(live.train(is_served=False)[0])
+        phase, written = live.train(is_served=True)
         during.append(phase)
         delta_bytes += written
-        _wait(lambda until=until: len(host.ask("followed")) >= until)  # type: ignore[misc]
+        live.until_served((k + 1) * case.steps)
+    more = case.deltas - case.num_timed
+    progress(f"{case.rate:.0f} requests/s, {more} smaller deltas")
+    trainer.send("run", True, more, 0.0, case.small * case.changed)
+
+    def finish() -> None:
+        trainer.wait()
+        live.until_served(case.deltas)
+
+    rest = live.load(max(case.steps * case.every_s, more * _SMALL_S), finish)
     host.ask("stop_following")
     made, failed = host.ask("followed"), host.ask("counts")["failed_publications"]
     served_sums = _sums(host.ask("publication"))
@@ -180,9 +202,9 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
             found = host.ask("publish", whole)
             swaps.append(found.end - found.begin)
 
-    beside = live.load(case.deltas // case.rounds * case.every_s, swap)
+    beside = live.load(2 * case.steps * case.every_s, swap)
     memory, others = host.ask("memory"), clock.others(list)
-    answers = [answer for phase in (*still, *during) for answer in phase.seen.unchecked]
+    answers = [answer for phase in (*still, *during, rest) for answer in phase.seen.unchecked]
     progress(f"comparing {len(answers)} answers")
     check = _Check(case, live.folder)
     try:
@@ -198,12 +220,13 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
                for name, found in by_round.items()}
     quiet_p99 = latency["quiet"]["p99"]
     held = memory["tables"] + memory["dense"]
-    errors = sum(p.seen.failed for p in (*still, *during, beside)) + failed + (
+    errors = sum(p.seen.failed for p in (*still, *during, rest, beside)) + failed + (
         case.deltas - len(made))
-    seconds = {"delta": [m.seconds for m in made], "whole": swaps}
-    lag = np.array([m.lag_s for m in made] or [np.inf])
+    timed = made[:case.num_timed]
+    seconds = {"delta": [m.seconds for m in timed], "whole": swaps}
+    lag = np.array([m.lag_s for m in timed] or [np.inf])
     return {
-        "bytes_share": round(delta_bytes / case.deltas / whole_bytes, 5),
+        "bytes_share": round(delta_bytes / case.num_timed / whole_bytes, 5),
         "time_share": round(float(np.median(seconds["delta"] or [np.inf])
                                   / np.median(seconds["whole"])), 4),
         "peak_ratio": round(1 + max(p.growth_bytes for p in during) / held, 4),
@@ -215,7 +238,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
         "torn": torn, "errors": errors, "bit_equal": is_equal,
         "verified": not torn and not errors and is_equal and check.moved > 0,
         "deltas": len(made),
-        "epochs_seen": int(np.unique(np.concatenate([p.seen.epoch for p in during])).size),
+        "epochs_seen": int(np.unique(np.concatenate([p.seen.epoch for p in (*during, rest)])).size),
         "latency_ms": latency,
         "p99_ms_by_round": {name: found[:, _PERCENTILES.index(99)].round(3).tolist()
                             for name, found in by_round.items()},
@@ -223,7 +246,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
                      for name, found in phases.items()},
         "publication_ms": {name: round(1e3 * float(np.median(found or [np.inf])), 3)
                            for name, found in seconds.items()},
-        "delta_bytes": delta_bytes // case.deltas, "whole_bytes": whole_bytes,
+        "delta_bytes": delta_bytes // case.num_timed, "whole_bytes": whole_bytes,
         "least_change_of_scores": check.moved, "server_memory_bytes": memory,
         "client_cores": round(float(np.mean([p.seen.cores for p in during])), 3),
         "other_busy_cores": round(others, 2)}
@@ -282,7 +305,13 @@ class _Check:
         return torn + sum(map(len, answers.values()))  # the rest name an epoch that did not exist
 
     def _differing(self, answers: Iterable[tuple[int, np.ndarray]]) -> int:
-        return sum(not same(scores, self._score(index)) for index, scores in answers)
+        expected: dict[int, np.ndarray] = {}  # by query, since queries occur several times
+        differing = 0
+        for index, scores in answers:
+            if index not in expected:
+                expected[index] = self._score(index)
+            differing += not same(scores, expected[index])
+        return differing
 
     def _score(self, index: int) -> np.ndarray:
         return self._model.predict(self._case.served.query(index))[0]
@@ -335,14 +364,15 @@ class _Run:
         self._saver.save_full(self._step)
         return sum(p.stat().st_size for p in self._place.iterdir())
 
-    def run(self, steps: int) -> int:
-        """Train, starting a step every `every_s`; returns the total bytes of the deltas."""
+    def run(self, steps: int, every_s: float, changed: float) -> int:
+        """Train, starting a step every `every_s`, that changes the share `changed` of all rows;
+        returns the total bytes of the deltas."""
         self._saver.flush()
         before, begin = self._saver.written_bytes, time.monotonic()
         for k in range(steps):
-            time.sleep(max(0.0, begin + k * self._case.every_s - time.monotonic()))
+            time.sleep(max(0.0, begin + k * every_s - time.monotonic()))
             self._step += 1
-            _step(self.model, self._case, self._step)
+            _step(self.model, self._case.served, changed, self._step)
             self._saver.save(self._step)
         self._saver.flush()
         return self._saver.written_bytes - before
@@ -367,18 +397,18 @@ def _train(control: Any, case: DeltaCase, place: str) -> None:
         control.send(True)
         while obey(control, {
                 "full": served.full,
-                "run": lambda steps, is_served: (served if is_served else unread).run(steps),
+                "run": lambda is_served, *how: (served if is_served else unread).run(*how),
                 "save": functools.partial(oper.save_checkpoint, model=served.model)}):
             pass
 
 
-def _step(model: Any, case: DeltaCase, step: int) -> None:
+def _step(model: Any, served: ServeWork, changed: float, step: int) -> None:
     """Change a share of all rows by a backward pass with update, and the last bias."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    work = case.served.work
-    counts = [max(1, round(case.changed * n)) for n in work.num_rows]
+    work = served.work
+    counts = [max(1, round(changed * n)) for n in work.num_rows]
     ids = [torch.arange(count) * (n // count) + step % (n // count)
            for n, count in zip(work.num_rows, counts, strict=True)]
     kjt = KeyedJaggedTensor(list(work.features), torch.cat(ids), lengths=torch.tensor(counts))

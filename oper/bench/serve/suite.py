@@ -24,7 +24,7 @@ _HISTORY = tuple(20 if k < 6 else 1 for k in range(len(CRITEO_KAGGLE_ROWS)))
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
 _SHORTER: dict[type, dict[str, Any]] = {  # changes of the cases with --quick
     TiersCase: {"samples": 1 << 15, "rounds": 3, "round_s": 0.7},
-    DeltaCase: {"deltas": 20, "rounds": 2, "rate": 100.0},
+    DeltaCase: {"deltas": 25, "rounds": 2, "steps": 10, "rate": 100.0},
     ServerCase: {"run_s": 0.7, "min_queries": 64, "search_s": 60.0, "other_s": 0.5},
     LiveCase: {"seconds": 3.0, "run_s": 0.7, "min_queries": 64, "votes": 2, "search_s": 15.0}}
 FIGURES = (

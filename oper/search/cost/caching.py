@@ -83,10 +83,9 @@ class Caching:
             rows, ids = _used(t)
             sizes.append(rows * t.spec.row_bytes)
             rates.append(ids / rows)
-            outputs = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
-            streamed += outputs * t.spec.dim * _FLOAT_BYTES
+            streamed += t.num_outputs * t.spec.dim * _FLOAT_BYTES
             if self.problem.training:
-                streamed += (outputs + float(t.total[TOUCHED])) * t.spec.dim * _FLOAT_BYTES
+                streamed += (t.num_outputs + float(t.total[TOUCHED])) * t.spec.dim * _FLOAT_BYTES
         size, rate = np.concatenate(sizes), np.concatenate(rates)
         return np.array([_window(size, rate * len(d.ranks), streamed * len(d.ranks),
                                  share * d.cache_bytes) for d in self._domains])

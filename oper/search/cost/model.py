@@ -320,8 +320,7 @@ class CostModel:
         """
         out = np.zeros((NUM_ROWS, self.machine.world_size))
         if num_outputs is None:
-            num = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
-            num_outputs = np.full(self.machine.world_size, num)
+            num_outputs = np.full(self.machine.world_size, t.num_outputs)
         out[Row.FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES * self.caching.buffers
         if self.training:
             out[Row.BACKWARD_BYTES] = out[Row.FORWARD_BYTES]

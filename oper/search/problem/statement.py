@@ -15,6 +15,10 @@ TOUCHED_ALL  expected distinct rows in all ranks' batches, `u_r(WB)`
 length L. The mean of L alone, `1 - (1 - p_r)^(n E[L])`, would overestimate the distinct rows of
 tables with a few long bags. If statistics contain measured numbers of distinct rows (presence), `n`
 is replaced by the number of independent bags that touches as many rows.
+
+Samples may share the bags of some features, such as those of a user in requests that rank
+candidates (`AccessStats.samples_per_bag`). Each shared bag counts once; outputs have a row per
+sample. Shared bags are assumed to be independent, since they belong to different requests.
 """
 
 from __future__ import annotations
@@ -61,12 +65,14 @@ class Traffic:
         num_bags: expected bags per rank and batch.
         lengths: float64 [P], bag lengths.
         length_share: float64 [P], share of the bags that have each length.
+        samples_per_bag: mean number of samples that share a bag.
     """
 
     num_ids: float
     num_bags: float
     lengths: np.ndarray
     length_share: np.ndarray
+    samples_per_bag: float = 1.0
 
     def bags_touching(self, mass: np.ndarray | float) -> np.ndarray:
         """Expected bags with an id among rows that receive the share `mass` of the lookups:
@@ -98,6 +104,13 @@ class TableProblem:
     head_ids: np.ndarray
     explicit_ids: np.ndarray
     explicit: np.ndarray
+
+    @property
+    def num_outputs(self) -> float:
+        """Rows of output per rank and batch."""
+        traffic = self.traffic
+        return (traffic.num_ids if self.spec.pooling == "none"
+                else traffic.num_bags * traffic.samples_per_bag)
 
     @cached_property
     def blocks(self) -> np.ndarray:
@@ -282,6 +295,8 @@ def make_problem(
                       "that all rows of a table are equally hot", stacklevel=2)
     world_size = topology.world_size
     held = parse_constraints(constraints, (t.name for t in specs), world_size)
+    if stats is not None:
+        _check_shared(specs, stats.samples_per_bag)
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
     chosen = executed_space(topology) if allow is None else check_allow(allow)
     in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
@@ -342,6 +357,15 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
             ("batch_size", batch_size, is_right, "an integer >= 1 and < 2^31"))
 
 
+def _check_shared(specs: Sequence[TableSpec], shared: Mapping[str, float]) -> None:
+    """Raise InvalidInputError if samples cannot share bags of the features in `shared`."""
+    pooled = [f for t in specs if t.pooling != "none" for f in t.features]
+    wrong = sorted(shared.keys() - set(pooled))
+    require("cannot state the problem", "name features that requests share",
+            ("features in samples_per_bag", wrong, not wrong,
+             f"pooled features of the tables, {pooled[:8]}"))
+
+
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
                world_size: int) -> TableProblem:
     """Describe one table by features of blocks; raises InvalidInputError if the statistics are for
@@ -349,18 +373,22 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
+    shared = {} if stats is None else stats.samples_per_bag
+    # Bags that are looked up, relative to those of the samples, if all features have equally many.
+    share = sum(1 / shared.get(f, 1.0) for f in spec.features) / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
-        traffic = Traffic(float(batch_size * num_features), float(batch_size * num_features),
-                          np.ones(1), np.ones(1))
+        num_bags = batch_size * num_features * share
+        traffic = Traffic(num_bags, num_bags, np.ones(1), np.ones(1), 1 / share)
         curve = _curve([spec.num_rows], np.full(1, 1 / spec.num_rows), batch_size, world_size,
                        traffic, (1.0, 1.0))
     else:
         in_order, num_blocks = stats.ids_in_hotness_order, MAX_BLOCKS
         rows, probability = _hotness_classes(found, in_order)
-        traffic = _traffic(found, stats.num_samples, num_features, batch_size)
+        traffic = _traffic(found, stats.num_samples, num_features, batch_size, share)
         log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
-        stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
-                                    (batch_size, batch_size * world_size))
+        stretch = (1.0, 1.0) if share < 1 else _presence_stretch(
+            found, rows, log_miss, traffic.num_bags / batch_size,
+            (batch_size, batch_size * world_size))
         curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
         num_touched = found.num_touched_rows
         if not in_order:
@@ -417,15 +445,16 @@ def _hotness_classes(stats: TableStats, in_order: bool) -> tuple[np.ndarray, np.
     return rows[keep], probability[keep]
 
 
-def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size: int) -> Traffic:
+def _traffic(stats: TableStats, num_samples: int, num_features: int, batch_size: int,
+             share: float) -> Traffic:
     if stats.num_bags > 0:
         per_sample = stats.num_bags / num_samples if num_samples > 0 else float(num_features)
-        lengths, share = stats.length_values.astype(float), stats.length_counts / stats.num_bags
+        lengths, parts = stats.length_values.astype(float), stats.length_counts / stats.num_bags
     else:  # published counts without bags: one id per bag
         per_sample = stats.num_accesses / num_samples if num_samples > 0 else float(num_features)
-        lengths, share = np.ones(1), np.ones(1)
-    num_bags = batch_size * per_sample
-    return Traffic(num_bags * float(lengths @ share), num_bags, lengths, share)
+        lengths, parts = np.ones(1), np.ones(1)
+    num_bags = batch_size * per_sample * share
+    return Traffic(num_bags * float(lengths @ parts), num_bags, lengths, parts, 1 / share)
 
 
 def _log_miss(probability: np.ndarray, lengths: np.ndarray, share: np.ndarray) -> np.ndarray:

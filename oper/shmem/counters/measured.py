@@ -26,6 +26,15 @@ def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
                    num_forward=forward, num_backward=backward)
 
 
+def spans_of(handle: int) -> tuple[list[Span], int]:
+    """Return the spans recorded by a context since the last call, and the number of spans lost
+    because the buffer was full."""
+    lost, *flat = torch.ops.oper.context_spans(handle)
+    width = len(Span._fields)
+    return [Span(SPANS[flat[k]], *flat[k + 1:k + width])
+            for k in range(0, len(flat), width)], lost
+
+
 class MeasuredTables(LogicalRows):
     """Base of `ShardedTables`: access to counters and clocks of the kernels."""
 
@@ -124,10 +133,7 @@ class MeasuredTables(LogicalRows):
         """Return the spans recorded on this rank since the last call, and the number of spans lost
         because the buffer was full."""
         self.check_clock()
-        lost, *flat = torch.ops.oper.context_spans(self.handle)
-        width = len(Span._fields)
-        return [Span(SPANS[flat[k]], *flat[k + 1:k + width])
-                for k in range(0, len(flat), width)], lost
+        return spans_of(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:
         """Return the counts of rows, ids, sums and gradients that this rank has read, by table and

@@ -31,7 +31,8 @@ from oper.shmem.batch import (
     refuse_weight_gradient,
 )
 from oper.shmem.by_feature import BoundsCheck
-from oper.shmem.counters.measured import kernel_traffic
+from oper.shmem.counters.measured import kernel_traffic, spans_of
+from oper.shmem.counters.phases import Span
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
@@ -196,6 +197,15 @@ class PublishedTables(BufferRows):
     def traffic(self, reset: bool = False) -> Traffic:
         """Return the counts of rows read since the start or the last reset; peers are domains."""
         return kernel_traffic(self, self.handle, reset)
+
+    def trace_phases(self, most: int) -> None:
+        """Start recording begin and end of up to `most` lookups, for `take_spans`; 0 = stop."""
+        torch.ops.oper.context_trace(self.handle, most)
+
+    def take_spans(self) -> tuple[list[Span], int]:
+        """Return the lookups recorded since the last call, and the number of those lost because
+        there were too many."""
+        return spans_of(self.handle)
 
 
 def shared_pairs(dim: int, is_shared: Sequence[bool]) -> tuple[list[int], list[int]]:

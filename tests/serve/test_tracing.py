@@ -1,0 +1,108 @@
+"""Traces of a server: every request with its stages, batches, limits, refused arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oper.errors import InvalidInputError
+from oper.serve import Client, ServeOptions, Server, metrics, tracing
+from tests.serve_support import Sums, random_request
+from tests.support import read_trace
+
+STAGES = list(metrics.STAGES)
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = [("is_tracing", ctypes.c_long)]
+
+
+def test_every_request_has_its_stages(tmp_path: Path) -> None:
+    """Requests of several clients that overlap, on two workers."""
+    path = tmp_path / "trace.json"
+    with Server(Sums(0.005), ServeOptions(port=0, workers=2)) as server:
+        client = Client(server.address, timeout_s=30)
+        until = time.monotonic() + 1.0
+
+        def flow(seed: int) -> list[tuple[float, float]]:
+            request, found = random_request(np.random.default_rng(seed), 3), []
+            while (begin := time.monotonic()) < until:
+                client.score_request(request)
+                found.append((begin, time.monotonic()))
+            return found
+
+        with ThreadPoolExecutor(6) as pool:
+            flows = [pool.submit(flow, k) for k in range(6)]
+            time.sleep(0.2)
+            begin = time.monotonic()
+            count = server.trace(path, 0.4)
+            with pytest.raises(InvalidInputError, match="folder"):
+                server.trace(tmp_path / "no" / "trace.json")
+            asked = [x for f in flows for x in f.result()]
+        client.close()
+    # Requests answered in the middle of the recording are in it for certain.
+    certain = sum(begin + 0.1 < end < begin + 0.3 for _, end in asked)
+    trace = read_trace(path)
+    bars = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert trace["otherData"] == {"workers": 2, "lost_records": 0}
+    lines = defaultdict(list)
+    for e in bars:
+        lines[e["pid"], e["tid"]].append(e)
+    requests = 0
+    for (_, thread), found in lines.items():
+        if not thread:
+            assert {e["name"] for e in found} == {"batch"}
+            continue
+        for k in range(0, len(found), 6):  # a request, then its stages, one after the other
+            whole, *stages = found[k:k + 6]
+            assert [whole["name"], *(e["name"] for e in stages)] == ["request", *STAGES]
+            assert sum(e["dur"] for e in stages) == pytest.approx(whole["dur"], abs=0.01)
+            assert (whole["args"]["samples"], whole["args"]["epoch"]) == (3, 1)
+            assert k == 0 or whole["ts"] >= found[k - 6]["ts"] + found[k - 6]["dur"] - 0.002
+        requests += len(found) // 6
+    assert certain <= requests == count
+    assert max(thread for _, thread in lines) > 1  # lines: requests of a worker overlap
+    batched = sum(e["args"]["samples"] for e in bars if e["name"] == "batch")
+    assert abs(batched - 3 * requests) <= 3 * 6 * 2  # but for those under way at begin or end
+
+
+def test_what_a_ring_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                            ) -> None:
+    monkeypatch.setattr(tracing, "_RECORDS", 8)
+    context = multiprocessing.get_context("spawn")
+    rings, counts, layout = tracing.shared_rings(context, 1), _Counts(), metrics.Layout(())
+    traced = tracing.TracedMetrics(context.RawArray(ctypes.c_double, layout.size), 0, layout,
+                                   rings, counts, Sums())
+    tracer = tracing.Tracer(rings, 1, counts)
+    traced.observe_request(0.0, (0.1, 0.2, 0.3, 0.4, 0.5), 1, 1)  # before it
+
+    def write() -> bool:
+        assert counts.is_tracing
+        for k in range(20):
+            traced.observe_request(k, (k + 0.1, k + 0.2, k + 0.3, k + 0.4, k + 0.5), 1, 1)
+        return True  # ends the recording
+
+    assert tracer.record(tmp_path / "t.json", 60.0, write) == 8
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert trace["otherData"]["lost_records"] == 12 and counts.is_tracing == 0
+    starts = [e["ts"] for e in trace["traceEvents"] if e["name"] == "request"]
+    assert starts == [k * 1e6 for k in range(8)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 601.0, float("nan")])
+def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="above 0, at most 600"):
+        ServeOptions(trace=str(tmp_path / "t.json"), trace_s=seconds)
+
+
+def test_a_server_that_was_not_started_has_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="not started"):
+        Server(Sums()).trace(tmp_path / "t.json")
