@@ -50,7 +50,7 @@ _QUANTILES = (0.1, 0.5, 0.9)  # quantiles of the logged visits' clicks requested
 # For returning customers: the log's grade; the quantiles of its returns that are requested from
 # CDT4Rec; and the quantile at which CDT4Rec and the Decision Transformer are compared.
 GRADE, QUANTILES, ASKED = "mixed", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99), 0.9
-_CDT4REC = "cdt4rec"
+_CDT4REC, _CONTROLLED = "cdt4rec", "cdt4rec, estimated returns"
 # By seed: requested returns; mean clicks achieved for them, without and with calibrated targets;
 # least and highest mean clicks of the customers served for the calibration.
 _CONTROL = ("asked", "served", "calibrated", "reach")
@@ -194,18 +194,18 @@ class RetentionCase(Case):
 
     def _learn(self, shop: Shop, serve: Callable[..., np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes by policy learned from a seed's log; the arrays in `_CONTROL` of CDT4Rec; and
-        ``repeated`` (whether serving again gave equal clicks)."""
-        config = SIMULATOR_CONFIG()
-        logged = replace(config, returns="logged")
+        """Outcomes by policy learned from a seed's log; the arrays in `_CONTROL` of CDT4Rec with
+        estimated returns; and ``repeated`` (whether serving again gave equal clicks)."""
+        estimated = SIMULATOR_CONFIG()
+        logged = replace(estimated, returns="logged")
         plain = replace(logged, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         progress(f"log {seed}")
         log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
         asked = [high_return(log, q) for q in QUANTILES]
         chosen = QUANTILES.index(ASKED)
-        progress(f"CDT4Rec, seed {seed}")
-        model = train_cdt4rec(log, config, options, seed)
+        progress(f"{_CONTROLLED}, seed {seed}")
+        model = train_cdt4rec(log, estimated, options, seed)
         answers = [serve(ReturnPolicy(model, target)) for target in asked]
         again = serve(ReturnPolicy(model, asked[chosen]))
         # Other customers than those who are served afterwards.
@@ -214,8 +214,8 @@ class RetentionCase(Case):
                   for target in targets]
         calibrated = [serve(ReturnPolicy(model, calibrated_target(wanted, targets, before)))
                       for wanted in asked]
-        found = {_CDT4REC: answers[chosen]}
-        for name, other in (("cdt4rec, logged returns", logged), ("decision transformer", plain)):
+        found = {_CONTROLLED: answers[chosen]}
+        for name, other in ((_CDT4REC, logged), ("decision transformer", plain)):
             progress(f"{name}, seed {seed}")
             found[name] = serve(ReturnPolicy(train_cdt4rec(log, other, options, seed),
                                              asked[chosen]))
