@@ -489,7 +489,7 @@ def test_estimated_returns_leave_luck_out() -> None:
     torch.manual_seed(1)
     config = CDT4RecConfig(dim=16, layers=1, heads=1, steps=1, dropout=0.0, reward_loss="mse",
                            gamma=1.0, returns="estimated")
-    model = ContinuousCDT4Rec(config, 2, 1, returns=20.0)
+    model = ContinuousCDT4Rec(config, 2, 1, returns=5.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     states, valid = torch.zeros(256, 1, 2), torch.ones(256, 1, dtype=torch.bool)
     for step in range(150):
