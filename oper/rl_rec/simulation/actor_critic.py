@@ -147,8 +147,8 @@ class ActorCritic(Critics):
 
     def __init__(self, steps: Trajectories) -> None:
         super().__init__(steps)
-        self.actor = actor(steps.states.shape[-1])
-        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.actor: nn.Module = actor(steps.states.shape[-1])
+        self.slow_actor: nn.Module = copy.deepcopy(self.actor).requires_grad_(False)
 
     def follow(self) -> None:
         super().follow()
@@ -156,7 +156,7 @@ class ActorCritic(Critics):
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
         """Estimate V(s') by the least target critic at the target actor's noisy action; [N]."""
-        actions = self.slow_actor(states)
+        actions: torch.Tensor = self.slow_actor(states)
         noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
         return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
 
