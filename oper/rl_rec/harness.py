@@ -7,15 +7,18 @@ train`` trains in several processes with sharded tables.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, require_fields
+from oper.errors import FileFormatError, InvalidInputError, require_fields
 from oper.ranges import Positive, PositiveAmount, rules_of
 from oper.rl_rec.data.batches import Batches, Share, num_batches
 from oper.rl_rec.data.interactions import Interactions
@@ -24,6 +27,7 @@ from oper.rl_rec.models.base import Recommender
 from oper.rl_rec.ranking.evaluate import RankingResult, evaluate_ranking
 from oper.rl_rec.ranking.metrics import MetricOptions
 from oper.rl_rec.registry import RECOMMENDERS
+from oper.support.files import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class Fitted:
 
 
 def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions,
-        build: Callable[[Any, Interactions, str], Recommender] | None = None) -> Fitted:
+        build: Callable[[Any, Interactions, str], Recommender] | None = None,
+        resume: str | os.PathLike[str] | None = None) -> Fitted:
     """Train and test one model; seeds torch's global generator.
 
     Early stopping uses only the validation targets; the test targets are ranked once.
@@ -92,9 +97,14 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         seed: seed of initial weights, batches and all other draws.
         options: options of training.
         build: builds the model, as `Workload.build` does; None = that of the registry.
+        resume: file to which the state of training is written after every validation. If it exists,
+            training continues from it, with the same result as without an interruption; it is
+            deleted after training. None = an interrupted training starts anew.
 
     Raises:
-        InvalidInputError: no such model, no validation or test users, or a non-finite loss.
+        InvalidInputError: no such model, no validation or test users, a non-finite loss, or
+            `resume` is the state of a run with other arguments.
+        FileFormatError: `resume` is another file.
     """
     if name not in RECOMMENDERS:
         raise InvalidInputError("no such recommender", "name", name,
@@ -112,7 +122,9 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     if workload.trains:
         batches = workload.batches(config, data)
         share = Share(min(options.batch_size, len(batches)), seed=seed)
-        best, best_epoch = _train(model, data, options, batches, share)
+        state = None if resume is None else _State(
+            Path(resume), repr((name, config, seed, options, data.source, len(batches))))
+        best, best_epoch = _train(model, data, options, batches, share, state)
     model.eval()
     if not best_epoch:
         best = _validate(model, data, options)
@@ -126,17 +138,53 @@ def _validate(model: Recommender, data: Interactions, options: FitOptions) -> fl
                             metrics=options.metrics).summary()[options.chosen_by]
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The file of an unfinished training; `about` identifies the run."""
+
+    path: Path
+    about: str
+
+    def read(self) -> dict[str, Any] | None:
+        if not self.path.exists():
+            return None
+        try:
+            found = dict(torch.load(self.path, weights_only=True))
+        except (OSError, RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
+            raise FileFormatError("cannot resume the training", "file", str(self.path),
+                                  "the state of a training", "delete this file") from error
+        if found.get("about") != self.about:
+            raise InvalidInputError("cannot resume the training", str(self.path),
+                                    found.get("about"), self.about,
+                                    "give another file, or delete this one")
+        return found
+
+    def write(self, **parts: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path) as file:
+            torch.save({"about": self.about, **parts}, file)
+
+
 def _train(model: Recommender, data: Interactions, options: FitOptions, batches: Batches,
-           share: Share) -> tuple[float, int]:
+           share: Share, state: _State | None) -> tuple[float, int]:
     """Train, load the best weights, and return their validation metric and number of epochs."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
-    step, num_steps = 0, options.epochs * num_batches(len(batches), share)
-    best, best_epoch, best_state, waited = -1.0, 0, model.state_dict(), 0
-    for epoch in range(1, options.epochs + 1):
+    per_epoch = num_batches(len(batches), share)
+    best, best_epoch, best_state, waited, done = -1.0, 0, model.state_dict(), 0, 0
+    if state is not None and (stored := state.read()) is not None:
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        torch.set_rng_state(stored["random"])
+        best, best_epoch, waited, done = stored["progress"]
+        best_state = stored["best"]
+    step = done * per_epoch
+    for epoch in range(done + 1, options.epochs + 1):
+        if waited >= options.patience:
+            break
         model.train()
         for batch in batches.epoch(epoch - 1, share):
-            model.schedule(step, num_steps)
+            model.schedule(step, options.epochs * per_epoch)
             optimizer.zero_grad()
             loss, _ = model(batch)
             if not bool(loss.isfinite()):
@@ -149,14 +197,17 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
         if epoch % options.eval_every and epoch < options.epochs:
             continue
         found = _validate(model, data, options)
+        waited += 1
         if found > best:
             best, best_epoch, waited = found, epoch, 0
             best_state = copy.deepcopy(model.state_dict())
-        else:
-            waited += 1
-            if waited >= options.patience:
-                break
+        if state is not None:
+            state.write(model=model.state_dict(), optimizer=optimizer.state_dict(),
+                        random=torch.get_rng_state(), best=best_state,
+                        progress=(best, best_epoch, waited, epoch))
     model.load_state_dict(best_state)
+    if state is not None:
+        state.path.unlink(missing_ok=True)
     return best, best_epoch
 
 

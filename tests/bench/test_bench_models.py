@@ -82,7 +82,12 @@ def test_the_simulator(tmp_path: Path) -> None:
         less = clicks["cdt4rec"] - clicks[name]
         assert found["cdt4rec_less"]["mean"] == pytest.approx(less, abs=1e-5)
     asked = retention["asked"]
-    assert len(asked["spearman"]) == 1 and -1 <= asked["spearman"][0] <= 1
-    assert asked["served"][0][5] == pytest.approx(clicks["cdt4rec"], abs=1e-3)
+    for suffix in ("", "_calibrated"):
+        (order,) = asked["spearman" + suffix]
+        assert -1 <= order <= 1 and len(asked["relative_error" + suffix]) == 7
+    low, high = asked["reach"][0]
+    assert low <= high and len(asked["calibrated"][0]) == 7
+    controlled = clicks["cdt4rec, estimated returns"]
+    assert asked["served"][0][5] == pytest.approx(controlled, abs=1e-3)
     assert "no statement on a real shop" in printed
     assert run_here("bench", "simulator", "--weights", str(tmp_path)).returncode == 1

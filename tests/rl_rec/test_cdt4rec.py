@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from oper.rl_rec.data.batches import (
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Histories, NegativeSampler, Sequences, look_up
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, Steps
-from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories, censored_loss
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.rl_rec.models.state import STATES, ItemState
 from oper.rl_rec.models.transformer import Attention, Block
@@ -458,3 +459,49 @@ def test_continuous_actions(backbone: str) -> None:
                           rewards=torch.where(batch.valid, batch.rewards, 99.0))
     whole, other = (float(model(b)[0].detach()) for b in (batch, junk))
     assert other == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
+    """A squared error would find the mean of the clamped actions, 0.59 here."""
+    torch.manual_seed(0)
+    actions = (0.8 + 0.6 * torch.randn(20_000, 1)).clamp(-1, 1)
+    predicted = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adam([predicted], lr=0.1)
+    for _ in range(150):
+        optimizer.zero_grad()
+        censored_loss(predicted.expand(len(actions), 2), actions).mean().backward()
+        optimizer.step()
+    mean, spread = predicted.detach()
+    assert float(mean) == pytest.approx(0.8, abs=0.02)
+    assert float(torch.nn.functional.softplus(spread)) + 0.05 == pytest.approx(0.6, abs=0.02)
+    inside, low = (float(censored_loss(torch.tensor([[0.2, 0.5]]), torch.tensor([[x]])))
+                   for x in (0.1, -1.0))
+    normal = torch.distributions.Normal(0.2, float(torch.nn.functional.softplus(
+        torch.tensor(0.5))) + 0.05)
+    assert inside == pytest.approx(-float(normal.log_prob(torch.tensor(0.1))), abs=1e-5)
+    assert low == pytest.approx(-math.log(float(normal.cdf(torch.tensor(-1.0)))), abs=1e-5)
+
+
+def test_estimated_returns_leave_luck_out() -> None:
+    """The return of an action a is 10 + 5 a and luck. Conditioned on logged returns g, the mean
+    action would be 0.1 (g - 10), with a variance of luck of 9; on estimated ones it is
+    0.2 (g - 10)."""
+    torch.manual_seed(1)
+    config = CDT4RecConfig(dim=16, layers=1, heads=1, steps=1, dropout=0.0, reward_loss="mse",
+                           gamma=1.0, returns="estimated")
+    model = ContinuousCDT4Rec(config, 2, 1, returns=5.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    states, valid = torch.zeros(256, 1, 2), torch.ones(256, 1, dtype=torch.bool)
+    for step in range(150):
+        model.schedule(step, 150)
+        actions = torch.rand(256, 1, 1) * 2 - 1
+        gained = 10 + 5 * actions[..., 0] + 3 * torch.randn(256, 1)
+        loss, terms = model(Trajectories(states, actions, gained, gained, valid))
+        assert set(terms) == {"action", "reward", "value"}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    wanted = torch.tensor([[7.5], [12.5]])
+    found = model.act(Trajectories(states[:2], torch.zeros(2, 1, 1), 0 * wanted, wanted,
+                                   valid[:2])).flatten()
+    assert found.tolist() == pytest.approx([-0.5, 0.5], abs=0.15)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from rec_support import tastes  # type: ignore[import-not-found]
 
-from oper.errors import InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError
+from oper.rl_rec import harness
 from oper.rl_rec.concepts import concepts_from, item_clusters
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
@@ -92,6 +95,37 @@ def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interaction
     assert np.array_equal(again.test.per_user["ndcg@10"], mult.per_user["ndcg@10"][1])
     assert again.valid == evaluate_ranking(again.model, data, "valid").summary()["ndcg@10"]
     assert not np.array_equal(mult.per_user["ndcg@10"][0], mult.per_user["ndcg@10"][1])
+
+
+@pytest.mark.parametrize("name", ["multvae", "gru4rec"])
+def test_an_interrupted_training_goes_on(name: str, data: Interactions, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is bit-identical, also that of a run that has ended by early stopping."""
+    options, state = FitOptions(epochs=6, batch_size=16, eval_every=2, patience=2), tmp_path / "a"
+    whole = fit(name, None, data, 1, options)
+    validated: list[float] = []
+
+    def validate(*args: object) -> float:
+        if len(validated) == 2:
+            raise KeyboardInterrupt
+        validated.append(original(*args))  # type: ignore[arg-type]
+        return validated[-1]
+
+    original = harness._validate
+    monkeypatch.setattr(harness, "_validate", validate)
+    with pytest.raises(KeyboardInterrupt):
+        fit(name, None, data, 1, options, resume=state)
+    with pytest.raises(InvalidInputError, match="cannot resume"):
+        fit(name, None, data, 2, options, resume=state)
+    validated = []
+    found = fit(name, None, data, 1, options, resume=state)
+    assert len(validated) == 1 and not state.exists()
+    assert (found.valid, found.epochs) == (whole.valid, whole.epochs)
+    for metric, values in whole.test.per_user.items():
+        assert np.array_equal(found.test.per_user[metric], values)
+    state.write_bytes(b"of another program")
+    with pytest.raises(FileFormatError, match="delete this file"):
+        fit(name, None, data, 1, options, resume=state)
 
 
 def test_bad_runs_are_refused(data: Interactions) -> None:

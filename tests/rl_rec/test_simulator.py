@@ -17,6 +17,7 @@ from oper.rl_rec.simulation.offline import (
     OfflineOptions,
     Oracle,
     ReturnPolicy,
+    calibrated_target,
     clone_behaviour,
     collect_visits,
     graded_visits,
@@ -187,3 +188,10 @@ def test_a_high_return_beats_the_behaviour_policy() -> None:
     cloned = collect_visits(SHOP, clone_behaviour(log, OfflineOptions(steps=100), 1), 200, seed=9)
     nobody = collect_visits(SHOP, random_policy, 200, seed=9)
     assert rate(cloned.clicks, cloned.pages) > rate(nobody.clicks, nobody.pages) + 0.1
+
+
+def test_calibrated_targets_interpolate_what_was_achieved() -> None:
+    """Where a higher target achieved less, the best so far counts; the ends are not exceeded."""
+    targets, achieved = [0.0, 10.0, 20.0, 40.0], [5.0, 15.0, 12.0, 35.0]
+    found = [calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]
+    assert found == pytest.approx([0.0, 5.0, 30.0, 40.0])

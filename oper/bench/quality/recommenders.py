@@ -117,6 +117,7 @@ FIGURES = (("fit.chosen_by", *(f"metrics.{metric}" for metric in dict.fromkeys(
 NOTE = ("full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
         "and by seed where both models have as many\n")
 _FIT = FitOptions(epochs=60, lr=2e-3, eval_every=3, patience=3)
+_LONG = {"eval_every": 5, "patience": 10}  # if the protocol sets the number of epochs
 _FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, patience=2)
 
 
@@ -227,7 +228,9 @@ class Case:
     @property
     def fit(self) -> FitOptions:
         """Training options, with validation by the protocol's metrics."""
-        few = {"epochs": 4, "eval_every": 2} if self.quick else {}
+        few = {"epochs": self.under.epochs, **_LONG} if self.under.epochs else {}
+        if self.quick:
+            few = {"epochs": 4, "eval_every": 2}
         return dataclasses.replace(MODELS[self.model].fit, metrics=self.under.metrics,
                                    chosen_by=self.under.reported[0], **few)
 
@@ -248,11 +251,13 @@ class Case:
 
     def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
         """Load a stored run, or train and test the model."""
+        place = _place(self, data, seed)
+
         def trained() -> dict[str, np.ndarray]:
-            found = _train_and_test(self, data, seed)
+            found = _train_and_test(self, data, seed, place and place.with_suffix(".unfinished"))
             return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
 
-        arrays = kept.once(_place(self, data, seed), trained)
+        arrays = kept.once(place, trained)
         told, by = json.loads(str(arrays.pop("about"))), self.fit.chosen_by
         progress(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
                  f"{told['epochs']} epochs, {told['seconds']:.0f} s")
@@ -298,8 +303,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="ablations: train only CDT4Rec, with every combination of returns, "
                              "reward head, backbone and loss, and every state")
     parser.add_argument("--runs", metavar="DIR",
-                        help="save every training run in this folder, and reuse saved runs of "
-                             "the same data and source files")
+                        help="save every training run in this folder, also its state after "
+                             "every validation, and reuse saved runs of the same data and source "
+                             "files")
     parser.epilog = "Logs are read from the folder in OPER_DATA."
 
 
@@ -337,8 +343,8 @@ def _place(case: Case, data: Interactions, seed: int) -> Path | None:
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
 
 
-def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
-    done = fit(MODELS[case.model].workload, case.config, data, seed, case.fit)
+def _train_and_test(case: Case, data: Interactions, seed: int, unfinished: Path | None) -> Runs:
+    done = fit(MODELS[case.model].workload, case.config, data, seed, case.fit, resume=unfinished)
     # Verify by ranking with other block and batch sizes, which may change the last bits of scores.
     again = evaluate_ranking(done.model, data, "test", metrics=case.under.metrics, block=ODD_BLOCK,
                              batch_size=100).summary()

@@ -27,6 +27,7 @@ from oper.rl_rec.simulation.offline import (
     Oracle,
     Policy,
     ReturnPolicy,
+    calibrated_target,
     clone_behaviour,
     collect_visits,
     graded_policy,
@@ -44,15 +45,18 @@ from oper.rl_rec.simulation.shop import (
 )
 from oper.support.flags import whole
 
-LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
+LOG_SEED, CUSTOMERS_SEED, CALIBRATION_SEED = 5, 1_000_003, 2_000_003
 _QUANTILES = (0.1, 0.5, 0.9)  # quantiles of the logged visits' clicks requested from CDT4Rec
 # For returning customers: the log's grade; the quantiles of its returns that are requested from
 # CDT4Rec; and the quantile at which CDT4Rec and the Decision Transformer are compared.
 GRADE, QUANTILES, ASKED = "mixed", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99), 0.9
-_CDT4REC = "cdt4rec"
+_CDT4REC, _CONTROLLED = "cdt4rec", "cdt4rec, estimated returns"
+# By seed: requested returns; mean clicks achieved for them, without and with calibrated targets;
+# least and highest mean clicks of the customers served for the calibration.
+_CONTROL = ("asked", "served", "calibrated", "reach")
 FIGURES = (
     ("policies.*.return", "policies.*.visits", "policies.*.cdt4rec_less", "policies.*.by_seed",
-     "asked.spearman"),
+     "asked.spearman", "asked.spearman_calibrated"),
     ("policies.*.step", "policies.*.episode", "policies.*.by_seed"))
 NOTE = ("clicks per page and per visit, of customers who come back per customer; bootstrap over "
         "visits or customers and seeds; simulated customers: no statement on a real shop\n")
@@ -162,21 +166,22 @@ class RetentionCase(Case):
         """Log, train and serve, with a separate log for each seed; returns the record's entry."""
         shop = shop_of(self.weights, Returning())
 
-        def serve(policy: Policy) -> np.ndarray:
-            torch.manual_seed(CUSTOMERS_SEED)
-            return _outcome(collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED))
+        def serve(policy: Policy, customers: int = CUSTOMERS_SEED) -> np.ndarray:
+            torch.manual_seed(customers)
+            return _outcome(collect_visits(shop, policy, self.num_served, customers))
 
         progress("policies that learn nothing")
         served = {"random": [serve(random_policy)],
                   "behaviour": [serve(graded_policy(shop, self.grade))],
                   "oracle of clicks": [serve(Oracle(shop, 1))],
                   "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
-        asked, answered, repeated = [], [], True
+        control: dict[str, list[list[float]]] = {}
+        repeated = True
         for seed in range(1, self.num_seeds + 1):
             found = kept.once(self._place(seed), functools.partial(
                 self._learn, shop, serve, seed, progress))
-            asked.append(found.pop("asked").tolist())
-            answered.append(found.pop("answered").tolist())
+            for name in _CONTROL:
+                control.setdefault(name, []).append(found.pop(name).tolist())
             repeated &= bool(found.pop("repeated"))
             for name, outcome in found.items():
                 served.setdefault(name, []).append(outcome)
@@ -184,34 +189,44 @@ class RetentionCase(Case):
         return {"shop": shop.name, "returning": asdict(shop.returning),
                 "case": asdict(replace(self, runs=None)), "seeds": self.num_seeds,
                 "config": asdict(SIMULATOR_CONFIG()),
-                "policies": _figures(served, self.num_seeds), "asked": _control(asked, answered),
+                "policies": _figures(served, self.num_seeds), "asked": _control(control),
                 "verified": repeated}
 
-    def _learn(self, shop: Shop, serve: Callable[[Policy], np.ndarray], seed: int,
+    def _learn(self, shop: Shop, serve: Callable[..., np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes by policy learned from a seed's log; and for CDT4Rec ``asked`` (the requested
-        returns), ``answered`` (the mean clicks achieved) and ``repeated`` (whether serving again
-        gave equal clicks)."""
-        config = SIMULATOR_CONFIG()
-        plain = replace(config, backbone="interleaved", reward_weight=0.0)
+        """Outcomes by policy learned from a seed's log; the arrays in `_CONTROL` of CDT4Rec with
+        estimated returns; and ``repeated`` (whether serving again gave equal clicks)."""
+        estimated = SIMULATOR_CONFIG()
+        logged = replace(estimated, returns="logged")
+        plain = replace(logged, backbone="interleaved", reward_weight=0.0)
         options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         progress(f"log {seed}")
         log = graded_visits(shop, self.grade, self.num_logged, LOG_SEED + 1000 * seed)
-        targets = [high_return(log, q) for q in QUANTILES]
-        progress(f"transformers, seed {seed}")
-        model = train_cdt4rec(log, config, options, seed)
-        answers = [serve(ReturnPolicy(model, target)) for target in targets]
+        asked = [high_return(log, q) for q in QUANTILES]
         chosen = QUANTILES.index(ASKED)
-        again = serve(ReturnPolicy(model, targets[chosen]))
-        transformer = train_cdt4rec(log, plain, options, seed)
-        found = {_CDT4REC: answers[chosen],
-                 "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
+        progress(f"{_CONTROLLED}, seed {seed}")
+        model = train_cdt4rec(log, estimated, options, seed)
+        answers = [serve(ReturnPolicy(model, target)) for target in asked]
+        again = serve(ReturnPolicy(model, asked[chosen]))
+        # Other customers than those who are served afterwards.
+        targets = [0.0, *asked]
+        before = [float(serve(ReturnPolicy(model, target), CALIBRATION_SEED)[CLICKS].mean())
+                  for target in targets]
+        calibrated = [serve(ReturnPolicy(model, calibrated_target(wanted, targets, before)))
+                      for wanted in asked]
+        found = {_CONTROLLED: answers[chosen]}
+        for name, other in ((_CDT4REC, logged), ("decision transformer", plain)):
+            progress(f"{name}, seed {seed}")
+            found[name] = serve(ReturnPolicy(train_cdt4rec(log, other, options, seed),
+                                             asked[chosen]))
         progress(f"behaviour cloning and critics, seed {seed}")
         found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
         for method in METHODS:
             found[method] = serve(train_actor_critic(method, log, short, seed))
         return found | {
-            "asked": np.array(targets), "answered": np.array([x[CLICKS].mean() for x in answers]),
+            "asked": np.array(asked), "served": np.array([x[CLICKS].mean() for x in answers]),
+            "calibrated": np.array([x[CLICKS].mean() for x in calibrated]),
+            "reach": np.array([min(before), max(before)]),
             "repeated": np.array((again[CLICKS] == answers[chosen][CLICKS]).all())}
 
     def _place(self, seed: int) -> Path | None:
@@ -246,18 +261,22 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
             for name, x in every.items()}
 
 
-def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]
-             ) -> dict[str, Any]:
-    """Requested and achieved returns by seed and quantile, and their rank correlation by seed."""
-    orders = []
-    for wanted, got in zip(asked, answered, strict=True):
-        _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal
-        orders.append(spearman(np.array(wanted)[at], np.array(got)[at]))
-    ask, answer = np.array(asked), np.array(answered)
-    return {"quantiles": QUANTILES, "asked": ask.round(3).tolist(),
-            "served": answer.round(3).tolist(), "spearman": [round(x, 4) for x in orders],
-            "relative_error": (np.abs(answer - ask) / ask.clip(min=1)).mean(0).round(4).tolist()}
-
+def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """The arrays in `_CONTROL` by seed, the rank correlation of requested and achieved returns by
+    seed, and the mean relative errors by quantile."""
+    asked = np.array(found["asked"])
+    told: dict[str, Any] = {"quantiles": QUANTILES}
+    told |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
+    for name, suffix in (("served", ""), ("calibrated", "_calibrated")):
+        got = np.array(found[name])
+        orders = []
+        for wanted, achieved in zip(asked, got, strict=True):
+            _, at = np.unique(wanted, return_index=True)  # small logs have quantiles that are equal
+            orders.append(round(spearman(wanted[at], achieved[at]), 4))
+        told["spearman" + suffix] = orders
+        told["relative_error" + suffix] = (
+            np.abs(got - asked) / asked.clip(min=1)).mean(0).round(4).tolist()
+    return told
 
 
 def shop_of(weights: str | None, law: Returning | None = None) -> Shop:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, Heads, make_backbone, reward_loss
@@ -20,10 +22,45 @@ class Trajectories(NamedTuple):
     valid: torch.Tensor    # bool [B, T], false for padding
 
 
-class ContinuousCDT4Rec(nn.Module):
-    """CDT4Rec for actions in [-1, 1]^A, which it predicts with a squared error.
+# Returns are divided by their maximum, so that squared errors of their estimates are about 0.02.
+_VALUE_WEIGHT = 10.0
+_LEAST_STD = 0.05
 
-    ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``, and ``a^_t = tanh(W_o q_t + b_o)``.
+
+def perceptron(inputs: int, outputs: int) -> nn.Sequential:
+    """Make an MLP with two hidden layers of 128 units and GELU, [..., inputs] -> [..., outputs]."""
+    return nn.Sequential(nn.Linear(inputs, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+                         nn.Linear(128, outputs))
+
+
+def censored_loss(predicted: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    """Compute the negative log-likelihood of clamped normal actions, float32 [...].
+
+    Logged actions are ``clamp(x, -1, 1)`` with ``x ~ N(mu, sigma^2)``: the density of x inside the
+    range, and the probability of the tail at its ends (a Tobit model). With a squared error, noise
+    that was cut off would draw the estimated mean towards 0.
+
+    Args:
+        predicted: mu and, in the last column, sigma before `softplus`, float32 [..., A + 1].
+        actions: float32 [..., A], in [-1, 1].
+    """
+    mean = predicted[..., :-1]
+    std = F.softplus(predicted[..., -1:]) + _LEAST_STD
+    inside = -0.5 * (((actions - mean) / std).square() + math.log(2 * math.pi)) - std.log()
+    tail = torch.special.log_ndtr((actions.sign() * mean - 1) / std)
+    return -torch.where(actions.abs() < 1, inside, tail).mean(dim=-1)
+
+
+class ContinuousCDT4Rec(nn.Module):
+    """CDT4Rec for actions in [-1, 1]^A, as means of normal distributions (`censored_loss`).
+
+    ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``, and
+    ``(mu_t, sigma_t) = W_o q_t + b_o``; it acts by ``clamp(mu_t, -1, 1)``.
+
+    With ``returns="estimated"`` a third head estimates the return-to-go of any action,
+    ``g^_t(a) = MLP [ phi_t ; x_t ; a ]``. After the first third of training, its estimates
+    for the logged actions replace logged returns. A logged return also contains the customer's
+    luck, which no action can bring about; an estimate contains what state and action explain.
 
     Args:
         config: configuration; fields about items are ignored.
@@ -40,7 +77,14 @@ class ContinuousCDT4Rec(nn.Module):
         self.action = nn.Linear(action_dim, config.dim)
         self.backbone = make_backbone(config)
         self.heads = Heads(config)
-        self.out = nn.Linear(config.dim, action_dim)
+        self.out = nn.Linear(config.dim, action_dim + 1)
+        self.value = (perceptron(config.dim + state_dim + action_dim, 1)
+                      if config.returns == "estimated" else None)
+        self.estimate_returns = False
+
+    def schedule(self, step: int, num_steps: int) -> None:
+        """With ``returns="estimated"``, use estimated returns after the first third of training."""
+        self.estimate_returns = self.value is not None and 3 * step >= num_steps
 
     def phi(self, batch: Trajectories) -> torch.Tensor:
         """Compute phi, float32 [B, T, D]."""
@@ -50,18 +94,29 @@ class ContinuousCDT4Rec(nn.Module):
         return found
 
     def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, float32 [], and its terms ``action`` and ``reward``."""
-        phi, valid = self.phi(batch), batch.valid
-        error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
-        action = error[valid].mean()
-        estimates = self.heads.rewards(phi, self.action(batch.actions))
-        reward = reward_loss(self.config, estimates, batch.rewards / self.reward_scale)[valid]
-        loss = action + self.config.reward_weight * reward.mean()
-        return loss, {"action": action.detach(), "reward": reward.mean().detach()}
+        """Return the loss, float32 [], and its terms ``action``, ``reward`` and, with
+        ``returns="estimated"``, ``value``."""
+        phi, valid, returns = self.phi(batch), batch.valid, batch.returns
+        terms, value_loss = {}, returns.new_zeros(())
+        if self.value is not None:
+            estimates = self.value(torch.cat([phi, batch.states, batch.actions], -1)).squeeze(-1)
+            error = (estimates - returns / self.return_scale).square()[valid]
+            value_loss = terms["value"] = error.mean()
+            if self.estimate_returns:
+                returns = estimates.detach() * self.return_scale
+        action = terms["action"] = censored_loss(
+            self._predicted(phi, returns), batch.actions)[valid].mean()
+        rewards = self.heads.rewards(phi, self.action(batch.actions))
+        reward = terms["reward"] = reward_loss(
+            self.config, rewards, batch.rewards / self.reward_scale)[valid].mean()
+        loss = action + self.config.reward_weight * reward + _VALUE_WEIGHT * value_loss
+        return loss, {name: term.detach() for name, term in terms.items()}
 
     def act(self, batch: Trajectories) -> torch.Tensor:
         """Predict the actions of all steps, float32 [B, T, A], given ``batch.returns``."""
-        return self._actions(self.phi(batch), batch.returns)
+        return self._predicted(self.phi(batch), batch.returns)[..., :-1].clamp(-1, 1)
 
-    def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.out(self.heads.queries(phi, returns / self.return_scale)))
+    def _predicted(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        """Parameters of the actions' distributions, [B, T, A + 1], see `censored_loss`."""
+        found: torch.Tensor = self.out(self.heads.queries(phi, returns / self.return_scale))
+        return found

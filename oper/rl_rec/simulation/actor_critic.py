@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
-from oper.rl_rec.models.continuous import Trajectories
+from oper.rl_rec.models.continuous import Trajectories, perceptron
 from oper.rl_rec.simulation.offline import (
     REWARD_SCALE,
     Episodes,
+    NormalActor,
     OfflineOptions,
     Policy,
     acting,
     actor,
     normalised,
-    perceptron,
     train_offline,
 )
 from oper.rl_rec.simulation.shop import ACTION_DIM
@@ -147,8 +147,8 @@ class ActorCritic(Critics):
 
     def __init__(self, steps: Trajectories) -> None:
         super().__init__(steps)
-        self.actor = actor(steps.states.shape[-1])
-        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.actor: nn.Module = actor(steps.states.shape[-1])
+        self.slow_actor: nn.Module = copy.deepcopy(self.actor).requires_grad_(False)
 
     def follow(self) -> None:
         super().follow()
@@ -156,7 +156,7 @@ class ActorCritic(Critics):
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
         """Estimate V(s') by the least target critic at the target actor's noisy action; [N]."""
-        actions = self.slow_actor(states)
+        actions: torch.Tensor = self.slow_actor(states)
         noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
         return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
 
@@ -197,14 +197,17 @@ class IQL(ActorCritic):
     """Implicit Q-learning (Kostrikov, Nair and Levine 2021): training evaluates Q at logged actions
     only.
 
-    V(s) is an upper expectile of Q(s, a) over the log's actions; the actor is regressed on the
-    log's actions with weights ``exp(beta (Q(s, a) - V(s)))``, at most 100.
+    V(s) is an upper expectile of Q(s, a) over the log's actions; the actor maximises the likelihood
+    of the log's actions with weights ``exp(beta (Q(s, a) - V(s)))``, at most 100.
     """
 
     expectile, beta = 0.7, 3.0
+    actor: NormalActor
 
     def __init__(self, steps: Trajectories) -> None:
         super().__init__(steps)
+        self.actor = NormalActor(steps.states.shape[-1])
+        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
         self.value = perceptron(steps.states.shape[-1], 1)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
@@ -218,8 +221,7 @@ class IQL(ActorCritic):
 
     def actor_loss(self, step: Transitions) -> torch.Tensor:
         weight = (self.beta * self._advantage(step)).exp().clamp(max=100).detach()
-        error = (self.actor(step.states) - step.actions).square().mean(dim=-1)
-        return (weight * error).mean()
+        return (weight * self.actor.loss(step.states, step.actions)).mean()
 
     def _advantage(self, step: Transitions) -> torch.Tensor:
         with torch.no_grad():

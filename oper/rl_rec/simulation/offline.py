@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,12 @@ from torch import nn
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
-from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.continuous import (
+    ContinuousCDT4Rec,
+    Trajectories,
+    censored_loss,
+    perceptron,
+)
 from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
 
 _STDS = (0.3, 0.6, 1.0, 1.5)  # standard deviations of the noise in medium and mixed logs
@@ -236,7 +241,9 @@ def train_offline(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tens
     steps = log.steps._replace(states=normalised(log.steps.states))
     count = steps.valid.shape[0]
     model.train()
-    for _ in range(options.steps):
+    for step in range(options.steps):
+        if isinstance(model, ContinuousCDT4Rec):
+            model.schedule(step, options.steps)
         at = torch.randint(0, count, (options.batch_size,))
         loss = loss_of(_subsequences(steps, at, window))
         optimizer.zero_grad()
@@ -256,15 +263,30 @@ def _subsequences(steps: Trajectories, at: torch.Tensor, window: int) -> Traject
     return Trajectories(*(part[at[:, None], place] for part in steps))
 
 
-def perceptron(inputs: int, outputs: int) -> nn.Sequential:
-    """Make an MLP with two hidden layers of 128 units and GELU, [..., inputs] -> [..., outputs]."""
-    return nn.Sequential(nn.Linear(inputs, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
-                         nn.Linear(128, outputs))
-
-
 def actor(state_dim: int) -> nn.Sequential:
     """Make a network from an observation [..., S] to an action in [-1, 1]^27."""
     return nn.Sequential(perceptron(state_dim, ACTION_DIM), nn.Tanh())
+
+
+class NormalActor(nn.Module):
+    """Network from an observation to the mean and standard deviation of an action.
+
+    Args:
+        state_dim: length S of an observation.
+    """
+
+    def __init__(self, state_dim: int) -> None:
+        super().__init__()
+        self.network = perceptron(state_dim, ACTION_DIM + 1)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the most likely actions in [-1, 1], float32 [..., 27], for states [..., S]."""
+        found: torch.Tensor = self.network(states)[..., :-1].clamp(-1, 1)
+        return found
+
+    def loss(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Compute `censored_loss`, float32 [...], of logged actions [..., 27]."""
+        return censored_loss(self.network(states), actions)
 
 
 def acting(network: nn.Module) -> Policy:
@@ -273,15 +295,11 @@ def acting(network: nn.Module) -> Policy:
 
 
 def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy:
-    """Train a policy by behaviour cloning: regress logged actions on current observations."""
+    """Train a policy by behaviour cloning: the likelihood of logged actions given observations."""
     torch.manual_seed(seed)
-    network = actor(log.steps.states.shape[-1])
-
-    def loss_of(batch: Trajectories) -> torch.Tensor:
-        error = (network(batch.states) - batch.actions).square().mean(dim=-1)
-        return error[batch.valid].mean()
-
-    train_offline(network, loss_of, log, options)
+    network = NormalActor(log.steps.states.shape[-1])
+    train_offline(network, lambda batch: network.loss(batch.states, batch.actions)[
+        batch.valid].mean(), log, options)
     return acting(network)
 
 
@@ -321,6 +339,21 @@ def high_return(log: Episodes, quantile: float = 0.9) -> float:
     return float(np.quantile(log.clicks, quantile))
 
 
+def calibrated_target(wanted: float, targets: Sequence[float], achieved: Sequence[float]) -> float:
+    """Return the `ReturnPolicy.target` that is expected to achieve the return `wanted`.
+
+    Interpolates linearly between (target, mean achieved return) pairs of customers who were served
+    before; outside the achieved returns, the first or last target.
+
+    Args:
+        wanted: the return to achieve.
+        targets: targets in increasing order.
+        achieved: mean return of customers who were served with each target. Where a higher target
+            achieved less, the highest return so far counts.
+    """
+    return float(np.interp(wanted, np.maximum.accumulate(achieved), targets))
+
+
 SIMULATOR_CONFIG: Any = functools.partial(
     CDT4RecConfig, dim=64, layers=2, heads=2, steps=20, dropout=0.0, reward_loss="mse",
-    reward_weight=0.3, gamma=1.0)
+    reward_weight=0.3, gamma=1.0, returns="estimated")
