@@ -278,8 +278,8 @@ class DeltaCheckpoints:
         self.wait()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
         ranks = Ranks(self._model, _WHAT, self._place)
-        same = ranks.step(lambda: self._has_same_times() if ranks.first else True)[0]
-        if found.folder == self._place and found.is_exact and same:
+        if found.folder == self._place and found.is_exact and ranks.step(
+                lambda: self._has_same_times() if ranks.first else True)[0]:
             self._begin(found.num_deltas, found.step)
         else:  # this chain cannot be continued, so the next save is a full checkpoint
             self._folder = None
