@@ -73,7 +73,8 @@ def shard(
         plan: a plan or plan file to execute; by default a plan is made.
         topology: the machine, its TOML file, or the name of a preset (``oper plan --topology``); by
             default the group's ranks on hosts like this one.
-        modules: paths of the modules to shard; all by default.
+        modules: paths of the modules to shard; all by default. Modules that earlier calls have
+            sharded stay as they are.
         objective: ``"training"``, or ``"inference"``: tables are read-only, the ranks of a memory
             domain share one copy, and ranks do not wait for each other in a lookup. Inference also
             takes modules quantised by TorchRec.
@@ -224,9 +225,7 @@ def shard(
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]
         raise
-    family = weakref.WeakSet(new.tables for new in built)
-    for new in built:
-        new.tables.family = family  # type: ignore[union-attr]
+    _join(_held_by(module), [t for new in built for t in _held_by(new)])
     for place, keys in raw_keys:
         place.modules[place.table] = keys
     for target, new in zip(targets, built, strict=True):
@@ -303,16 +302,33 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                 "pass one of these")
 
 
+def _held_by(model: nn.Module) -> list[ShardedTables]:
+    from oper.integration.checkpoint.saving import tables_of as held
+    from oper.shmem.tables import ShardedTables
+
+    return [t for t in held(model) if isinstance(t, ShardedTables)]
+
+
+def _join(earlier: list[ShardedTables], new: list[ShardedTables]) -> None:
+    """Make new tables of a model one family, with those of earlier calls of `shard` for the same
+    ranks and objective: they skip a batch together that a rank refuses."""
+    from oper.shmem.group.desync import register_of
+
+    some, trains = register_of(new[0].group), new[0].optimizers is not None
+    alike = [t for t in earlier
+             if register_of(t.group) is some and (t.optimizers is not None) == trains]
+    family = weakref.WeakSet(x for t in (*alike, *new) for x in t.family)
+    for tables in family:
+        tables.family = family
+
+
 def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
     """Return the sharded tables of a model, one object per collection, in the order of its modules.
 
     Raises:
         InvalidInputError: the model has no sharded tables; the message begins with `what`.
     """
-    from oper.integration.checkpoint.saving import tables_of as held
-    from oper.shmem.tables import ShardedTables
-
-    found = [t for t in held(model) if isinstance(t, ShardedTables)]
+    found = _held_by(model)
     if not found:
         raise InvalidInputError(what, "model", type(model).__name__,
                                 "a model that oper.shard returned", "shard it first")
@@ -328,6 +344,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     block adds its own gradients and updates the tables, bitwise as if all samples had been one
     batch. ``zero_grad`` of the fused optimizer drops the accumulated gradients. The block needs
     memory for copies of its batches and their output gradients.
+
+    All ranks must enter the block for the same updates; a rank may make fewer passes inside it than
+    others, or none. If only some ranks have entered it, no rank updates tables in host memory, and
+    all ranks raise InvalidInputError.
 
     If ``gradient_guard="stop"`` raises in a backward pass inside the block, no rank makes the
     following update: this rank raises the error again when it attempts the update, and the other

@@ -81,6 +81,8 @@ NIGHTLY = (
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",
             "tests/faults/test_served_deltas.py; test_torn_answers_are_found"),
+    Nightly("tests/bench/test_bench_models.py::test_training_steps_of_a_recommender",
+            "cadvae; train/test_recommenders.py trains a model of sequences", "hstu-.*"),
     Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
             "test_two_processes_measure_and_verify; test_bench_cluster.py"),
     # ---- the search ------------------------------------------------------------------------------
@@ -137,6 +139,9 @@ NIGHTLY = (
             r"(?!writes are lost$|padding is trained$|copies share their rows$"
             r"|learning rates stay$).*"),
     # ---- training --------------------------------------------------------------------------------
+    Nightly("tests/rl_rec/test_retention.py::test_learned_policies_do_better_than_the_log", "cql",
+            "dqn"),
+    Nightly("tests/test_example.py::test_shard_dlrm", "under torchrun", "alone"),
     Nightly("tests/train/test_recommenders.py::test_sharded_equals_unsharded",
             "a model of sequences, two autoencoders and popularity; cdt4rec in two processes",
             "dt|cdt4rec|macridvae"),

@@ -464,7 +464,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
                                              Tensor key_of, int64_t batch_size, bool pooled,
                                              Tensor optimizers, double gradient_scale,
                                              std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order, bool updates,
+                                             std::optional<Tensor> order, int64_t updates,
                                              std::optional<Tensor> bags,
                                              std::optional<Tensor> samples) {
   (void)order;  // is with the addresses

@@ -394,7 +394,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
     int64_t handle, std::vector<Tensor> grads, Tensor ids, Tensor offsets,
     std::optional<Tensor> weights, Tensor key_of, int64_t batch_size, bool pooled,
     Tensor optimizers, double gradient_scale,
-    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
+    std::optional<Tensor> addresses, std::optional<Tensor> order, int64_t updates,
     std::optional<Tensor> bags, std::optional<Tensor> samples) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
@@ -402,7 +402,8 @@ std::tuple<int64_t, int64_t> lookup_backward(
                           static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
                   "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
   const double* data = static_cast<const double*>(optimizers.data_ptr());
-  if (context.world_size > 1) context.settings = settings_of(data, context.tables.size());
+  if (context.world_size > 1)
+    context.settings = settings_of(data, context.tables.size()) + static_cast<uint32_t>(updates);
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const double* x = data + t * kOptimizerWidth;
     context.tables[t].optimizer = optimizer_args(x);

@@ -22,11 +22,12 @@ constexpr char kLookupWeightGradient[] =
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
 // `grads`: the gradient of the output or, for an unpooled batch in host memory, of each feature's
 // rows; with `bags` and `samples` (as above) it has one row per sample. `optimizers`: float64 [T,
-// kOptimizerWidth] in host memory. Unless `updates`, owners keep the sums until the next call that
+// kOptimizerWidth] in host memory. `updates`: 1, or 2 if gradients of earlier batches are included,
+// which the ranks of host memory compare; with 0, owners keep the sums until the next call that
 // updates (only in host memory).
 constexpr char kLookupBackward[] =
     "lookup_backward(int handle, Tensor[] grads, Tensor ids, Tensor offsets, Tensor? weights, "
     "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
-    "Tensor? addresses, Tensor? order, bool updates, Tensor? bags, Tensor? samples) -> (int, int)";
+    "Tensor? addresses, Tensor? order, int updates, Tensor? bags, Tensor? samples) -> (int, int)";
 
 }  // namespace oper

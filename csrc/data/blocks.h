@@ -34,7 +34,7 @@ struct Words {
 };
 
 // Decodes `size` decimal digits, 0 to 8 (none = 0); sets bits of `*bad` for other characters.
-OPER_DATA_INLINE uint32_t decimal_word(uint64_t text, uint64_t size, uint64_t* bad) {
+OPER_INLINE uint32_t decimal_word(uint64_t text, uint64_t size, uint64_t* bad) {
     // Digits as values, shifted such that the last one is in the highest byte.
     uint64_t digits = (text ^ (0x30 * kOnes)) << ((64 - 8 * size) & 63);
     digits &= -static_cast<uint64_t>(size != 0);
@@ -49,7 +49,7 @@ struct Ends {
     uint64_t field = 0, line = 0;
 };
 
-OPER_DATA_INLINE Ends ends_of(const char* p, char separator) {
+OPER_INLINE Ends ends_of(const char* p, char separator) {
     Ends ends;
 #if defined(__SSE2__)
     const __m128i one = _mm_set1_epi8(separator), feed = _mm_set1_epi8('\n');
@@ -72,8 +72,8 @@ OPER_DATA_INLINE Ends ends_of(const char* p, char separator) {
 // Finds up to `most` lines of `num_columns` fields each from p on, and writes the end of each field
 // to `ends`, which must have room for kStride more. Returns the number of lines, 0 if one has
 // another number of fields. kMargin bytes after `stop` must be readable; they are not interpreted.
-OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
-                                    int64_t num_columns, int64_t most, uint32_t* ends) {
+OPER_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
+                               int64_t num_columns, int64_t most, uint32_t* ends) {
     int64_t found = 0, feeds = 0;
     uint32_t base = 0;
     for (; found < most * num_columns && p + base < stop; base += kStride) {
@@ -101,8 +101,8 @@ OPER_DATA_INLINE int64_t find_lines(const char* p, const char* stop, char separa
 // Loads the fields of a column, each between `ends[k * count]` and the next end. Returns false if a
 // field is longer than a word, or is a sign without digits.
 template <bool kHasSign, bool kIsLast>
-OPER_DATA_INLINE bool take_words(const char* p, const uint32_t* ends, int64_t count, int64_t lines,
-                                 Words* words) {
+OPER_INLINE bool take_words(const char* p, const uint32_t* ends, int64_t count, int64_t lines,
+                            Words* words) {
     uint32_t above = 0;  // its highest bit is set if a difference below is negative
     for (int64_t k = 0; k < lines; ++k, ends += count) {
         uint32_t at = ends[0] + 1, end = ends[1];
@@ -123,7 +123,7 @@ OPER_DATA_INLINE bool take_words(const char* p, const uint32_t* ends, int64_t co
 }
 
 // Decodes a column's words and writes them from row `row` on; returns false if one is invalid.
-OPER_DATA_INLINE bool put_words(const Column& c, const Words& words, int64_t lines, int64_t row) {
+OPER_INLINE bool put_words(const Column& c, const Words& words, int64_t lines, int64_t row) {
     uint64_t bad = 0;
     if (c.is_there) {
         uint8_t* __restrict out = c.is_there + row;
@@ -171,7 +171,7 @@ inline bool has_words(const Column& c) {
 
 // Parses up to kBlockLines complete lines to rows from `row` on, all or none. kMargin bytes after
 // `stop` must be readable. Returns the number of lines and, in `*taken`, of their bytes.
-OPER_DATA_CLONES
+OPER_CLONES_FOR("arch=x86-64-v4", "arch=x86-64-v3", "default")
 int64_t parse_block(const char* p, const char* stop, char separator, const Column* columns,
                     int64_t num_columns, int64_t most, int64_t row, int64_t* taken) {
     uint32_t ends[1 + kBlockLines * kBlockColumns + kStride];

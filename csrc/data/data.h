@@ -4,16 +4,9 @@
 
 #include <cstdint>
 
+#include "common/clones.h"
+
 #define OPER_DATA_API extern "C" __attribute__((visibility("default")))
-#define OPER_DATA_INLINE __attribute__((always_inline)) inline
-// Compiles a function for several vector widths; the dynamic linker selects one.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) \
-    && !defined(__SANITIZE_ADDRESS__)
-#define OPER_DATA_CLONES \
-    __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define OPER_DATA_CLONES
-#endif
 
 namespace oper::data {
 

@@ -41,7 +41,7 @@ inline const char* integer(const Field& f, int64_t* value) {
 
 // Decodes eight lower-case hexadecimal digits, the first in the lowest byte; sets bits of `*bad` if
 // there are other characters. See `_hexadecimal` in oper/data/reading/columns.py.
-OPER_DATA_INLINE uint32_t hex_word(uint64_t text, uint64_t* bad) {
+OPER_INLINE uint32_t hex_word(uint64_t text, uint64_t* bad) {
     uint64_t digits = (text & (0x0f * kOnes)) + ((text >> 6) & kOnes) * 9;
     uint64_t letters = ((digits + 6 * kOnes) >> 4) & kOnes;
     uint64_t back = digits + 0x30 * kOnes + letters * 0x27;

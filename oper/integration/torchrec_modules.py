@@ -9,6 +9,7 @@ the names and with the shapes of the unsharded module.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
     Entries,
     States,
+    all_ranks,
     load_optimizer_entries,
     optimizer_entries,
 )
@@ -219,7 +221,7 @@ class _FusedOptimizer(FusedOptimizer):
             failed = error
         finally:
             self._loading = None
-        errors = errors_of_all(self._tables.group, [], [str(failed)] if failed else [])
+        errors = errors_of_all(all_ranks(self._tables), [], [str(failed)] if failed else [])
         if failed is not None:
             raise failed
         if errors:
@@ -295,9 +297,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         method with the next batch before the current batch's forward pass. Results are identical.
         The forward pass for the same `features` (the same tensor objects) uses the preprocessed
         ids; at most 8 batches are retained, and the oldest is dropped first. Not collective,
-        except within `oper.micro_batches`, where it starts the entire lookup.
+        except within `oper.micro_batches`, where it starts the entire lookup. The forward pass
+        raises the error of invalid features, because other ranks learn of it there.
         """
-        self._ahead.announce(features, self.lookup_of(features))
+        with contextlib.suppress(Exception):  # the forward pass raises it, and tells all ranks
+            self._ahead.announce(features, self.lookup_of(features))
 
     @property
     def features(self) -> list[str]:
@@ -367,7 +371,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         # The pipeline calls this one batch early, so ids are preprocessed while the previous batch
         # is trained.
         ctx.shares = self._shares
-        ctx.coming = self._ahead.start(self.lookup_of(features))
+        with contextlib.suppress(Exception):  # `compute` raises it, and tells all ranks
+            ctx.coming = self._ahead.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
@@ -376,7 +381,15 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         if ctx.coming:
             return self.tables.lookup(ctx.coming.result())
         ctx.shares = self._shares
-        return self.tables.lookup(self.lookup_of(ctx.features))
+        return self.tables.lookup(self._checked_lookup(ctx.features))
+
+    def _checked_lookup(self, features: KeyedJaggedTensor) -> Lookup:
+        """Return `lookup_of` the features; if they are invalid, all ranks skip the batch."""
+        try:
+            return self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
 
     @property
     def unsharded_module_type(self) -> type:
@@ -438,12 +451,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled embeddings of all features; see the class."""
-        try:
-            batch = self.lookup_of(features)
-        except Exception as error:
-            refuse_lookup(self.tables, error)
-            raise
-        values = self.tables.lookup(batch)
+        values = self.tables.lookup(self._checked_lookup(features))
         if features.inverse_indices_or_none() is not None or self._converts:
             values = self._finish(values, features, self._shares)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
@@ -492,12 +500,7 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one embedding per id for every feature; see the class."""
-        try:
-            batch = self.lookup_of(features)
-        except Exception as error:
-            refuse_lookup(self.tables, error)
-            raise
-        return self._jagged(self.tables.lookup(batch), features)
+        return self._jagged(self.tables.lookup(self._checked_lookup(features)), features)
 
     def output_dist(self, ctx: _Context, output: Any
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

@@ -29,8 +29,7 @@ _LIVE: weakref.WeakValueDictionary[int, Tables] = weakref.WeakValueDictionary()
 
 def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
     """Perform `ShardedTables.lookup` in a graph that is being compiled; returns the embeddings."""
-    trained = (tables.optimizers is not None and torch.is_grad_enabled()
-               and len(tables.frozen) < len(tables.specs))
+    trained = tables.optimizers is not None and torch.is_grad_enabled() and tables.is_trained()
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
     out: torch.Tensor = lookup_op(
         tables.anchor if trained else tables.anchor.detach(), batch.ids, batch.lengths,

@@ -24,12 +24,14 @@ class Backward:
         batch: the batch of the lookup.
         offsets: int64 [num_keys * B + 1], bounds of the batch's bags.
         frozen: names of tables that must not be updated.
+        accumulates: whether `no_sync` was entered since the last update.
     """
 
     grads: Sequence[torch.Tensor]
     batch: Lookup
     offsets: torch.Tensor
     frozen: frozenset[str] = frozenset()
+    accumulates: bool = False
 
     @property
     def grad(self) -> torch.Tensor:
@@ -50,7 +52,7 @@ class Backward:
         nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
                          None if batch.weights is None else batch.weights[:0], batch.pooled)
         return Backward((grad.new_empty(0, grad.shape[-1]),), nothing, self.offsets.new_zeros(1),
-                        self.frozen)
+                        self.frozen, self.accumulates)
 
 
 class HeldPasses:
@@ -62,6 +64,7 @@ class HeldPasses:
     Attributes:
         passes: the passes held back.
         holders: number of `hold` blocks that are active, over all threads.
+        is_entered: whether a `hold` block was entered since the last update.
         refused: the error of a pass whose gradient was refused, in which case the sum must not be
             applied; else None.
     """
@@ -69,18 +72,20 @@ class HeldPasses:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self.holders = 0
+        self.is_entered = False
         self.passes: list[Backward] = []
         self.refused: Exception | None = None
 
     def drop(self) -> None:
-        """Drop the passes held back, and reset `refused`."""
-        self.passes, self.refused = [], None
+        """Drop the passes held back, of an update that no rank makes."""
+        self.passes, self.refused, self.is_entered = [], None, False
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Hold back the passes that any thread gives to `join` inside the block."""
         with self._lock:
             self.holders += 1
+            self.is_entered = True
         try:
             yield
         finally:
@@ -95,7 +100,9 @@ class HeldPasses:
                             for p in parts]
             return None
         parts, self.passes = [*self.passes, *parts], []
-        return parts[0] if len(parts) == 1 else as_one(parts)
+        joint = parts[0] if len(parts) == 1 else as_one(parts)
+        joint.accumulates, self.is_entered = self.is_entered, False
+        return joint
 
 
 def _own(passed: Backward) -> torch.Tensor:

@@ -105,6 +105,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._skipped = dict.fromkeys((t.name for t in tables), 0)
         #: Names of tables that are currently not updated; must be the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
+        self.frozen_by_all = False  # whether all ranks had frozen all tables at the last update
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
         # One per distinct optimizer: learning rate, which schedulers may change, and tables.
         self.param_groups: list[dict[str, Any]] = [
@@ -250,7 +251,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch = self.bounds.repair(batch, self.device)
         try:
             if self.optimizers is not None and torch.is_grad_enabled():
-                trains = len(self.frozen) < len(self.specs)
+                trains = self.is_trained()
                 if trains or (batch.weights is not None and batch.weights.requires_grad):
                     if os.getpid() != self._process or self._heap is None:
                         self._check_process()
@@ -267,6 +268,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
             refuse_transforms()
             raise
         return by_feature(out, batch, offsets) if batch.apart else out
+
+    def is_trained(self) -> bool:
+        """Whether the backward passes of lookups update tables, or, before all ranks are known to
+        have frozen all tables, compare which tables are frozen."""
+        return len(self.frozen) < len(self.specs) or (
+            self.meets_peers and not self.frozen_by_all)
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -317,7 +324,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
         `error`; `lookup` does the same for an invalid `Lookup`."""
         collective = self.optimizers is not None and (
-            torch.is_grad_enabled() and len(self.frozen) < len(self.specs))
+            torch.is_grad_enabled() and self.is_trained())
         if self.turns.parts is not None:
             self.turns.parts.refuse(error)
             return
@@ -493,7 +500,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
         """Copy step counts, learning rates, bounds and guard settings, frozen tables and passes
         held back by `no_sync` from `other`."""
-        for name in ("num_steps", "frozen", "seed", "_rounding_keys", "name"):
+        for name in ("num_steps", "frozen", "frozen_by_all", "seed", "_rounding_keys", "name"):
             setattr(self, name, getattr(other, name))
         self._arguments = other._arguments.copied()
         self._skipped = dict(other._skipped)

@@ -29,6 +29,7 @@ class TableUpdates:
     has_push: bool
     meets_peers: bool
     frozen: frozenset[str]
+    frozen_by_all: bool
     guard: GradientGuard
     num_steps: int
     on_update: list[Callable[[], None]]
@@ -85,7 +86,7 @@ class TableUpdates:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if held.refused is not None and not held.holders:
                 self._refuse_held()
-            passed = (held.join(parts) if held.holders or held.passes or len(parts) > 1
+            passed = (held.join(parts) if held.is_entered or held.passes or len(parts) > 1
                       else parts[0])
             if passed is None:
                 return
@@ -146,6 +147,8 @@ class TableUpdates:
         if not self.meets_peers:
             return
         self.drop_in_family()
+        if self.replicas is not None:
+            self.replicas.note_refused()
         for tables in [t for t in self.family if t._heap is not None]:
             if tables is not self and (tables.has_push or not tables.holds_gradients):
                 torch.ops.oper.lookup_skip(tables.handle)
@@ -166,9 +169,9 @@ class TableUpdates:
                 applies; only that call counts as a step. Must be True for dynamic tables.
 
         Raises:
-            InvalidInputError: a learning rate is invalid, or learning rates, frozen tables or (with
-                Adam) step counts differ between the ranks; no rank updates then. For tables in
-                device memory, it is raised after this step or by a later call.
+            InvalidInputError: a learning rate is invalid, or learning rates, frozen tables,
+                `no_sync` or (with Adam) step counts differ between the ranks; no rank updates then.
+                For tables in device memory, it is raised after this step or by a later call.
         """
         if self.replicas is not None and self.replicas.takes(passed, updates):
             return
@@ -191,7 +194,7 @@ class TableUpdates:
         code, detail = self._backward_op(
             self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
-            known and known.order, updates,
+            known and known.order, updates * (1 + passed.accumulates),
             shared and shared.bags, shared and shared.samples)
         if code:
             if code == Status.OTHER_SETTINGS:
@@ -203,9 +206,7 @@ class TableUpdates:
             return
         if self.keys is not None:
             self.keys.note_update()
-        self.num_steps += 1
-        for name in passed.frozen:
-            self._skipped[name] += 1
+        self.count_step(passed.frozen)
         for notify in self.on_update:
             notify()
         if self._migration is not None:
@@ -213,14 +214,26 @@ class TableUpdates:
             if self._migration.advance():
                 self._migration = None
 
+    def count_step(self, frozen: frozenset[str]) -> None:
+        """Count an update, in which tables named `frozen` do not change."""
+        self.num_steps += 1
+        self.frozen_by_all = len(frozen) == len(self._skipped)
+        for name in frozen:
+            self._skipped[name] += 1
+
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
         self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
+        if self.replicas is not None:
+            self.replicas.note_refused()
         mine = {"lr": {", ".join(g["tables"][:8]): g["lr"] for g in self.param_groups},
-                "frozen": sorted(passed.frozen)[:8], "step": self.num_steps + 1}
+                "frozen": sorted(passed.frozen)[:8], "step": self.num_steps + 1,
+                "no_sync": passed.accumulates}
         raise InvalidInputError(
             f"no rank updates the tables, since rank {rank} has other settings than rank 0",
-            "learning rates, frozen tables and step on this rank", mine, "the same on all ranks",
-            "set lr and requires_grad by the same rule on every rank")
+            "learning rates, frozen tables, step and whether no_sync was entered on this rank",
+            mine, "the same on all ranks",
+            "set lr and requires_grad by the same rule on every rank; enter no_sync on all ranks, "
+            "also on a rank without a pass for it")
 
     def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, Lookup]:
@@ -271,7 +284,7 @@ class TableUpdates:
             self.turns.parts.check_drop()
         if self._held.refused is not None and not self.turns.is_alone:
             self._leave_out(self._held.refused)
-        self._held.drop()
+        self._held.passes, self._held.refused = [], None
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,

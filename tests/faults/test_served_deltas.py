@@ -119,7 +119,7 @@ def trained(folder: Path, steps: int, full_every: int) -> None:
 
 def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> None:
     """It is killed while it saves; the steps after it has resumed are served, too."""
-    rng, kills, steps = random.Random(3), 4, 240
+    rng, kills, steps = random.Random(3), 2, 120
     trained(tmp_path, 2, 1000)
     with serving(tmp_path) as served:
         wait_for(lambda: served.serves(2))
@@ -143,7 +143,7 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
     # A delta copies two tables and a weight: in the fourth.
     with serving(tmp_path, **{DIE_AT: "10"}) as served:
         wait_for(lambda: served.serves(3))
-        with world(1, train, str(tmp_path), 400, 1000) as running:
+        with world(1, train, str(tmp_path), 160, 1000) as running:
             served.process.wait(60)
             assert served.process.returncode == -signal.SIGKILL
             assert max(served.steps) == 3
@@ -151,8 +151,8 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
             count = len(served.steps)
             wait_for(lambda: len(served.steps) > count and served.steps[-1] > 3)
             os.kill(served.workers[0], signal.SIGKILL)
-            assert [running.receive(0), running.receive(0)] == [3, 400]
-        wait_for(lambda: served.serves(400))
+            assert [running.receive(0), running.receive(0)] == [3, 160]
+        wait_for(lambda: served.serves(160))
         served.says("starting another one")
         assert all("cannot be read" in text for text in served.refused)
 

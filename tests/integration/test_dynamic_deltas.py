@@ -111,6 +111,27 @@ def test_lost_keys_are_deleted(tmp_path: Path) -> None:
         assert_same(state_of(model), want, "loaded")
 
 
+def test_a_chain_ends_when_the_time_to_live_changes(tmp_path: Path) -> None:
+    """Readers of the chain were told that key 1 has expired. It returns with a full checkpoint."""
+    def saved(rule: oper.DynamicTable, num: int) -> int:
+        model = shard(bag(3), rule)
+        with DeltaCheckpoints(tmp_path / "c", model) as saver:
+            saver.load()
+            one_key(model, 2)
+            saver.save(num, {"step": num})
+        return len(find(tmp_path / "c", tmp_path / "c"))
+
+    model = shard(bag(3), oper.DynamicTable(time_to_live=1))
+    with DeltaCheckpoints(tmp_path / "c", model) as saver:
+        one_key(model, 1, 2)
+        saver.save_full(0)
+        one_key(model, 2)
+        one_key(model, 2)
+        saver.save(1, {"step": 1})
+    assert [saved(oper.DynamicTable(time_to_live=t), k) for k, t in enumerate((1, 9, 9, None), 2)
+            ] == [2, 0, 1, 0]
+
+
 def test_a_slot_that_becomes_free(tmp_path: Path) -> None:
     """A key whose time is over returns, and must be counted again before it gets a row."""
     model = shard(bag(5), oper.DynamicTable(admit_after=2, time_to_live=2))

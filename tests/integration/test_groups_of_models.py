@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,43 @@ def refuse(rank: int, world_size: int) -> None:
 
 def test_groups_that_cannot_be_formed() -> None:
     run_world(4, refuse, labels="aabc")
+
+
+def start_again(rank: int, world_size: int, store: str) -> None:
+    """An invalid state on one rank; then new process groups while rows of the old model are sent.
+    """
+    def shard() -> Any:
+        return oper.shard(table(), optimizer=oper.SGD(lr=LR), replica_groups=2,
+                          synchronize_every=2, synchronize_delay=2, batch_size=8)
+
+    old = shard()
+    before = old.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="cannot load table 'weight'"):
+        old.load_state_dict({"weight": torch.zeros(ROWS + rank, DIM)})
+    assert torch.equal(old.weight.detach().clone(), before)
+    go_on = threading.Event()
+    if rank:  # the other rank waits for its rows
+        old.tables.replicas.groups.background.thread.submit(go_on.wait)
+    for step in range(2):
+        train(old, step, rank)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+                            world_size=world_size)
+    new = shard()
+    go_on.set()
+    for step in range(4):
+        train(new, step, rank)
+    with pytest.raises(oper.OperError, match="'closed', expected an existing process group"):
+        oper.synchronize(old)
+    old.tables.close()
+    oper.synchronize(new)
+    rows = new.weight.detach().clone()
+    assert not torch.equal(rows, before)
+    assert all(torch.equal(rows, x) for x in new.tables.replicas.groups.whole.all_gather(rows))
+
+
+def test_process_groups_that_end_while_rows_are_sent(tmp_path: Path) -> None:
+    run_world(2, start_again, str(tmp_path / "store"), env={"OPER_DEADLINE_S": "20"})
 
 
 def lose(rank: int, world_size: int, every: int, delay: int) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from tests.dlrm_support import (
@@ -233,6 +234,37 @@ def test_states_between_plans_and_worlds(tmp_path: Path) -> None:
     torch.manual_seed(11)
     alone = _shard(model, 1, "striped").state_dict()
     assert_bitwise({k: alone[k] for k in first["meta"]}, first["meta"], "one process")
+
+
+def _refuse_early(rank: int, world_size: int) -> None:
+    """Two collections of two calls of `shard`; rank 0 has batches without their features."""
+    model: Any = torch.nn.ModuleList([make_collection(), make_collection(seed=1)])
+    for k in range(2):
+        oper.shard(model, modules=[str(k)], optimizer=oper.SGD(lr=LR))
+    good = make_kjt(0, 4)
+    bad = KeyedJaggedTensor(["other"], good.values(), lengths=good.lengths()[:4]) if (
+        rank == 0) else good
+
+    def looked_up(module: Any, features: Any, pipelined: bool) -> Any:
+        if not pipelined:
+            module.prefetch(features)
+            return module(features).values().sum()
+        ctx = module.create_context()
+        out = module.compute(ctx, module.input_dist(ctx, features).wait().wait())
+        return module.output_dist(ctx, out).wait().values().sum()
+
+    for pipelined in (False, True):
+        for wrong in range(2):
+            with pytest.raises(oper.PeerLostError if rank else oper.InvalidInputError,
+                               match="" if rank else "missing features"):
+                sum(looked_up(m, bad if k == wrong else good, pipelined)
+                    for k, m in enumerate(model)).backward()
+            sum(looked_up(m, good, pipelined) for m in model).backward()
+    assert [m.tables.num_steps for m in model] == [4, 4]
+
+
+def test_features_that_are_refused_before_the_lookup() -> None:
+    run_world(2, _refuse_early, env={"OPER_DEADLINE_S": "20"})
 
 
 def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:

@@ -23,8 +23,8 @@ from oper.messages import MessageBits
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
 from oper.search.certificate.carried import not_certified, problem_digest, with_bound
-from oper.search.cost.model import evaluate
-from oper.search.cost.space import outside_space
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import hosts_are_alike, outside_space
 from oper.search.explain.summary import as_json, summary
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.presets import topology_preset
@@ -138,6 +138,7 @@ def test_hosts_are_alike_only_with_equal_dense_compute_beside_them() -> None:
         alike = plan_problem(problem, time_budget_s=1.0)
         hidden = [0.0, 0.0, *(alike.step_us * (1 + 0.1 * n) for n in range(6))]
         stated = with_overlap(problem, {"forward": hidden, "update": hidden})
+        assert hosts_are_alike(CostModel(problem)) and not hosts_are_alike(CostModel(stated))
         bound = space_bound(stated, max_work=1400)
         rng = np.random.default_rng(seed)
         steps = [plan_problem(stated, time_budget_s=1.0).step_us] + [

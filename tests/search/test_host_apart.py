@@ -14,7 +14,7 @@ from oper.bench.plan import workloads as plan_workloads
 from oper.search.branching.subspaces import _distinguished_load, subspaces
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import PUSH
+from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import Bound, solve_node
 from oper.search.pricing.node import (
@@ -135,6 +135,7 @@ def test_no_host_is_distinguished_if_hosts_differ():
     """A pinned table makes hosts differ; the bound is still valid."""
     held = {"tables": {"t0": {"ranks": [0, 1]}}}
     uneven = stated(1, "hosts", constraints=held)
+    assert hosts_are_alike(CostModel(stated(1, "hosts"))) and not hosts_are_alike(CostModel(uneven))
     plan = plan_problem(uneven, target_gap=0.0)
     better = tighten_bound(plan, uneven, max_work=1400)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us

@@ -75,9 +75,16 @@ def _freeze(tables: ShardedTables, *names: str) -> None:
     tables.frozen = frozenset(names)
 
 
+def _enter_no_sync(tables: ShardedTables) -> None:
+    with tables.no_sync():
+        pass
+
+
+_BATCH = Lookup(torch.arange(4), torch.ones(4, dtype=torch.int64), torch.arange(2), 2)
+
+
 def _train(tables: ShardedTables) -> None:
-    tables.lookup(Lookup(torch.arange(4), torch.ones(4, dtype=torch.int64), torch.arange(2), 2)
-                  ).sum().backward()
+    tables.lookup(_BATCH).sum().backward()
 
 
 def _rows(tables: ShardedTables) -> torch.Tensor:
@@ -89,8 +96,10 @@ def _rows(tables: ShardedTables) -> torch.Tensor:
 
 @pytest.mark.parametrize(("change", "wanted"), [
     ((_set_lr, 0.2), "'lr': {'first, second': 0.2}"),
-    ((_freeze, "second"), "'frozen': ['second']")],
-    ids=["rate", "frozen"])
+    ((_freeze, "second"), "'frozen': ['second']"),
+    ((_freeze, "first", "second"), "'frozen': ['first', 'second']"),
+    ((_enter_no_sync,), "'no_sync': True")],
+    ids=["rate", "frozen", "all frozen", "no_sync"])
 @pytest.mark.parametrize("domains", [None, [0, 0, 1]], ids=["one domain", "two domains"])
 @pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
 def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: bool, change: Any,
@@ -119,6 +128,22 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
 
     messages = run_ranks(3, body, domains=domains)
     assert wanted in messages[2] and wanted not in messages[0]
+
+
+def test_lookups_are_local_once_all_ranks_have_frozen_all_tables() -> None:
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(pushed(SAME), FEATURES, group, SGD(lr=0.1))
+        before = _rows(tables)
+        _freeze(tables, "first", "second")
+        _train(tables)
+        if group.rank:
+            assert not tables.lookup(_BATCH).requires_grad
+        _freeze(tables)
+        assert torch.equal(_rows(tables), before)
+        _train(tables)
+        assert not torch.equal(_rows(tables), before)
+
+    run_ranks(2, body)
 
 
 def test_tables_follow_the_group_to_which_they_are_moved() -> None:

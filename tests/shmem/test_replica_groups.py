@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -408,6 +409,41 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
             tables.close()
 
     run_ranks(2 * size, on_rank)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("refused", [2, 3])
+def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) -> None:
+    """Rows are averaged after steps 1, 3 and 5. If the group has skipped step 3, or the step at
+    which averages arrive, it does so after its next update; otherwise the skipped step has the
+    result of an empty batch."""
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 4, 6)
+
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+        for k, batches in enumerate(steps):
+            batch = steps[0][rank].lookup(case)
+            if k != refused or rank > 1:
+                train(tables, case, batches[rank])
+            elif not is_bad:
+                tables.lookup(replace(batch, ids=batch.ids[:0], lengths=0 * batch.lengths)
+                              ).sum().backward()
+            else:
+                with pytest.raises(PeerLostError if rank else InvalidInputError):
+                    tables.lookup(batch if rank else replace(batch, ids=batch.ids + 10**6)
+                                  ).sum().backward()
+        tables.replicas.synchronize()
+        assert tables.num_steps == len(steps)
+        tables.barrier()
+        found = [tables.read(name) for name in tables.specs]
+        tables.barrier()
+        return found
+
+    bad, empty = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 2,
+                             lambda t, r, is_bad=is_bad: body(t, r, is_bad), delay=delay)
+                  for is_bad in (True, False))
+    for others in (bad[1:], *([empty] if (refused, delay) == (2, 0) else [])):
+        assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
 
 
 def test_rows_are_written_only_after_a_synchronization() -> None:

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/clones.h"
 #include "host/context.h"
 #include "host/keys/directory.h"
 #include "host/memory.h"

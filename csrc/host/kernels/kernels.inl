@@ -17,8 +17,6 @@ constexpr int64_t kIdsAhead = 256;  // ids ahead that are fetched
 
 static_assert(kPrefetch <= kAddressesAhead);
 
-#define OPER_INLINE inline __attribute__((always_inline))
-
 #include "host/kernels/quantised.inl"
 #include "host/kernels/rows.inl"
 #include "host/kernels/resolve.inl"

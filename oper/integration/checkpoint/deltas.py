@@ -10,6 +10,7 @@ restore the latest step whose delta all ranks have written.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import shutil
@@ -49,8 +50,10 @@ from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedKeys, ChangedRows
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
+from oper.support.files import read_json, write_text
 
 MEMORY_BYTES = 256 << 20
+_TIMES = "times-to-live.json"  # in the folder of a chain
 # Priority of the writing thread: on a fully loaded machine, it runs while ranks wait for each
 # other. Waiting for the thread itself cannot starve it, because the waiting rank sleeps.
 _NICE = 19
@@ -113,6 +116,7 @@ class DeltaCheckpoints:
         """Continue the current checkpoint with delta `number`, relative to the current rows."""
         self._since = step
         ranks = Ranks(self._model, _WHAT, self._place)
+        times = self._times_to_live()
         self._folder = folder_of(self._place) / base_of(self._place)
         self._number = number
 
@@ -123,13 +127,26 @@ class DeltaCheckpoints:
                 if path != kept:
                     shutil.rmtree(path)
             for path in kept.iterdir() if kept.is_dir() else ():
-                if not path.name.isdigit() or int(path.name) >= number:
+                if path.is_dir() and (not path.name.isdigit() or int(path.name) >= number):
                     shutil.rmtree(path)
             kept.mkdir(parents=True, exist_ok=True)
+            if times:
+                write_text(kept / _TIMES, json.dumps(times))
 
         ranks.step(lambda: clear() if ranks.first else None)
         for changed in self._changed:
             changed.restart()
+
+    def _times_to_live(self) -> list[dict[str, int | None]]:
+        """Return the times to live of keys, by collection with dynamic tables and table."""
+        return [c.tables.keys.times_to_live for c in self._changed if c.tables.keys is not None]
+
+    def _has_same_times(self) -> bool:
+        """Whether the chain of deltas on disk was saved with these times to live. Deltas name keys
+        that have just expired, so with others, readers of the chain would have other keys."""
+        path = folder_of(self._place) / base_of(self._place) / _TIMES
+        times: Any = self._times_to_live()
+        return not path.exists() or read_json(path, _WHAT) == times
 
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save the changes since the last delta or full checkpoint, in the background.
@@ -243,6 +260,9 @@ class DeltaCheckpoints:
     def load(self, newest_rows: bool = False) -> Restored:
         """Load the checkpoint and its deltas; `save` then continues this chain. Collective.
 
+        If the times to live of keys have changed, the next `save` saves a full checkpoint instead:
+        keys return, or expire, for the readers of the chain when they do in training.
+
         Args:
             newest_rows: also load rows from a delta that only some ranks have written. The result
                 may then mix steps, see `Restored.is_exact`.
@@ -257,7 +277,9 @@ class DeltaCheckpoints:
             dynamic.refuse("cannot load rows of several steps", "load without newest_rows")
         self.wait()
         found = restore(self._place, self._model, self._optimizer, newest_rows)
-        if found.folder == self._place and found.is_exact:
+        ranks = Ranks(self._model, _WHAT, self._place)
+        if found.folder == self._place and found.is_exact and ranks.step(
+                lambda: self._has_same_times() if ranks.first else True)[0]:
             self._begin(found.num_deltas, found.step)
         else:  # this chain cannot be continued, so the next save is a full checkpoint
             self._folder = None

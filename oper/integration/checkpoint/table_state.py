@@ -20,6 +20,7 @@ from oper.integration.checkpoint.on_demand import (
     gives_handles,
 )
 from oper.shmem.group.agreement import errors_of_all
+from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
@@ -183,13 +184,19 @@ def not_plain(state_dict: Mapping[str, Any], wanted: Iterable[str]) -> list[str]
             if hasattr(state_dict.get(key), "full_tensor")]
 
 
+def all_ranks(tables: ShardedTables) -> Group:
+    """Return the ranks of all replica groups, which load the same values."""
+    whole: Group = tables.group if tables.replicas is None else tables.replicas.groups.whole
+    return whole
+
+
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
     """Implement ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
 
     Collective. If an entry is invalid on any rank, or only some ranks lack it, all ranks get the
-    error and no rank loads any entry.
+    error and no rank loads any entry, in all replica groups.
 
     Args:
         tables: the collection that holds the tables.
@@ -205,7 +212,7 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
     for name, value in found.items():
         with noting(errors):
             TableRows(tables, names[name]).check(value)
-    errors = errors_of_all(tables.group, [*missing, *not_plain(state_dict, wanted)], errors)
+    errors = errors_of_all(all_ranks(tables), [*missing, *not_plain(state_dict, wanted)], errors)
     error_msgs += errors
     for name, value in found.items() if not errors else ():
         load_entry(tables, names[name], value)

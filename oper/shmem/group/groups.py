@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from oper.errors import DeadlineError, PeerLostError
+from oper.errors import DeadlineError, OperError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 _SLICE = timedelta(milliseconds=200)  # wait in slices, since gloo's own timeout may be 30 minutes
@@ -69,10 +69,15 @@ class ProcessGroup:
         With gloo, errors do not name the rank; `LogicalRows.all_gather` names it.
 
         Raises:
+            OperError: the process group has been destroyed.
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
         values: list[Any] = [None] * self.world_size
+        if self._is_destroyed():
+            raise OperError("cannot exchange values with other ranks", "process group",
+                            "destroyed", "the group with which the model was sharded",
+                            "shard the model again, in the new process group")
         if "gloo" not in self._dist.get_backend(self.process_group):
             self._dist.all_gather_object(values, value, group=self.process_group)
             return values
@@ -84,6 +89,10 @@ class ProcessGroup:
         padded[:data.numel()] = data
         return [pickle.loads(x.numpy()[:int(n)].data)
                 for x, n in zip(self._gather(padded), sizes, strict=True)]
+
+    def _is_destroyed(self) -> bool:
+        group = self.process_group
+        return not self._dist.is_initialized() or (group is not None and is_destroyed(group))
 
     def _gather(self, data: Any) -> list[Any]:
         """Tensors of one size from all ranks, over gloo."""
@@ -161,6 +170,16 @@ class _Shared:
         self.deadline_s = deadline_s
         self.values: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size)
+
+
+def is_destroyed(process_group: Any) -> bool:
+    """Whether a process group to which references remain was ended by ``destroy_process_group``."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(KeyError, ValueError):
+        dist.get_process_group_ranks(process_group)
+        return False
+    return True
 
 
 def default_group(process_group: Any = None) -> Group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from oper.shmem.group.desync import (
     Verdict,
     raise_verdict,
 )
-from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
+from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup, is_destroyed
 from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.group.status import Status
 from oper.shmem.library import register
@@ -110,6 +111,7 @@ class _MonitoredTransport(ABC):
         self._deadline_s = deadline_s()
         self._device = device
         self._monitor = LivenessMonitor(group)
+        self._exchanging = threading.RLock()  # held by an exchange, which may be on another thread
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
         self._holders: set[object] = set()
         self._closes(_leave, self._monitor)
@@ -122,23 +124,27 @@ class _MonitoredTransport(ABC):
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         monitor = self._monitor
+        with self._exchanging:
+            self._check_open()
+            if monitor.failure is not None:  # an unfinished exchange would be read as this one
+                self._fail(monitor.failure, "earlier")
+            monitor.count += 1
+            monitor.at, monitor.is_inside = self.at, True
+            try:
+                there, back = self._on_device(0, send), self._on_device(1, recv)
+                if there is not send:
+                    there.copy_(send)
+                self._move(there, send_bytes, back, recv_bytes)
+                if back is not recv:
+                    recv.copy_(back)
+            finally:
+                monitor.is_inside = False
+
+    def _check_open(self) -> None:
         if not self.is_open:
             raise OperError("cannot exchange bytes with other hosts", "connections", "closed",
                             "an existing process group, and tables that are open on all ranks",
                             "shard the model again, on all ranks")
-        if monitor.failure is not None:  # an unfinished exchange would be read as this one
-            self._fail(monitor.failure, "earlier")
-        monitor.count += 1
-        monitor.at, monitor.is_inside = self.at, True
-        try:
-            there, back = self._on_device(0, send), self._on_device(1, recv)
-            if there is not send:
-                there.copy_(send)
-            self._move(there, send_bytes, back, recv_bytes)
-            if back is not recv:
-                recv.copy_(back)
-        finally:
-            monitor.is_inside = False
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
         """Return `data` if it is on the transport's device, else a staging buffer of its size."""
@@ -193,7 +199,7 @@ class _MonitoredTransport(ABC):
 
     def close(self) -> None:
         """Release the connections and the monitor's thread. Not collective: other ranks continue
-        until they need this rank."""
+        until they need this rank. An exchange on another thread raises OperError."""
         self._close()
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
@@ -223,7 +229,8 @@ class SocketTransport(_MonitoredTransport):
             [self._connections[r].fileno() if r != group.rank else -1
              for r in range(group.world_size)])
         self._close.detach()
-        self._closes(_disconnect, self._monitor, self._handle, list(self._connections.values()))
+        self._closes(_disconnect, self._monitor, self._handle, list(self._connections.values()),
+                     self._exchanging)
 
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
               recv_bytes: list[int]) -> None:
@@ -240,6 +247,7 @@ class SocketTransport(_MonitoredTransport):
             if result == self._WAITS:
                 self._check_peers(begun)
             elif result == self._LOST:
+                self._check_open()
                 failure = self._monitor.wait_for_failure(_NAMING_S, rank)
                 code = Status.PEER_CLOSED if rank in self._monitor.left else Status.PEER_ENDED
                 self._fail(failure or Verdict(code, rank, self.at), "its connection has ended")
@@ -297,12 +305,21 @@ def _leave(process: int, monitor: LivenessMonitor) -> None:
 
 
 def _disconnect(process: int, monitor: LivenessMonitor, handle: int,
-                connections: Sequence[socket.socket]) -> None:
-    """Notify the peers that this rank leaves, then close the connections of a `SocketTransport`."""
+                connections: Sequence[socket.socket], exchanging: threading.RLock) -> None:
+    """Notify the peers that this rank leaves, then close the connections of a `SocketTransport`.
+
+    An exchange on another thread is ended first: it would go on with the numbers of the closed
+    descriptors, which the next connections get.
+    """
     _leave(process, monitor)
-    torch.ops.oper.sockets_close(handle)
-    for connection in connections:
-        connection.close()
+    is_own = os.getpid() == process  # else a child, in which the other threads do not exist
+    for connection in connections if is_own else ():
+        with contextlib.suppress(OSError):  # the peer has ended
+            connection.shutdown(socket.SHUT_RDWR)
+    with exchanging if is_own else contextlib.nullcontext():
+        torch.ops.oper.sockets_close(handle)
+        for connection in connections:
+            connection.close()
 
 
 _TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakKeyDictionary()
@@ -316,7 +333,7 @@ def transport_of(group: Group) -> Transport:
     import torch.distributed as dist
 
     for other, transport in list(_TRANSPORTS.items()):
-        if _is_destroyed(other):
+        if is_destroyed(other):
             transport.close()
             del _TRANSPORTS[other]
     key = group.process_group or dist.group.WORLD
@@ -340,13 +357,3 @@ def _close(transport: weakref.ref[_MonitoredTransport]) -> None:
     found = transport()
     if found is not None:
         found.close()
-
-
-def _is_destroyed(process_group: Any) -> bool:
-    """Whether a process group to which references remain was ended by ``destroy_process_group``."""
-    import torch.distributed as dist
-
-    with contextlib.suppress(KeyError, ValueError):
-        dist.get_process_group_ranks(process_group)
-        return False
-    return True

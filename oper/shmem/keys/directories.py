@@ -103,6 +103,7 @@ class Keys:
 
     Attributes:
         tables: number of each dynamic table, by name.
+        times_to_live: `DynamicTable.time_to_live` of each, by name.
         num_bytes: bytes of the directories in this memory domain.
 
     Raises:
@@ -124,6 +125,7 @@ class Keys:
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
         self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
         self.tables = {name: number for number, name in enumerate(rules)}
+        self.times_to_live = {name: rule.time_to_live for name, rule in rules.items()}
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *arguments,
             [self.tables.get(table, -1) for _, table in tables.features]))

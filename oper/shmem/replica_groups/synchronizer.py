@@ -102,7 +102,10 @@ class Synchronizer:
         self.name, self.specs = tables.name, tables.specs
         self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
-        self._since = 0  # updates since the last synchronization began
+        # Updates that the last synchronization, when it began, did not include. Updates that the
+        # group has skipped count, so that all groups synchronize after the same batches.
+        self._since = 0
+        self._is_late = False  # whether the group has skipped the update that should synchronize
         self._under_way: _UnderWay | None = None
         self._is_inside = self._has_refused = self._is_broken = False
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
@@ -206,11 +209,26 @@ class Synchronizer:
 
     # ---- every > 1: rows -------------------------------------------------------------------------
 
+    def note_refused(self) -> None:
+        """Count the update that this rank's group skips, since one of its ranks has refused the
+        batch, in all collections of the model. Does nothing if ``every = 1``, where no group makes
+        the update. Not collective."""
+        if self.groups.every == 1:
+            return
+        number = self._tables.num_steps
+        for tables in [*self._tables.family]:
+            # Other collections may have been updated already, or may not be trained by this batch.
+            if tables.replicas is not None and tables.num_steps == number:
+                tables.count_step(tables.frozen)  # as in the other groups
+                tables.replicas._since += 1
+                tables.replicas._is_late |= tables.replicas._since >= self.groups.every
+
     def _count(self) -> None:
         self._since += 1
         if self._since >= self.groups.delay:
             self._finish()
-        if self._since >= self.groups.every:  # more if `_begin` has raised
+        while self._since >= self.groups.every:
+            self._finish()
             self._begin()
 
     def synchronize(self) -> None:
@@ -222,13 +240,17 @@ class Synchronizer:
         and rounded to nearest for rows of 16 bits.
         """
         self._finish()
-        if self._since:
+        while self._since:
             self._begin()
             self._finish()
 
     def _begin(self) -> None:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
-        only their slots have been exchanged on return; otherwise they are averaged, too."""
+        only their slots have been exchanged on return; otherwise they are averaged, too.
+
+        If the group has skipped the update after which the synchronization was due, it begins after
+        the next one, and the other groups wait; that update counts for the next synchronization.
+        """
         assert self._changed is not None
         tables = self._tables
         tables.barrier()  # peers may still be copying rows of the last update to their replicas
@@ -250,8 +272,10 @@ class Synchronizer:
         slots = [[union] * len(x)
                  if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
                  for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
-        self._under_way = _UnderWay(self._since, unions, [])
-        self._since = 0
+        included = min(self._since, self.groups.every) if self._is_late else self._since
+        self._under_way = _UnderWay(included, unions, [])
+        self._since -= included
+        self._is_late = self._since >= self.groups.every
         for some in self._chunks(unions):
             contributed = [[within(x, union) for x in of]
                            for union, of in zip(some, slots, strict=True)]
@@ -393,7 +417,8 @@ class Synchronizer:
         tables = self._tables
         settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()),
                          [float(group["lr"]) for group in tables.param_groups]))
-        head = [purpose, self._counterparts.number, tables.num_steps, zlib.crc32(settings.encode())]
+        step = tables.num_steps - max(0, self._since - self.groups.every)
+        head = [purpose, self._counterparts.number, step, zlib.crc32(settings.encode())]
         rank_of = self._counterparts.rank_of
         found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
