@@ -1,4 +1,4 @@
-"""Features that a request has once for all of its candidates: in the problem, the bound, plans."""
+"""Features that a request names once for all of its candidates: problem, bound and plans."""
 
 from __future__ import annotations
 
