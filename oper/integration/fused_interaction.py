@@ -3,8 +3,8 @@
 TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), computes
 the products of all pairs of rows and selects half of them. The fused operator computes only this
 half, while a block of samples is in the processor's cache, and stores no intermediate results. The
-dense layers before and after it use torch's kernels: large layers those of oneDNN, consecutive small
-layers one operator, which releases Python's interpreter lock, for which a server's threads compete.
+dense layers before and after it use torch's kernels: large ones those of oneDNN, consecutive small
+ones one operator, which releases Python's interpreter lock, for which a server's threads compete.
 """
 
 from __future__ import annotations
