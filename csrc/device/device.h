@@ -212,7 +212,7 @@ struct BatchPlan : SortedPairs {
   uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
   uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
-  uint32_t* refused;       // [1] not 0 if lengths or an id are invalid
+  uint32_t* refused;       // [1] not 0 if lengths or an id are invalid, or a request does not fit
   int32_t bag_bits;        // payload = feature << bag_bits | bag
 };
 
