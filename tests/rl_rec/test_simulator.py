@@ -191,7 +191,7 @@ def test_a_high_return_beats_the_behaviour_policy() -> None:
 
 
 def test_calibrated_targets_interpolate_what_was_achieved() -> None:
-    """Where a higher target achieved less, the highest return so far counts; ends are not exceeded."""
+    """Where a higher target achieved less, the best so far counts; the ends are not exceeded."""
     targets, achieved = [0.0, 10.0, 20.0, 40.0], [5.0, 15.0, 12.0, 35.0]
     found = [calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]
     assert found == pytest.approx([0.0, 5.0, 30.0, 40.0])
