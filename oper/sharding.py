@@ -310,8 +310,8 @@ def _held_by(model: nn.Module) -> list[ShardedTables]:
 
 
 def _join(earlier: list[ShardedTables], new: list[ShardedTables]) -> None:
-    """Make new tables of a model one family, with those of earlier calls of `shard` for the same
-    ranks and objective: they skip a batch together that a rank refuses."""
+    """Join the new tables of a model and those of earlier calls of `shard` for the same ranks and
+    objective into one family: if a rank refuses a batch, all tables of a family skip it."""
     from oper.shmem.group.desync import register_of
 
     some, trains = register_of(new[0].group), new[0].optimizers is not None

@@ -19,6 +19,7 @@ WRONG = {
     "OPER_DEVICE_HEAP": ["virtually", "Symmetric"],
     "OPER_FBGEMM": ["/no/such/folder", str(ROOT)],
     "OPER_DEVICE_THREADS": ["0", "many", "-5", "1e4", "9" * 30],
+    "OPER_DEVICE_OVERLAP": ["no", "2"],
     "OPER_DEADLINE_S": ["abc", "0", "-3", "inf", "nan"],
     "OPER_CPU_KERNELS": ["sse", "AVX2", "avx512 "],
     "OPER_CUDA": ["yes", "2"],
@@ -28,7 +29,7 @@ WRONG = {
 RIGHT = {
     "OPER_DATA": ["/some/where"], "OPER_DEBUG": ["0", "1"], "OPER_OUTBOX_BYTES": ["1e9", "4096"],
     "OPER_DEVICE_HEAP": ["symmetric", "virtual"], "OPER_DEVICE_THREADS": ["1", "270336"],
-    "OPER_DEADLINE_S": ["0.5", "300"], "OPER_DOMAIN": ["a b"],
+    "OPER_DEVICE_OVERLAP": ["0", "1"], "OPER_DEADLINE_S": ["0.5", "300"], "OPER_DOMAIN": ["a b"],
     "OPER_CPU_KERNELS": ["generic", "avx2", "avx512"],
     "OPER_CUDA": ["auto", "0", "1"], "OPER_CUDA_ARCHS": ["80;90", "80, 90a", "100f"],
     "CUDA_HOME": ["/usr/local/cuda"], "CXX": ["clang++ -v"], "MAX_JOBS": ["2"],

@@ -96,8 +96,8 @@ struct Feature {
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
-  // exchange, 13 a peer has refused its batch, 15 ranks update with different settings, 16 the batch was refused
-  // in its lookup, whose error was not stored or has been raised
+  // exchange, 13 a peer has refused its batch, 15 ranks update with different settings, 16 the batch
+  // was refused in its lookup, whose error was not stored or has been raised
   int32_t code;
   int32_t rank;    // rank that failed; 4: index of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
@@ -212,12 +212,12 @@ struct BatchPlan : SortedPairs {
   uint32_t* places;        // [max_pairs] by pair only: where the pair's row is staged, see stage.cu
   uint32_t* staged;        // [1] by pair only: units of kStagingUnit that are taken
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
-  uint32_t* refused;       // [1] not 0 if lengths or an id are invalid
+  uint32_t* refused;       // [1] not 0 if lengths or an id are invalid, or a request does not fit
   int32_t bag_bits;        // payload = feature << bag_bits | bag
 };
 
-// Buffers for the reduction of long runs: of more than kLongRun pairs. Those of more than kChunk are
-// cut into chunks of that many, whose sums are added by a further kernel; each other one is a chunk.
+// Buffers for the reduction of long runs, those of more than kLongRun pairs. Runs of more than kChunk
+// pairs are cut into chunks of kChunk, whose sums a further kernel adds; others are a single chunk.
 constexpr int kChunk = 256, kLongRun = 32;
 struct Chunk {
   uint32_t run, number;  // number within the run
@@ -295,12 +295,11 @@ struct WireParts {
     kRounded,  // float32 that travel as bfloat16
     kSlots     // uint32 in so many bits each as `kPerEntry` says, below `kLimit`
   };
-  const int64_t*
-      parts;  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of
-              // the uint32 numbers of its entries (or 0: 0, 1, ...) and in the message;
-              // numbers of an entry; kind; end of entries or of slots.
-              // Of slots that are packed: bits of each; their number. They count as the
-              // words that they become
+  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of the uint32 numbers of
+  // its entries (or 0: 0, 1, ...) and in the message; numbers of an entry; kind; end of entries or of
+  // slots. Of slots that are packed: bits of each; their number. They count as the words that they
+  // become.
+  const int64_t* parts;
   int64_t num_parts, num_numbers;
 };
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);
@@ -361,7 +360,7 @@ struct PushPlan : SortedPairs {  // keys of 64 bits
   uint32_t* slots;
 };
 // If the request does not fit, the batch is refused: `refused`, the flag of its own plan, is set, and
-// `bounds`, those of the batch, become kRefusedBound for a plan that is made later.
+// its `bounds` become kRefusedBound, so that a plan that is made later is refused as well.
 void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push,
                       int64_t* bounds, uint32_t* refused);
 void pool_for_readers(const Launch& on, const PushPlan& push);

@@ -3,8 +3,8 @@
 TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), computes
 the products of all pairs of rows and selects half of them. The fused operator computes only this
 half, while a block of samples is in the processor's cache, and stores no intermediate results. The
-dense layers before and after it run torch's kernels, small layers together in one operator, which
-releases Python's interpreter lock, for which a server's threads compete.
+dense layers before and after it use torch's kernels: large ones those of oneDNN, consecutive small
+ones one operator, which releases Python's interpreter lock, for which a server's threads compete.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 class _Perceptrons:
-    """Linear layers, some followed by ReLU, on the layers' weights; small ones in one operator."""
+    """Linear layers, some followed by ReLU, which share their weights with the model. Consecutive
+    small layers are one operator."""
 
     def __init__(self, layers: list[tuple[nn.Linear, bool]]) -> None:
         self._arguments = ([layer.weight for layer, _ in layers],

@@ -297,8 +297,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         method with the next batch before the current batch's forward pass. Results are identical.
         The forward pass for the same `features` (the same tensor objects) uses the preprocessed
         ids; at most 8 batches are retained, and the oldest is dropped first. Not collective,
-        except within `oper.micro_batches`, where it starts the entire lookup. The forward pass
-        raises the error of invalid features, because other ranks learn of it there.
+        except within `oper.micro_batches`, where it starts the entire lookup. Invalid features
+        raise their error in the forward pass, where other ranks learn of it.
         """
         with contextlib.suppress(Exception):  # the forward pass raises it, and tells all ranks
             self._ahead.announce(features, self.lookup_of(features))

@@ -61,11 +61,11 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=whole(1), default=2048, metavar="N",
                         help="samples per rank and step (default 2048)")
     parser.add_argument("--user-features", metavar="NAMES",
-                        help="features, separated by commas, that a request has once for all of "
+                        help="features, separated by commas, that a request names once for all of "
                              "its --candidates; their rows are looked up once")
     parser.add_argument("--candidates", type=number(1.0), metavar="N",
-                        help="samples of a request that share its user features, at most 64 for "
-                             "'oper serve', which looks rows up again after 64")
+                        help="samples per request, which share its user features; for 'oper "
+                             "serve' at most 64, since it looks rows up again for every 64 samples")
     parser.add_argument("--constraints", metavar="FILE",
                         help="JSON: tables, keep_together, keep_apart, memory_bytes, reserve_bytes")
     parser.add_argument("--allow", type=text_for(_allowed), metavar="NAMES",
@@ -350,7 +350,7 @@ def _with_candidates(args: argparse.Namespace, stats: AccessStats) -> AccessStat
     if (args.user_features is None) != (args.candidates is None):
         raise UsageError("cannot plan user features", "--user-features, --candidates",
                          (args.user_features, args.candidates), "both or neither",
-                         "name the features, and the samples that share them")
+                         "pass the features, and the number of samples that share them")
     if args.user_features is None:
         return stats
     names = [name.strip() for name in args.user_features.split(",")]
@@ -428,8 +428,8 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any
         rows = {}
     if not rows or not rows.keys() <= stats.tables.keys():
         raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
-                         "a number, or TABLE=NUMBER;... with each table at most once, of "
-                         f"{list(stats.tables)[:8]}", "correct it")
+                         "a number, or TABLE=NUMBER;... that names each table at most once; tables "
+                         f"are {list(stats.tables)[:8]}", "correct it")
     settings = [args.admit_after or 1, args.eviction or KEY_EVICTIONS[0]]
     return {name: [number, *settings] for name, number in rows.items()}
 

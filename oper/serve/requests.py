@@ -211,9 +211,9 @@ class Predictor(Protocol):
     (`Request.shared`); otherwise all batches are expanded. If it has a method ``keys_read``, this
     returns by feature of raw keys the numbers of keys looked up and of unknown ones among them, for
     the server's metrics. If it has methods ``trace_lookups(most)`` and ``take_lookups()``, the
-    server's traces contain its lookups: from ``trace_lookups`` with `most` above 0 until 0, it
-    records begin and end of up to `most` lookups between two calls of ``take_lookups``, which
-    returns them in seconds, as `time.monotonic` does.
+    server's traces contain its lookups: ``trace_lookups`` starts recording (0 = stop), and
+    ``take_lookups`` returns begin and end of up to `most` lookups since its last call, in seconds
+    of `time.monotonic`.
     """
 
     signature: Signature

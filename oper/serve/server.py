@@ -241,9 +241,9 @@ class Server:
     def trace(self, path: str | os.PathLike[str], seconds: float = 5.0) -> int:
         """Record what all workers do for some seconds in a trace file for ui.perfetto.dev.
 
-        The trace has a process per worker, with its batches and their lookups on one line, and
-        requests with their stages on as many lines as requests overlap; and the supervisor with its
-        publications. Requests without scores are left out.
+        Each worker is a process of the trace. One line has its batches and their lookups; others
+        have requests with their stages, on separate lines if they overlap. The supervisor's process
+        has the publications. Requests without scores are left out.
 
         Args:
             path: the file; an existing one is replaced atomically.
@@ -267,7 +267,7 @@ class Server:
         options = self.options
         try:
             if not options.trace:
-                log.error("no trace: the server was started without a file for it")
+                log.error("no trace: the server was started without a file for traces")
                 return
             log.info("tracing for %g s", options.trace_s)
             log.info("wrote %d requests to %s", self.trace(options.trace, options.trace_s),

@@ -1,7 +1,7 @@
 """Traces of a server: the stages of every request, batches, lookups and publications as a timeline.
 
-While the supervisor records, every worker writes records to its ring in memory that both share. The
-supervisor empties the rings, and writes a trace file at the end. All times are those of
+While a trace is recorded, every worker writes records to a ring buffer in memory shared with the
+supervisor, which empties these buffers and writes the trace file at the end. All times are those of
 `time.monotonic`, a clock that the processes of a host share.
 """
 
@@ -21,7 +21,7 @@ from oper.serve.metrics import STAGES, Layout, WorkerMetrics
 from oper.support.files import check_local
 from oper.support.trace_events import Bar, trace_of, write_trace
 
-_RECORDS = 4096  # of a worker's ring
+_RECORDS = 4096  # of a worker's ring buffer
 _WIDTH = 9  # numbers of a record: kind, begin, then those of the kind
 _HEAD = 2  # numbers before the ring: records written so far, process id
 _REQUEST, _BATCH, _LOOKUP = range(3)
@@ -31,7 +31,7 @@ _ABOUT = "cannot trace the server"
 
 
 def shared_rings(context: Any, workers: int) -> Any:
-    """Return the rings of all workers, in memory that processes of `context` share."""
+    """Return the ring buffers of all workers, in memory that processes of `context` share."""
     return context.RawArray(ctypes.c_double, workers * (_HEAD + _RECORDS * _WIDTH))
 
 
@@ -41,7 +41,8 @@ def _ring(rings: Any, worker: int) -> np.ndarray:
 
 
 class TracedMetrics(WorkerMetrics):
-    """A worker's metrics, which also writes requests, batches and lookups to a ring if asked to.
+    """A worker's metrics, which also writes requests, batches and lookups to the worker's ring
+    buffer while a trace is recorded.
 
     Args:
         numbers, worker, layout: see `WorkerMetrics`.

@@ -71,7 +71,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "s3://bucket/run")
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     parser.epilog = ("SIGTERM or Ctrl-C: finish the requests in flight and exit with 0. SIGHUP: "
-                     "publish the folder's weights again. SIGUSR1: write --trace.")
+                     "publish the folder's weights again. SIGUSR1: record --trace.")
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ class HeldPasses:
         self.refused: Exception | None = None
 
     def drop(self) -> None:
-        """Drop the passes held back, of an update that no rank makes."""
+        """Drop the passes held back, because no rank makes their update."""
         self.passes, self.refused, self.is_entered = [], None, False
 
     @contextlib.contextmanager

@@ -270,8 +270,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return by_feature(out, batch, offsets) if batch.apart else out
 
     def is_trained(self) -> bool:
-        """Whether the backward passes of lookups update tables, or, before all ranks are known to
-        have frozen all tables, compare which tables are frozen."""
+        """Whether lookups need a backward pass: to update tables or, until all ranks are known to
+        have frozen all tables, to compare which tables are frozen."""
         return len(self.frozen) < len(self.specs) or (
             self.meets_peers and not self.frozen_by_all)
 

@@ -233,7 +233,7 @@ class TableUpdates:
             "learning rates, frozen tables, step and whether no_sync was entered on this rank",
             mine, "the same on all ranks",
             "set lr and requires_grad by the same rule on every rank; enter no_sync on all ranks, "
-            "also on a rank without a pass for it")
+            "even on one that makes no pass in it")
 
     def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, Lookup]:

@@ -70,6 +70,8 @@ VARIABLES: dict[str, Variable] = {
                             "a folder that holds the package fbgemm_gpu",
                             lambda text: os.path.isdir(os.path.join(text, "fbgemm_gpu"))),
     "OPER_DEVICE_THREADS": _count("threads per kernel launch, instead of the device's number"),
+    "OPER_DEVICE_OVERLAP": _one_of("0: a kernel starts only after the previous one has ended",
+                                   "0", "1"),
     "OPER_DEADLINE_S": Variable("seconds that a rank waits for its peers (default 300)",
                                 "a number of seconds above 0", _number(0)),
     "OPER_DOMAIN": Variable("ranks with different values do not share memory"),

@@ -284,7 +284,7 @@ def test_deltas_are_served_under_load() -> None:
 
 @pytest.mark.parametrize(("rounds", "steps"), [(0, 1), (1, 0), (3, 3)])
 def test_every_step_of_a_round_has_a_delta(rounds: int, steps: int) -> None:
-    with pytest.raises(InvalidInputError, match=rf"\({rounds}, {steps}\), expected .* 8 steps"):
+    with pytest.raises(InvalidInputError, match=rf"\({rounds}, {steps}\), expected .* 8 deltas"):
         DeltaCase("delta", SMALL, deltas=8, rounds=rounds, steps=steps)
 
 

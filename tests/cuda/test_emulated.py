@@ -232,7 +232,7 @@ def test_long_runs_are_summed_in_fixed_chunks(emulation: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_long_runs_of_one_chunk_give_the_hosts_bits(
         emulation: pytest.MonkeyPatch, optimizer: str) -> None:
-    """25 runs of 120 gradients, of each of two classes of rows."""
+    """25 runs of 120 gradients in each of two classes of rows."""
     tables = tuple(TableSpec(n, 30, dim, (n,), "mean", "float32", optimizer)
                    for n, dim in (("a", 20), ("b", 9)))
     case = Case(tables, ("a", "b"))

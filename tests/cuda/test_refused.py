@@ -167,7 +167,7 @@ def test_a_small_outbox(emulation: pytest.MonkeyPatch) -> None:
             assert "OPER_OUTBOX_BYTES" in told
 
 
-def test_requests_that_do_not_fit_refuse_each_their_batch(emulation: pytest.MonkeyPatch) -> None:
+def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.MonkeyPatch) -> None:
     """The first error is raised between the second batch's forward and backward passes, and only
     the third batch is trained."""
     emulation.setenv("OPER_OUTBOX_BYTES", "16384")

@@ -66,7 +66,7 @@ def test_hosts_change_no_bit(labels: str, rule: int, placement: str) -> None:
 
 
 def test_deltas_of_several_hosts_are_those_of_one(tmp_path: Path) -> None:
-    """A chain of several hosts goes on in one host, and the other way round, bit for bit."""
+    """A chain saved on several hosts continues on one host, and vice versa, bit for bit."""
     (held, *_) = run_world(2, saved_run, str(tmp_path / "one"), 0, 1, STEPS)
     (far, *_) = run_world(2, saved_run, str(tmp_path / "two"), 0, 1, STEPS, labels="ab")
     assert_same(far, held, "saved")
@@ -98,7 +98,7 @@ def _refuse(rank: int, world_size: int, harm: str) -> str:
 
 @pytest.mark.parametrize("harm, message", [("late", "have lost their rows"), ("guard", "gradient")])
 def test_a_refused_update_ends_on_all_hosts(harm: str, message: str) -> None:
-    """Before and after the keys are exchanged, the others learn who has refused."""
+    """A rank refuses before or after the exchange of keys: the others learn which one."""
     refused, *others = run_world(3, _refuse, harm, labels="abb")
     assert message in refused
     for said in others:

@@ -237,7 +237,7 @@ def test_states_between_plans_and_worlds(tmp_path: Path) -> None:
 
 
 def _refuse_early(rank: int, world_size: int) -> None:
-    """Two collections of two calls of `shard`; rank 0 has batches without their features."""
+    """Two calls of `shard` for two collections; rank 0's batches lack their features."""
     model: Any = torch.nn.ModuleList([make_collection(), make_collection(seed=1)])
     for k in range(2):
         oper.shard(model, modules=[str(k)], optimizer=oper.SGD(lr=LR))

@@ -1,4 +1,4 @@
-"""Features that a request has once for all of its candidates: in the problem, the bound, plans."""
+"""Features that a request names once for all of its candidates: problem, bound and plans."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_bound_knows_user_features(topology: Topology, objective: str) -> No
     for placement in ("owned", "striped", "replicated"):
         other = evaluate(uniform_plan(specs, 4, placement, objective=objective), problem)
         assert plan.step_us <= other.step_us and checked.lower_bound_us <= other.step_us
-    # A bound for single samples is another one: more ids take longer.
+    # Without shared features, the plan takes longer and its certificate is not valid.
     alone = stated(topology, [], objective)
     assert evaluate(plan, alone).step_us > plan.step_us
     assert not verify_plan(plan, alone).certified

@@ -414,9 +414,9 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("refused", [2, 3])
 def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) -> None:
-    """Rows are averaged after steps 1, 3 and 5. If the group has skipped step 3, or the step at
-    which averages arrive, it does so after its next update; otherwise the skipped step has the
-    result of an empty batch."""
+    """Rows are averaged after steps 1, 3 and 5. A group that skips step 3, or the step at which
+    averages arrive, averages after its next update. Otherwise the skipped step has the result of
+    an empty batch."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 4, 6)
 

@@ -183,7 +183,7 @@ def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tm
 
 
 def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:
-    """Also as if on two hosts."""
+    """Each process is in a memory domain of its own, as on two hosts."""
     (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"],
                             labels="ab")
     two = json.loads(out)

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(256, kChunkBlocks<Shape>) reduce_chunks(const 
   for (int64_t k = group.index(); group.any(k < count); k += group.count()) {
     Chunk chunk{};
     if (k < count) chunk = a.long_runs.chunks[k];
-    // None if the chunk is of another class of rows.
+    // False if the chunk is of another class of rows.
     const bool is_there = k < count && chunk.run >= first_run && chunk.run < last_run;
     int64_t begin = 0, end = 0;
     bool is_cut = false;

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(256)
   });
 }
 
-// One block: bounds of the segments, and where everything of the request lies. `refused`: as for
+// One block: bounds of the segments, and the offsets of the request's parts. `refused`: as for
 // publish_requests.
 __global__ void __launch_bounds__(256)
     open_request_kernel(View view, Batch batch, BatchPlan plan, PushPlan push, uint32_t* refused) {

@@ -2,8 +2,8 @@
 //
 // A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are cut
 // into chunks of that many, each summed in order, then the chunks' sums in order: the same tree
-// for every grid, and whatever else is in the batch. Runs of more than kLongRun pairs, which a group
-// takes long to sum with all other work in between, are left to kernels of their own.
+// for every grid, and whatever else is in the batch. Runs of more than kLongRun pairs are left to the
+// kernels in long_runs.cu, since here a group does other work between the additions of a run.
 #include "device/reduce.cuh"
 
 namespace oper::device {
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
 }
 
 // Writes the header of this rank's outbox, which stays closed if the batch is refused, for instance
-// because it does not fit. `has_bags`: the batch does not stand in for one that Python refused. One
-// block.
+// because it does not fit. `has_bags`: false for the empty batch in place of one that Python has
+// refused. One block.
 __global__ void __launch_bounds__(256)
     open_outbox_kernel(View view, BatchPlan plan, bool has_bags) {
   const int64_t W = view.world_size, T = view.num_tables;

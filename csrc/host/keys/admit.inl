@@ -5,8 +5,8 @@ struct EvictionOrder {
   static constexpr uint64_t kNever = ~uint64_t{0};  // no clock is as high
   uint64_t scores[kBucketSlots];
 
-  // For all places of a bucket, even beyond its slots. In several loops, since compilers only
-  // vectorise divisions that are made for every element.
+  // For all places of a bucket, even beyond its slots. In separate loops, because compilers vectorise
+  // a division only if it is made for every element.
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
     uint32_t clocks[kBucketSlots], counts[kBucketSlots];
@@ -36,8 +36,8 @@ struct EvictionOrder {
     }
     std::fill(scores + num_slots, scores + kBucketSlots, kNever);
   }
-  // KeyRules::decayed for all places. The quotients of integers below 2^32 are exact in double
-  // precision: none that is no integer rounds to one.
+  // KeyRules::decayed for all places. Quotients of integers below 2^32 can be truncated in double
+  // precision: none of them is rounded up to an integer.
   OPER_INLINE static void halve(uint32_t half_life, const uint32_t* clocks, uint32_t clock,
                                 uint32_t* counts) {
     const uint32_t now = clock / half_life;

@@ -303,9 +303,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="ablations: train only CDT4Rec, with every combination of returns, "
                              "reward head, backbone and loss, and every state")
     parser.add_argument("--runs", metavar="DIR",
-                        help="save every training run in this folder, also its state after "
-                             "every validation, and reuse saved runs of the same data and source "
-                             "files")
+                        help="save every training run in this folder, and its state after every "
+                             "validation; continue and reuse saved runs of the same data and "
+                             "source files")
     parser.epilog = "Logs are read from the folder in OPER_DATA."
 
 

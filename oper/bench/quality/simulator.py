@@ -194,8 +194,9 @@ class RetentionCase(Case):
 
     def _learn(self, shop: Shop, serve: Callable[..., np.ndarray], seed: int,
                progress: Progress) -> dict[str, np.ndarray]:
-        """Outcomes by policy learned from a seed's log; the arrays in `_CONTROL` of CDT4Rec with
-        estimated returns; and ``repeated`` (whether serving again gave equal clicks)."""
+        """Return outcomes by policy learned from a seed's log; for CDT4Rec with estimated returns,
+        the arrays named in `_CONTROL`; and ``repeated`` (whether serving again gave equal clicks).
+        """
         estimated = SIMULATOR_CONFIG()
         logged = replace(estimated, returns="logged")
         plain = replace(logged, backbone="interleaved", reward_weight=0.0)
@@ -208,7 +209,7 @@ class RetentionCase(Case):
         model = train_cdt4rec(log, estimated, options, seed)
         answers = [serve(ReturnPolicy(model, target)) for target in asked]
         again = serve(ReturnPolicy(model, asked[chosen]))
-        # Other customers than those who are served afterwards.
+        # Calibrate on other customers than those who are served afterwards.
         targets = [0.0, *asked]
         before = [float(serve(ReturnPolicy(model, target), CALIBRATION_SEED)[CLICKS].mean())
                   for target in targets]
@@ -262,8 +263,8 @@ def _figures(served: Mapping[str, Sequence[np.ndarray]], num_seeds: int) -> dict
 
 
 def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """The arrays in `_CONTROL` by seed, the rank correlation of requested and achieved returns by
-    seed, and the mean relative errors by quantile."""
+    """Return the arrays named in `_CONTROL` by seed, the rank correlation of requested and achieved
+    returns by seed, and the mean relative errors by quantile."""
     asked = np.array(found["asked"])
     told: dict[str, Any] = {"quantiles": QUANTILES}
     told |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}

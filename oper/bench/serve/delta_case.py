@@ -2,8 +2,8 @@
 
 One process trains and saves a delta (the changed rows) after each step, the server publishes each
 delta, and a client sends requests at a fixed rate. This alternates with the same training of a
-second model, whose deltas are not served. Then smaller deltas follow as fast as they are made, and
-at the end all weights are published several times. After the run, every response is compared with
+second model, whose deltas are not served. Then smaller deltas are served as fast as they are made.
+At the end, all weights are published several times. After the run, every response is compared with
 the scores of its epoch, computed by applying the same deltas without load.
 """
 
@@ -53,10 +53,10 @@ class DeltaCase:
         deltas: number of deltas to serve.
         every_s: time (s) between the starts of two steps of a round.
         changed: share of each table's rows that a step changes.
-        rounds, steps: number of rounds under load, and of their steps: so many without, then with
-            serving. A reported percentile is the median over rounds of the rounds' percentiles,
-            which a single stall of the machine does not affect.
-        small: what the remaining deltas change, relative to `changed`.
+        rounds: number of rounds under load. A reported percentile is the median over rounds of the
+            rounds' percentiles, which a single stall of the machine does not affect.
+        steps: steps of a round whose deltas are not served, and as many whose deltas are served.
+        small: share of the rows that each of the remaining deltas changes, relative to `changed`.
         wholes: number of publications of all weights, for comparison.
         apart: whether the server gets the last core alone, and training and client the rest.
     """
@@ -78,8 +78,8 @@ class DeltaCase:
         if self.rounds < 1 or self.steps < 1 or self.num_timed > self.deltas:
             raise InvalidInputError("cannot measure deltas", "rounds, steps",
                                     (self.rounds, self.steps),
-                                    f">= 1, at most {self.deltas} steps in all, one per delta",
-                                    "lower the rounds or raise the number of deltas")
+                                    f">= 1, and their product at most the {self.deltas} deltas",
+                                    "lower the rounds or steps, or raise the number of deltas")
 
     @property
     def num_timed(self) -> int:
@@ -173,8 +173,8 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     during: list[_Phase] = []
     delta_bytes = 0
     for k in range(case.rounds):
-        progress(f"{case.rate:.0f} requests/s, {case.steps} steps of which none and then each is "
-                 f"served, {k + 1} of {case.rounds}")
+        progress(f"{case.rate:.0f} requests/s, {case.steps} steps without and {case.steps} with "
+                 f"served deltas, round {k + 1} of {case.rounds}")
         still.append(live.train(is_served=False)[0])
         phase, written = live.train(is_served=True)
         during.append(phase)
@@ -365,8 +365,8 @@ class _Run:
         return sum(p.stat().st_size for p in self._place.iterdir())
 
     def run(self, steps: int, every_s: float, changed: float) -> int:
-        """Train, starting a step every `every_s`, that changes the share `changed` of all rows;
-        returns the total bytes of the deltas."""
+        """Train; every `every_s` seconds, a step starts that changes a share `changed` of all rows.
+        Returns the total bytes of the deltas."""
         self._saver.flush()
         before, begin = self._saver.written_bytes, time.monotonic()
         for k in range(steps):

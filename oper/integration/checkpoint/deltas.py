@@ -142,8 +142,9 @@ class DeltaCheckpoints:
         return [c.tables.keys.times_to_live for c in self._changed if c.tables.keys is not None]
 
     def _has_same_times(self) -> bool:
-        """Whether the chain of deltas on disk was saved with these times to live. Deltas name keys
-        that have just expired, so with others, readers of the chain would have other keys."""
+        """Whether the chain of deltas on disk was saved with the present times to live. Deltas name
+        keys that have just expired; if times to live change within a chain, its readers miss keys
+        that return, or that expire at once."""
         path = folder_of(self._place) / base_of(self._place) / _TIMES
         times: Any = self._times_to_live()
         return not path.exists() or read_json(path, _WHAT) == times
@@ -260,8 +261,8 @@ class DeltaCheckpoints:
     def load(self, newest_rows: bool = False) -> Restored:
         """Load the checkpoint and its deltas; `save` then continues this chain. Collective.
 
-        If the times to live of keys have changed, the next `save` saves a full checkpoint instead:
-        keys return, or expire, for the readers of the chain when they do in training.
+        If the times to live of keys have changed, the next `save` saves a full checkpoint instead,
+        so that readers of the checkpoints have the same keys as training.
 
         Args:
             newest_rows: also load rows from a delta that only some ranks have written. The result

@@ -57,7 +57,7 @@ LEAVE_ONE_OUT = Protocol(
 HELD_OUT_USERS = Protocol(
     DataOptions(protocol="held_out_users", only="positive", item_core=1),
     MetricOptions((20, 50, 100), recall="min"), ("ndcg@100", "recall@20", "recall@50"))
-# 200 epochs, as SASRec and MultVAE were trained.
+# 200 epochs, as in the papers of SASRec and MultVAE.
 PUBLISHED: dict[str, Protocol] = {
     # 6,040 users, 3,416 films of five ratings or more: SASRec's and gSASRec's file.
     "ml-1m": dataclasses.replace(LEAVE_ONE_OUT, epochs=200),

@@ -34,11 +34,13 @@ def perceptron(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def censored_loss(predicted: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-    """Compute the negative log-likelihood of clamped normal actions, float32 [...].
+    """Compute the negative log-likelihood of censored normal actions, float32 [...], the mean over
+    an action's A columns.
 
-    Logged actions are ``clamp(x, -1, 1)`` with ``x ~ N(mu, sigma^2)``: the density of x inside the
-    range, and the probability of the tail at its ends (a Tobit model). With a squared error, noise
-    that was cut off would draw the estimated mean towards 0.
+    Logged actions are modelled as ``clamp(x, -1, 1)`` with ``x ~ N(mu, sigma^2)``. The likelihood
+    of a value inside the range is the density of x, that of a bound the probability of the tail
+    beyond it (a Tobit model). A squared error would bias the mean towards 0, because the bounds cut
+    off noise.
 
     Args:
         predicted: mu and, in the last column, sigma before `softplus`, float32 [..., A + 1].
@@ -52,15 +54,15 @@ def censored_loss(predicted: torch.Tensor, actions: torch.Tensor) -> torch.Tenso
 
 
 class ContinuousCDT4Rec(nn.Module):
-    """CDT4Rec for actions in [-1, 1]^A, as means of normal distributions (`censored_loss`).
+    """CDT4Rec for actions in [-1, 1]^A, modelled as censored normal (`censored_loss`).
 
     ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``, and
     ``(mu_t, sigma_t) = W_o q_t + b_o``; it acts by ``clamp(mu_t, -1, 1)``.
 
     With ``returns="estimated"`` a third head estimates the return-to-go of any action,
     ``g^_t(a) = MLP [ phi_t ; x_t ; a ]``. After the first third of training, its estimates
-    for the logged actions replace logged returns. A logged return also contains the customer's
-    luck, which no action can bring about; an estimate contains what state and action explain.
+    for the logged actions replace logged returns. A logged return also contains luck, which no
+    action can repeat; an estimate contains only what history, state and action explain.
 
     Args:
         config: configuration; fields about items are ignored.

@@ -280,7 +280,7 @@ class NormalActor(nn.Module):
         self.network = perceptron(state_dim, ACTION_DIM + 1)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the most likely actions in [-1, 1], float32 [..., 27], for states [..., S]."""
+        """Return mean actions, clamped to [-1, 1], float32 [..., 27], for states [..., S]."""
         found: torch.Tensor = self.network(states)[..., :-1].clamp(-1, 1)
         return found
 
@@ -295,7 +295,7 @@ def acting(network: nn.Module) -> Policy:
 
 
 def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy:
-    """Train a policy by behaviour cloning: the likelihood of logged actions given observations."""
+    """Train a policy by behaviour cloning: maximise the likelihood of logged actions."""
     torch.manual_seed(seed)
     network = NormalActor(log.steps.states.shape[-1])
     train_offline(network, lambda batch: network.loss(batch.states, batch.actions)[
@@ -342,8 +342,8 @@ def high_return(log: Episodes, quantile: float = 0.9) -> float:
 def calibrated_target(wanted: float, targets: Sequence[float], achieved: Sequence[float]) -> float:
     """Return the `ReturnPolicy.target` that is expected to achieve the return `wanted`.
 
-    Interpolates linearly between (target, mean achieved return) pairs of customers who were served
-    before; outside the achieved returns, the first or last target.
+    Interpolates linearly between pairs (target, mean achieved return) of customers who were served
+    before. Returns the first target below the range of achieved returns, and the last one above.
 
     Args:
         wanted: the return to achieve.

@@ -115,8 +115,8 @@ class Subspace:
     def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: bool) -> None:
         """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
-        If `apart`, in a second tree, where this pays: it is tried with as much work as the first
-        one had done before, and then the tree with the higher bound is continued.
+        With `apart`, a second tree may be used, in which a host is distinguished. It first gets as
+        much work as the first tree had done; then the tree with the higher bound is continued.
         """
         first = self.trees[0]
         if apart and len(self.trees) == 1 and self._distinguished is not None and (

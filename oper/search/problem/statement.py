@@ -374,7 +374,7 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags that are looked up, relative to those of the samples, if all features have equally many.
+    # Bags looked up / bags of all samples, if each sample has as many bags in every feature.
     share = sum(1 / shared.get(f, 1.0) for f in spec.features) / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
         num_bags = batch_size * num_features * share

@@ -173,7 +173,7 @@ class _Shared:
 
 
 def is_destroyed(process_group: Any) -> bool:
-    """Whether a process group to which references remain was ended by ``destroy_process_group``."""
+    """Whether ``destroy_process_group`` has ended a process group to which references remain."""
     import torch.distributed as dist
 
     with contextlib.suppress(KeyError, ValueError):

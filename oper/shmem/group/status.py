@@ -22,7 +22,7 @@ class Status(IntEnum):
     PEER_REFUSED_BATCH = 13
     BAG_OUT_OF_RANGE = 14
     OTHER_SETTINGS = 15
-    REFUSED_BEFORE = 16  # device memory: the error of the batch's lookup was not the first one
+    REFUSED_BEFORE = 16  # device memory: refused in its lookup, whose error is no longer stored
     TOO_MANY_IDS = 24  # this and the next one for tables in device memory
     IDS_WITHOUT_BAGS = 25
 

@@ -308,11 +308,11 @@ def _disconnect(process: int, monitor: LivenessMonitor, handle: int,
                 connections: Sequence[socket.socket], exchanging: threading.RLock) -> None:
     """Notify the peers that this rank leaves, then close the connections of a `SocketTransport`.
 
-    An exchange on another thread is ended first: it would go on with the numbers of the closed
-    descriptors, which the next connections get.
+    An exchange on another thread is ended first. Otherwise it could read from and write to later
+    connections that get the same descriptor numbers.
     """
     _leave(process, monitor)
-    is_own = os.getpid() == process  # else a child, in which the other threads do not exist
+    is_own = os.getpid() == process  # a forked child does not have the other threads
     for connection in connections if is_own else ():
         with contextlib.suppress(OSError):  # the peer has ended
             connection.shutdown(socket.SHUT_RDWR)

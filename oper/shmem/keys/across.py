@@ -46,8 +46,8 @@ class OtherDomains:
         self._num_places = torch.tensor(num_places)
 
     def exchange(self, tables: Tables, seen: Sequence[SeenKeys]) -> list[Seen]:
-        """Send the keys that this rank's lookups have seen; return those that it receives, which it
-        must add to them. Collective; `seen` may be empty.
+        """Send the keys that this rank's lookups have seen; return the keys that it receives, which
+        the caller must count together with its own. Collective; `seen` may be empty.
 
         Raises:
             PeerLostError: a rank has refused its batch or has ended.

@@ -11,8 +11,8 @@ bucket writes to it. The key in slot s has row s + 1; row 0 is the default row o
   are updated, the owner of each bucket adds up the counts of all ranks and publishes which rows it
   has given to new keys. After the update every rank initialises the new rows that it owns, from key
   and seed, and clears their optimizer states.
-* Every memory domain has a copy of the directories, divided among its ranks, and makes all updates
-  to it; `oper.shmem.keys.across` sends it the keys of the other domains' batches.
+* Every memory domain has a copy of the directories, divided among its ranks, and applies every
+  update to it; `oper.shmem.keys.across` sends it the keys of the other domains' batches.
 
 Buckets depend only on the number of rows, and changes of a bucket only on the keys and counts of
 all ranks' batches. Keys, rows, counts and clocks (numbers of updates, by which keys' ages are
@@ -200,7 +200,7 @@ class Keys:
             OperError: the keys do not fit the outbox; all ranks skip this batch.
             PeerLostError: a rank of another memory domain has refused its batch or has ended.
         """
-        # If this fails, no rank goes on to the gradients, where one that refuses tells the others.
+        # If this fails, no rank reaches the gradient exchange, which otherwise reports a refusal.
         received = self._domains.exchange(self._tables, batch.seen)
         try:
             self._history.keep()
@@ -267,8 +267,8 @@ class Keys:
 
     def changed(self, name: str, part: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the records of a part, in this rank's buckets, that have changed or become empty
-        in updates after clock `since`. Of the copies in several memory domains only that of the
-        first domain returns any.
+        in updates after clock `since`. With several memory domains, only ranks of the first one
+        return any, since all copies are equal.
 
         Returns:
             Their numbers int64 [n], ascending, and the records as `read` returns them.
@@ -280,8 +280,8 @@ class Keys:
 
     def expired(self, name: str, since: int) -> torch.Tensor:
         """Return the slots in this rank's buckets, int64 [n], ascending, whose keys have outlived
-        their time to live now and had not at clock `since`; -1: all whose keys have. As with
-        `changed`, only of the first memory domain's copy."""
+        their time to live now and had not at clock `since`; -1: all whose keys have. With several
+        memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
         slots: torch.Tensor = torch.ops.oper.keys_expired(self._handle, self.tables[name], since)
         return slots

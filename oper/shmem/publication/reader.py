@@ -203,8 +203,8 @@ class PublishedTables(BufferRows):
         torch.ops.oper.context_trace(self.handle, most)
 
     def take_spans(self) -> tuple[list[Span], int]:
-        """Return the lookups recorded since the last call, and the number of those lost because
-        there were too many."""
+        """Return the lookups recorded since the last call, and the number of those lost because the
+        buffer was full."""
         return spans_of(self.handle)
 
 

@@ -102,8 +102,8 @@ class Synchronizer:
         self.name, self.specs = tables.name, tables.specs
         self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
-        # Updates that the last synchronization, when it began, did not include. Updates that the
-        # group has skipped count, so that all groups synchronize after the same batches.
+        # Updates that no synchronization has included yet. Updates that the group has skipped are
+        # counted, so that all groups synchronize after the same batches.
         self._since = 0
         self._is_late = False  # whether the group has skipped the update that should synchronize
         self._under_way: _UnderWay | None = None
@@ -210,8 +210,8 @@ class Synchronizer:
     # ---- every > 1: rows -------------------------------------------------------------------------
 
     def note_refused(self) -> None:
-        """Count the update that this rank's group skips, since one of its ranks has refused the
-        batch, in all collections of the model. Does nothing if ``every = 1``, where no group makes
+        """Count, in all collections of the model, the update that this rank's group skips because
+        one of its ranks has refused the batch. Does nothing if ``every = 1``, where no group makes
         the update. Not collective."""
         if self.groups.every == 1:
             return
