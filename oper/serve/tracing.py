@@ -119,7 +119,7 @@ class Tracer:
 
     def record(self, path: str | os.PathLike[str], seconds: float, ends: Callable[[], bool]
                ) -> int:
-        """Record for `seconds`, or until `ends` returns True or there are `_MOST` records, and write
+        """Record for `seconds`, until `ends` returns True or there are `_MOST` records; then write
         the trace to `path`.
 
         Returns:

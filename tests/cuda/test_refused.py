@@ -186,7 +186,8 @@ def test_requests_that_do_not_fit_refuse_each_their_batch(emulation: pytest.Monk
             passes.append(tables.forward(looked_up[1], collective=True))
             tables.found_error = found
             for k, (out, offsets) in enumerate(passes):
-                with pytest.raises(OperError, match="refused in its lookup" if k else "OPER_OUTBOX_BYTES"):
+                message = "refused in its lookup" if k else "OPER_OUTBOX_BYTES"
+                with pytest.raises(OperError, match=message):
                     tables.apply_all([Backward((torch.ones_like(out),), looked_up[k], offsets)])
                     tables.synchronize()
         out = [train(opened, (batch, other)[group.rank])]
