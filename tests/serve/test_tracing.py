@@ -18,6 +18,7 @@ import pytest
 from oper.errors import InvalidInputError
 from oper.serve import Client, ServeOptions, Server, metrics, tracing
 from oper.serve.signals import Signals
+from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, random_request
 from tests.support import read_trace
 
@@ -177,11 +178,11 @@ def test_a_recording_leaves_the_publications_of_the_last_one(
 def test_a_stopping_server_finishes_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                               ) -> None:
     server = Server(Sums(), ServeOptions(trace=str(tmp_path / "t.json"), trace_s=60.0))
-    signals, worker, write = Signals(), _Worker(), tracing.write_trace
+    signals, worker = Signals(), _Worker()
 
     def write_late(*arguments: Any) -> None:
         time.sleep(0.3)
-        write(*arguments)
+        write_trace(*arguments)
 
     monkeypatch.setattr(tracing, "write_trace", write_late)
     server._thread, server._tracer = threading.Thread(target=server._stop.wait), worker.tracer
