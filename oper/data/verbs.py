@@ -421,7 +421,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 
 def _row_numbers(text: str | None) -> dict[str, int] | None:
     pairs = named(text or "", ",")
-    if pairs is None or not all(number.isdigit() for number in pairs.values()):
+    if pairs is None or not all(x.isdecimal() and len(x) < 20 for x in pairs.values()):
         raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N, each field once",
                          "name each field once with its rows")
     return {name: int(number) for name, number in pairs.items()} or None

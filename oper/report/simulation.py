@@ -16,7 +16,7 @@ from oper.analysis.presence import Lookups
 from oper.data.generate.generator import TableModel, bag_lengths
 from oper.data.generate.popularity import Popularity
 from oper.data.loading.groups import Column
-from oper.errors import InvalidInputError, UsageError
+from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import MessageBits
 from oper.plan import Plan
 from oper.rows.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
@@ -169,9 +169,14 @@ def _statistics(args: argparse.Namespace) -> AccessStats:
 def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator[list[RankBatch]]:
     tables = [t.table for t in plan.tables]
     if args.trace is not None:
+        shared = [t.spec.name for t in problem.tables if t.traffic.samples_per_bag > 1]
+        require("cannot replay a folder", "pass --stats without --trace", (
+            "tables of user features", shared[:8], not shared,
+            "none, since a folder does not record which samples share them"))
         return folder_batches(args.trace, args.split, tables, problem.batch_size, plan.world_size)
-    return drawn_batches(AccessStats.load(args.stats), tables, problem.batch_size,
-                         plan.world_size, args.seed)
+    stats = verbs.as_planned(AccessStats.load(args.stats), plan)
+    assert stats is not None
+    return drawn_batches(stats, tables, problem.batch_size, plan.world_size, args.seed)
 
 
 def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: int,
@@ -215,11 +220,14 @@ def _bags(found: Lookups) -> Bags:
 
 def drawn_batches(stats: AccessStats, tables: list[TableSpec], batch_size: int, world_size: int,
                   seed: int) -> Iterator[list[RankBatch]]:
-    """Yield endless batches of independent ids and bag lengths, with the frequencies of `stats`."""
+    """Yield endless batches of independent ids and bag lengths, with the frequencies of `stats`.
+    Bags that samples share occur once."""
     rng = np.random.default_rng(seed)
+    num_bags = {f: max(1, round(batch_size / stats.samples_per_bag.get(f, 1.0)))
+                for t in tables for f in _features(t)}
     models = {f: _model(t.name, stats.tables[t.name]) for t in tables for f in _features(t)}
     while True:
-        yield [{f: _bags(model.draw(batch_size, 0, 0, rng)) for f, model in models.items()}
+        yield [{f: _bags(model.draw(num_bags[f], 0, 0, rng)) for f, model in models.items()}
                for _ in range(world_size)]
 
 

@@ -218,7 +218,7 @@ def run_explain(args: argparse.Namespace) -> int:
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
-        stats = _as_planned(_stats(args), plan)
+        stats = as_planned(_stats(args), plan)
         after = make_problem([t.table for t in plan.tables], stats, topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
@@ -304,7 +304,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
     was made with ``--dynamic-rows``, `stats` are of keys.
     """
     plan = Plan.load(args.plan)
-    stats = _as_planned(stats, plan)
+    stats = as_planned(stats, plan)
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
     if args.topology == "this-host" and args.world_size is None:
@@ -326,11 +326,11 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                          message_bits=plan.message_bits)
 
 
-def _as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
+def as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
     """Return `stats` with the dynamic tables and the shared features that the plan states."""
     stats = _of_rows(stats, plan.notes.get(_DYNAMIC))
     shared = plan.notes.get(_SHARED)
-    if stats is None or not shared:
+    if stats is None or shared is None:
         return stats
     if not isinstance(shared, dict) or not all(type(x) in (int, float) for x in shared.values()):
         raise InvalidInputError("cannot read the plan", f"notes.{_SHARED}", shared,
@@ -340,7 +340,7 @@ def _as_planned(stats: AccessStats | None, plan: Plan) -> AccessStats | None:
 
 
 def _noted(plan: Plan, stats: AccessStats, dynamic: Mapping[str, Any] | None = None) -> Plan:
-    """Return the plan with the notes that `_as_planned` reads."""
+    """Return the plan with the notes that `as_planned` reads."""
     notes = {_DYNAMIC: dynamic, _SHARED: dict(stats.samples_per_bag)}
     return replace(plan, notes=plan.notes | {name: x for name, x in notes.items() if x})
 

@@ -32,6 +32,7 @@ log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
 FOLLOW_S = 0.05  # interval of checks for signals and for new weights of a training run
+_WRITE_S = 60.0  # longest wait of a stopping server until a trace has been written
 _NICE = 10  # niceness of the thread that prepares weights, so that requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # maximum pause before restarting a worker that exits while starting
@@ -247,19 +248,21 @@ class Server:
 
         Args:
             path: the file; an existing one is replaced atomically.
-            seconds: how long to record, up to 600; ends earlier if the server stops.
+            seconds: how long to record, up to 600; ends earlier if the server stops, or after
+                100 000 records, of requests, batches and lookups.
 
         Returns:
             The number of requests in the trace.
 
         Raises:
-            InvalidInputError: the server has not been started, is being traced, or an argument is
-                out of range.
+            InvalidInputError: the server is not running or is being traced, or an argument is out
+                of range.
             OSError: the file cannot be written.
         """
-        if self._thread is None:
-            raise InvalidInputError("cannot trace the server", "state", "not started", "started",
-                                    "call start()")
+        if self._thread is None or self._stop.is_set():
+            raise InvalidInputError("cannot trace the server", "state", "stopped"
+                                    if self._thread else "not started", "running",
+                                    "call it between start() and stop()")
         return self._tracer.record(path, seconds, self._stop.is_set)
 
     def _try_trace(self) -> None:
@@ -299,6 +302,7 @@ class Server:
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
             noted.interrupts = False
+            traces: list[threading.Thread] = []
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(FOLLOW_S)
                 if noted.reload:
@@ -306,11 +310,16 @@ class Server:
                     self.try_publish()
                 if noted.trace:
                     noted.trace = False
-                    threading.Thread(target=self._try_trace, name="oper-trace", daemon=True).start()
+                    traces = [t for t in traces if t.is_alive()]
+                    traces.append(threading.Thread(target=self._try_trace, name="oper-trace",
+                                                   daemon=True))
+                    traces[-1].start()
                 if every is not None:
                     every()
             log.info("draining: finishing requests in flight")
             self.stop()
+            for thread in traces:
+                thread.join(_WRITE_S)
         if self._error is not None:
             raise self._error
 

@@ -8,6 +8,7 @@ supervisor, which empties these buffers and writes the trace file at the end. Al
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -18,10 +19,12 @@ import numpy as np
 
 from oper.errors import InvalidInputError, require
 from oper.serve.metrics import STAGES, Layout, WorkerMetrics
-from oper.support.files import check_local
+from oper.support.files import check_target
 from oper.support.trace_events import Bar, trace_of, write_trace
 
+log = logging.getLogger("oper.serve")
 _RECORDS = 4096  # of a worker's ring buffer
+_MOST = 100_000  # records of a trace; as requests, they take 450 MB and seconds to write
 _WIDTH = 9  # numbers of a record: kind, begin, then those of the kind
 _HEAD = 2  # numbers before the ring: records written so far, process id
 _REQUEST, _BATCH, _LOOKUP = range(3)
@@ -56,7 +59,8 @@ class TracedMetrics(WorkerMetrics):
         super().__init__(numbers, worker, layout)
         self._ring, self._counts = _ring(rings, worker), counts
         self._ring[1] = os.getpid()
-        self._predictor: Any = predictor if hasattr(predictor, "trace_lookups") else None
+        has_lookups = hasattr(predictor, "trace_lookups") and hasattr(predictor, "take_lookups")
+        self._predictor: Any = predictor if has_lookups else None
         self._looks = False  # whether the predictor records its lookups
 
     def _write(self, *numbers: float) -> None:
@@ -78,9 +82,18 @@ class TracedMetrics(WorkerMetrics):
         is_on = bool(self._counts.is_tracing)
         if is_on:
             self._write(_BATCH, begin, end, requests, samples)
-            for lookup in self._predictor.take_lookups() if self._looks else ():
-                self._write(_LOOKUP, *lookup)
-        if is_on != self._looks and self._predictor is not None:
+        if self._predictor is not None and (is_on or self._looks):
+            try:
+                self._trace_lookups(is_on)
+            except Exception:  # the batch's requests must be answered
+                log.exception("no lookups in traces: the predictor cannot record them")
+                self._predictor = None
+
+    def _trace_lookups(self, is_on: bool) -> None:
+        if is_on and self._looks:
+            for begin, end in self._predictor.take_lookups():
+                self._write(_LOOKUP, begin, end)
+        if is_on != self._looks:
             self._predictor.trace_lookups(_LOOKUPS if is_on else 0)
             self._looks = is_on
 
@@ -107,7 +120,8 @@ class Tracer:
 
     def record(self, path: str | os.PathLike[str], seconds: float, ends: Callable[[], bool]
                ) -> int:
-        """Record for `seconds`, or until `ends` returns True, and write the trace to `path`.
+        """Record for `seconds`, until `ends` returns True or there are `_MOST` records; then write
+        the trace to `path`.
 
         Returns:
             The number of requests in the trace.
@@ -118,9 +132,10 @@ class Tracer:
                                     "wait until it has been written")
         try:
             found, lost = self._record(seconds, ends)
+            publications = self._publications.copy()  # the next recording may begin
         finally:
             self._turn.release()
-        write_trace(path, _joined(found, self._publications, lost))
+        write_trace(path, _joined(found, publications, lost))
         return sum(int((records[:, 0] == _REQUEST).sum()) for records in found.values())
 
     def _record(self, seconds: float, ends: Callable[[], bool]
@@ -132,20 +147,23 @@ class Tracer:
         self._counts.is_tracing = 1
         try:
             until = time.monotonic() + seconds
-            is_last = False
+            is_last, num_kept = False, 0
             while not is_last:
-                is_last = time.monotonic() >= until or ends()
+                is_last = time.monotonic() >= until or num_kept >= _MOST or ends()
                 if is_last:
                     self._counts.is_tracing = 0
                 time.sleep(_EMPTY_S)
                 for k, ring in enumerate(self._rings):
-                    count = int(ring[0])
-                    first = max(read[k], count - _RECORDS)
-                    lost += first - read[k]
+                    begin, count = read[k], int(ring[0])
+                    first = max(begin, count - _RECORDS)
+                    records = ring[_HEAD:].reshape(_RECORDS, _WIDTH)[
+                        np.arange(first, count) % _RECORDS]
+                    # The worker may have overwritten some meanwhile, and be writing one more.
+                    whole = min(max(first, int(ring[0]) + 1 - _RECORDS), count)
+                    lost += whole - begin
                     read[k] = count
-                    records = ring[_HEAD:].reshape(_RECORDS, _WIDTH)
-                    parts.setdefault(int(ring[1]), []).append(
-                        records[np.arange(first, count) % _RECORDS])
+                    num_kept += count - whole
+                    parts.setdefault(int(ring[1]), []).append(records[whole - first:])
         finally:
             self._counts.is_tracing = 0
         return {pid: np.concatenate(x) for pid, x in parts.items()}, lost
@@ -153,10 +171,8 @@ class Tracer:
 
 def check_trace(path: str | os.PathLike[str], seconds: float) -> None:
     """Raise InvalidInputError unless a trace of `seconds` can be written to `path`."""
-    check_local(path)
-    require(_ABOUT, "name a file in an existing folder, and up to 600 seconds",
-            ("path", os.fspath(path), not os.path.isdir(path) and os.path.isdir(
-                os.path.dirname(os.path.abspath(path))), "a file in an existing folder"),
+    check_target(path)
+    require(_ABOUT, "pass up to 600 seconds",
             ("seconds", seconds, 0 < seconds <= 600, "above 0, at most 600"))
 
 

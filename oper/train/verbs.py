@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from oper.errors import UsageError
+
 _FLAGS = {  # flag: (value, help); each flag overrides the key of the same name
     "data": ("DIR", "folder that 'oper preprocess' wrote"),
     "out": ("DIR", "folder for metrics, configuration and the trained state"),
@@ -50,7 +52,11 @@ def run_train(args: argparse.Namespace) -> int:
     flags: dict[str, Any] = {k: getattr(args, k) for k in _FLAGS if getattr(args, k) is not None}
     # Importing TorchRec logs a warning that does not concern the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    config = load_config(args.config, flags | parse_settings(args.settings))
+    settings = parse_settings(args.settings)
+    if twice := sorted(flags.keys() & settings.keys()):
+        raise UsageError("cannot train", "--set", twice, "keys that no other option sets",
+                         "set each key once")
+    config = load_config(args.config, flags | settings)
     from oper.train.resume import is_restart
 
     restart = is_restart()

@@ -82,6 +82,7 @@ def test_statistics_of_counts_and_of_parts(
     for words, name in ((["x", "y", "-o", stats], "--merge"),
                         (["--merge", "x", "y", "x", "-o", stats], r"files=\['x'\]"),
                         ([str(counts), "-o", stats, "--counts", "--rows", "site"], "--rows"),
+                        ([str(counts), "-o", stats, "--counts", "--rows", "site=\u00b2"], "--rows"),
                         ([str(counts), "-o", stats, "--counts", "--rows", "site=5,site=6"],
                          "each field once")):
         with pytest.raises(InvalidInputError, match=name):

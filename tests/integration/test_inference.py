@@ -105,7 +105,7 @@ def test_a_fused_dlrm_gives_equal_scores(served, batch, name) -> None:
 
 
 @pytest.mark.skipif(not fused_interaction._HAS_ONEDNN, reason="torch without oneDNN")
-@pytest.mark.parametrize("large", ["none", "first", "last", "all"])
+@pytest.mark.parametrize("large", ["none", "first", "last", "all", "off"])
 def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(40, 6), (6, 6), (6, 40)] if large != "last" else [(6, 6), (6, 6), (6, 40)]
     layers = [(nn.Linear(*size), k < 2) for k, size in enumerate(sizes)]
@@ -114,13 +114,14 @@ def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.Monk
     x = torch.randn(9, sizes[0][0])
     load()
     monkeypatch.setattr(fused_interaction, "_LARGE",
-                        {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240, "all": 1}[large])
-    with torch.inference_mode(), torch.profiler.profile() as seen:
+                        {"none": 1 << 30, "first": 9 * 240, "last": 9 * 240}.get(large, 1))
+    with (torch.backends.mkldnn.flags(enabled=large != "off", allow_tf32=None),
+          torch.inference_mode(), torch.profiler.profile() as seen):
         found = fused_interaction._Perceptrons(layers)(x)
     calls = [e.name for e in seen.events() if e.name.startswith(("oper::", "mkldnn::_linear_p"))]
     small, onednn = "oper::perceptrons", "mkldnn::_linear_pointwise"
     assert calls == {"none": [small], "first": [onednn, small, onednn], "last": [small, onednn],
-                     "all": [onednn] * 3}[large]
+                     "all": [onednn] * 3, "off": [small]}[large]
     assert torch.allclose(found, expected(x), rtol=1e-5, atol=1e-6)
 
 

@@ -36,6 +36,20 @@ def simulated(capsys, *words: object) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def test_user_features_are_drawn_once_per_request(made: Path, capsys: pytest.CaptureFixture[str]
+                                                  ) -> None:
+    plan, stats = made / "users.json", made / "stats.npz"
+    value = json.loads((made / "two.json").read_text())
+    value["notes"]["samples_per_bag"] = {f"C{k}": 32 for k in range(1, 20)}
+    plan.write_text(json.dumps(value))
+    found = simulated(capsys, plan, "--stats", stats, "--steps", "20")
+    for phase in found["phases"]:
+        assert phase["replayed_bytes"] == pytest.approx(phase["predicted_bytes"], rel=0.05)
+    assert found["replayed_step_us"] == pytest.approx(found["predicted_step_us"], rel=0.1)
+    assert cli.main(["simulate", str(plan), "--trace", str(made / "data")]) == 1
+    assert "does not record which samples share" in capsys.readouterr().err
+
+
 def test_a_trace_of_real_batches(made: Path, capsys) -> None:
     trace = made / "trace.json"
     value = simulated(capsys, made / "two.json", "--trace", made / "data", "--steps", 5,

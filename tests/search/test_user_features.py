@@ -59,6 +59,14 @@ def test_a_user_s_bags_count_once_per_request(presence: bool) -> None:
     assert (shared.num_outputs, fewer.num_outputs) == (BATCH, BATCH / CANDIDATES)
 
 
+@pytest.mark.parametrize("candidates", [BATCH, BATCH + 1, 1e300])
+def test_a_batch_smaller_than_a_request_has_one_bag(candidates: float) -> None:
+    table = make_table(*one_table(candidates), BATCH, 4)
+    assert (table.traffic.num_bags, table.num_outputs) == (1.0, BATCH)
+    assert table.total[IDS] == pytest.approx(LENGTH)
+    assert np.array_equal(table.cumulative, make_table(*one_table(1), 1, 4).cumulative)
+
+
 def test_simulated_requests_touch_what_the_problem_expects() -> None:
     spec, stats = one_table(CANDIDATES)
     table, found = make_table(spec, stats, BATCH, 4), stats.tables["t"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from oper.errors import InvalidInputError
 from oper.serve import Client, ServeOptions, Server, metrics, tracing
+from oper.serve.signals import Signals
+from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, random_request
 from tests.support import read_trace
 
@@ -45,9 +49,11 @@ def test_every_request_has_its_stages(tmp_path: Path) -> None:
             begin = time.monotonic()
             count = server.trace(path, 0.4)
             with pytest.raises(InvalidInputError, match="folder"):
-                server.trace(tmp_path / "no" / "trace.json")
+                server.trace(tmp_path)
             asked = [x for f in flows for x in f.result()]
         client.close()
+    with pytest.raises(InvalidInputError, match="state='stopped'"):
+        server.trace(path)
     # Requests answered in the middle of the recording are in it for certain.
     certain = sum(begin + 0.1 < end < begin + 0.3 for _, end in asked)
     trace = read_trace(path)
@@ -74,33 +80,135 @@ def test_every_request_has_its_stages(tmp_path: Path) -> None:
     assert abs(batched - 3 * requests) <= 3 * 6 * 2  # but for those under way at begin or end
 
 
+class _Worker:
+    """A worker's metrics with a tracer, in one process."""
+
+    def __init__(self, predictor: Any = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        rings, self.counts, layout = tracing.shared_rings(context, 1), _Counts(), metrics.Layout(())
+        self.metrics = tracing.TracedMetrics(
+            context.RawArray(ctypes.c_double, layout.size), 0, layout, rings, self.counts,
+            predictor or Sums())
+        self.tracer = tracing.Tracer(rings, 1, self.counts)
+
+    def request(self, k: int) -> None:
+        self.metrics.observe_request(k, (k + 0.1, k + 0.2, k + 0.3, k + 0.4, k + 0.5), 1, 1)
+
+
 def test_what_a_ring_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                             ) -> None:
+    """The oldest record of a full ring is not used, since the worker may be replacing it."""
     monkeypatch.setattr(tracing, "_RECORDS", 8)
-    context = multiprocessing.get_context("spawn")
-    rings, counts, layout = tracing.shared_rings(context, 1), _Counts(), metrics.Layout(())
-    traced = tracing.TracedMetrics(context.RawArray(ctypes.c_double, layout.size), 0, layout,
-                                   rings, counts, Sums())
-    tracer = tracing.Tracer(rings, 1, counts)
-    traced.observe_request(0.0, (0.1, 0.2, 0.3, 0.4, 0.5), 1, 1)  # before it
+    worker = _Worker()
+    worker.request(0)  # before it
 
     def write() -> bool:
-        assert counts.is_tracing
+        assert worker.counts.is_tracing
         for k in range(20):
-            traced.observe_request(k, (k + 0.1, k + 0.2, k + 0.3, k + 0.4, k + 0.5), 1, 1)
+            worker.request(k)
         return True  # ends the recording
 
-    assert tracer.record(tmp_path / "t.json", 60.0, write) == 8
+    assert worker.tracer.record(tmp_path / "t.json", 60.0, write) == 7
     trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["otherData"]["lost_records"] == 12 and counts.is_tracing == 0
+    assert trace["otherData"]["lost_records"] == 13 and worker.counts.is_tracing == 0
     starts = [e["ts"] for e in trace["traceEvents"] if e["name"] == "request"]
-    assert starts == [k * 1e6 for k in range(8)]
+    assert starts == [k * 1e6 for k in range(7)]
+
+
+def test_a_recording_ends_before_it_takes_too_much_memory(tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_MOST", 10)
+    worker = _Worker()
+
+    def write() -> bool:
+        for k in range(6):
+            worker.request(k)
+        return False
+
+    assert worker.tracer.record(tmp_path / "t.json", 60.0, write) == 12
+
+
+class _Failing(Sums):
+    """Its lookups cannot be recorded."""
+
+    def trace_lookups(self, most: int) -> None:
+        if self.seconds:
+            raise ValueError("no memory")
+
+    def take_lookups(self) -> list[Any]:
+        return [(1.0,)]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_lookups_that_cannot_be_recorded_fail_no_batch(
+        seconds: float, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = _Worker(_Failing(seconds))
+
+    def write() -> bool:
+        for k in range(3):
+            worker.metrics.observe_batch(1, 1, k, k + 0.5)
+        return True
+
+    worker.tracer.record(tmp_path / "t.json", 60.0, write)
+    names = [e["name"] for e in read_trace(tmp_path / "t.json")["traceEvents"] if e["ph"] == "X"]
+    assert names == ["batch"] * 3
+    assert caplog.text.count("the predictor cannot record them") == 1
+
+
+def test_a_recording_leaves_the_publications_of_the_last_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next recording may begin while a trace is being written."""
+    tracer, join = _Worker().tracer, tracing._joined
+
+    def join_late(*arguments: Any) -> Any:
+        monkeypatch.setattr(tracing, "_joined", join)
+        tracer.record(tmp_path / "next.json", 0.01, lambda: False)
+        return join(*arguments)
+
+    def publish() -> bool:
+        tracer.add_publication(1.0, 2.0, 7)
+        return True
+
+    monkeypatch.setattr(tracing, "_joined", join_late)
+    tracer.record(tmp_path / "t.json", 60.0, publish)
+    for name, number in (("t.json", 1), ("next.json", 0)):
+        assert (tmp_path / name).read_text().count('"publication"') == number
+
+
+def test_a_stopping_server_finishes_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                              ) -> None:
+    server = Server(Sums(), ServeOptions(trace=str(tmp_path / "t.json"), trace_s=60.0))
+    signals, worker = Signals(), _Worker()
+
+    def write_late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        write_trace(*arguments)
+
+    monkeypatch.setattr(tracing, "write_trace", write_late)
+    server._thread, server._tracer = threading.Thread(target=server._stop.wait), worker.tracer
+    server._thread.start()
+    signals.trace = True
+
+    def stop_soon() -> None:
+        signals.stop = bool(worker.counts.is_tracing)
+
+    server.serve_until_signalled(stop_soon, signals)
+    assert read_trace(tmp_path / "t.json")["otherData"]["lost_records"] == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 601.0, float("nan")])
 def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="above 0, at most 600"):
         ServeOptions(trace=str(tmp_path / "t.json"), trace_s=seconds)
+
+
+@pytest.mark.parametrize("path", ["", "pages"])
+def test_files_that_cannot_be_written_are_refused(
+        path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pages").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="writable folder"):
+        tracing.check_trace(path, 5.0)
 
 
 def test_a_server_that_was_not_started_has_no_trace(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import oper
 from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.train.config import TrainConfig, load_config, parse_settings
 from oper.train.engines import table_optimizer
-from tests.support import ROOT
+from tests.support import ROOT, run_command
 
 FILE = """
 data = "clicks"
@@ -135,6 +135,11 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
             parse_settings(settings)
     with pytest.raises(InvalidInputError, match="data"):
         TrainConfig()
+
+
+def test_a_key_has_one_option() -> None:
+    with pytest.raises(UsageError, match=r"--set=\['batch_size'\], expected keys that no other"):
+        run_command("train", "--batch-size", "5", "--set", "batch_size=6")
 
 
 def test_the_example_shows_the_defaults() -> None:

@@ -17,8 +17,8 @@ tables with a few long bags. If statistics contain measured numbers of distinct 
 is replaced by the number of independent bags that touches as many rows.
 
 Samples may share the bags of some features, such as those of a user in requests that rank
-candidates (`AccessStats.samples_per_bag`). Each shared bag counts once; outputs have a row per
-sample. Shared bags are assumed to be independent, since they belong to different requests.
+candidates (`AccessStats.samples_per_bag`). Each shared bag counts once per batch; outputs have a
+row per sample. Shared bags are assumed to be independent, since they belong to different requests.
 """
 
 from __future__ import annotations
@@ -374,8 +374,10 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags looked up / bags of all samples, if each sample has as many bags in every feature.
-    share = sum(1 / shared.get(f, 1.0) for f in spec.features) / num_features or 1.0
+    # Bags looked up / bags of all samples, if each sample has as many bags in every feature. A batch
+    # has a bag of each feature, even if more samples than its own share it.
+    parts = sum(1 / min(shared.get(f, 1.0), batch_size) for f in spec.features)
+    share = parts / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
         num_bags = batch_size * num_features * share
         traffic = Traffic(num_bags, num_bags, np.ones(1), np.ones(1), 1 / share)

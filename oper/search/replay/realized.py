@@ -80,7 +80,8 @@ class RealizedLoad:
             t = self.problem.table(entry.table.name)
             batches = [table_batch(entry.table, b) for b in ranks]
             own = self.model.table_rows(t, np.array(
-                [b.ids.size if t.spec.pooling == "none" else b.num_bags for b in batches], float))
+                [b.ids.size if t.spec.pooling == "none" else b.num_bags * t.traffic.samples_per_bag
+                 for b in batches], float))
             for piece, placed in zip(entry.pieces, self.placed[t.spec.name], strict=True):
                 own += self._piece(t, piece, placed, batches, exchange)
             split = self.problem.training and len(entry.pieces) > 1 and (

@@ -224,7 +224,8 @@ class Keys:
                             "export its rows to a new table")
         assert left == _NO_ROOM
         raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
-                        "8 bytes for each of its distinct keys, 16 for those without a row",
+                        "8 bytes for each of its distinct keys, 16 for those without a row; also "
+                        "for keys received from other hosts",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
 
     def note_update(self) -> None:
