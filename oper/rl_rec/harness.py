@@ -123,7 +123,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         batches = workload.batches(config, data)
         share = Share(min(options.batch_size, len(batches)), seed=seed)
         state = None if resume is None else _State(
-            Path(resume), repr((name, config, seed, options, data.source, len(batches))))
+            Path(resume), repr((name, config, seed, options, data.digest())))
         best, best_epoch = _train(model, data, options, batches, share, state)
     model.eval()
     if not best_epoch:

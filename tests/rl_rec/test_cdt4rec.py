@@ -459,6 +459,10 @@ def test_continuous_actions(backbone: str) -> None:
                           rewards=torch.where(batch.valid, batch.rewards, 99.0))
     whole, other = (float(model(b)[0].detach()) for b in (batch, junk))
     assert other == pytest.approx(whole, rel=1e-6)
+    without = ContinuousCDT4Rec(dataclasses.replace(config, returns="none"), 5, 3).eval()
+    lower = batch._replace(returns=batch.returns - 9)
+    assert torch.equal(without.act(lower), without.act(batch))
+    assert not torch.equal(model.act(lower), acted)
 
 
 def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
@@ -480,6 +484,7 @@ def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
         torch.tensor(0.5))) + 0.05)
     assert inside == pytest.approx(-float(normal.log_prob(torch.tensor(0.1))), abs=1e-5)
     assert low == pytest.approx(-math.log(float(normal.cdf(torch.tensor(-1.0)))), abs=1e-5)
+    assert censored_loss(torch.zeros(1, 2), torch.tensor([[math.nan]])).isnan()
 
 
 def test_estimated_returns_leave_luck_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +116,10 @@ def test_an_interrupted_training_goes_on(name: str, data: Interactions, tmp_path
     monkeypatch.setattr(harness, "_validate", validate)
     with pytest.raises(KeyboardInterrupt):
         fit(name, None, data, 1, options, resume=state)
-    with pytest.raises(InvalidInputError, match="cannot resume"):
-        fit(name, None, data, 2, options, resume=state)
+    other = dataclasses.replace(data, items=data.items[::-1].copy())  # as many users and rows
+    for changed, seed in ((data, 2), (other, 1)):
+        with pytest.raises(InvalidInputError, match="cannot resume"):
+            fit(name, None, changed, seed, options, resume=state)
     validated = []
     found = fit(name, None, data, 1, options, resume=state)
     assert len(validated) == 1 and not state.exists()

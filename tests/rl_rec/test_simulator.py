@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +192,18 @@ def test_a_high_return_beats_the_behaviour_policy() -> None:
 
 
 def test_calibrated_targets_interpolate_what_was_achieved() -> None:
-    """Where a higher target achieved less, the best so far counts; the ends are not exceeded."""
-    targets, achieved = [0.0, 10.0, 20.0, 40.0], [5.0, 15.0, 12.0, 35.0]
+    """Targets that achieved no more than a lower one do not count; the best one is the last."""
+    targets, achieved = [0.0, 10.0, 20.0, 40.0, 80.0], [5.0, 15.0, 12.0, 35.0, 35.0]
     found = [calibrated_target(x, targets, achieved) for x in (1.0, 10.0, 25.0, 99.0)]
-    assert found == pytest.approx([0.0, 5.0, 30.0, 40.0])
+    assert found == pytest.approx([0.0, 5.0, 25.0, 40.0])
+    assert calibrated_target(7.0, [1.0, 2.0], [7.0, 7.0]) == 1.0
+
+
+@pytest.mark.parametrize(("name", "wanted", "targets", "achieved"), [
+    ("wanted", math.nan, [1.0, 2.0], [3.0, 4.0]), ("targets", 3.0, [], []),
+    ("targets", 3.0, [2.0, 1.0], [3.0, 4.0]), ("achieved", 3.0, [1.0, 2.0], [3.0, math.nan]),
+    ("achieved", 3.0, [1.0, 2.0], [3.0])])
+def test_a_calibration_without_data_is_refused(name: str, wanted: float, targets: list[float],
+                                               achieved: list[float]) -> None:
+    with pytest.raises(InvalidInputError, match=rf"calibrate a target: {name}="):
+        calibrated_target(wanted, targets, achieved)

@@ -18,7 +18,7 @@ from oper.search.certificate.check import Proof
 from oper.search.cost.model import CostModel
 from oper.search.planner import _proof, _proved_us, plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
-from oper.search.problem.space import EVERYTHING, EXECUTABLE, used_features
+from oper.search.problem.space import EVERYTHING, EXECUTABLE, used_by, used_features
 from oper.search.problem.statement import Problem, make_problem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import Placement, evaluated, table_plan
@@ -171,7 +171,8 @@ def placements(problem: Problem, tiny: Tiny, seed: int) -> list[list[Placement]]
     for t in problem.tables:
         rows, some = t.spec.num_rows, []
         if tiny.allow == EVERYTHING:
-            some = some_placements(t, world, seed)
+            some = [x for x in some_placements(t, world, seed)
+                    if all(used_by(tier, world) <= tiny.allow for y in x for tier in y.tiers)]
         elif tiny.memory:
             for cut in [0, *t.edges[1:-1:4].tolist()]:
                 for hot, memory in product(("replicated", "striped"), ("device", "host")):

@@ -339,7 +339,7 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
 def _place(case: Case, data: Interactions, seed: int) -> Path | None:
     """The file of the stored run; None without a folder."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
-                      _contents(data), _code(case.model)], sort_keys=True)
+                      data.digest(), _code(case.model)], sort_keys=True)
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
 
 
@@ -355,16 +355,6 @@ def _train_and_test(case: Case, data: Interactions, seed: int, unfinished: Path 
         runs.fitted[0]["graph"] = [[round(float(x), 3) for x in row]
                                    for row in done.model.adjacency.detach()]
     return runs
-
-
-@functools.cache
-def _contents(data: Interactions) -> str:
-    """Digest of all arrays of a log that models use."""
-    arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
-    arrays += [data.content, *(() if data.actions is None else (data.actions,))]
-    for held in (data.valid, data.test):
-        arrays += [held.users, held.stop, held.targets, held.target_lengths]
-    return kept.digest(*(np.ascontiguousarray(a).data for a in arrays))
 
 
 @functools.cache

@@ -6,8 +6,9 @@ leave-last-two-out or a split by time, all items ranked, the user's history mask
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -168,6 +169,15 @@ class Interactions:
             raise InvalidInputError("no such targets", "split", split, "valid or test",
                                     "choose one of the two held-out parts")
         return self.valid if split == "valid" else self.test
+
+    def digest(self) -> str:
+        """Return 12 hexadecimal digits that identify the contents of all arrays."""
+        found = hashlib.sha256()
+        for part in (self, self.valid, self.test):
+            for x in (getattr(part, f.name) for f in fields(part)):
+                if isinstance(x, np.ndarray):
+                    found.update(np.ascontiguousarray(x).data)
+        return found.hexdigest()[:12]
 
     def training_rows(self) -> np.ndarray:
         """Return the indices of all training rows, int64 [M], ascending."""

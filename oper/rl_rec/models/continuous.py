@@ -50,7 +50,7 @@ def censored_loss(predicted: torch.Tensor, actions: torch.Tensor) -> torch.Tenso
     std = F.softplus(predicted[..., -1:]) + _LEAST_STD
     inside = -0.5 * (((actions - mean) / std).square() + math.log(2 * math.pi)) - std.log()
     tail = torch.special.log_ndtr((actions.sign() * mean - 1) / std)
-    return -torch.where(actions.abs() < 1, inside, tail).mean(dim=-1)
+    return -torch.where(actions.abs() >= 1, tail, inside).mean(dim=-1)  # NaN stays NaN
 
 
 class ContinuousCDT4Rec(nn.Module):
@@ -92,7 +92,7 @@ class ContinuousCDT4Rec(nn.Module):
         """Compute phi, float32 [B, T, D]."""
         found: torch.Tensor = self.backbone(
             self.state(batch.states), self.action(batch.actions),
-            batch.rewards / self.reward_scale, batch.returns / self.return_scale)
+            batch.rewards / self.reward_scale, self._shown(batch.returns))
         return found
 
     def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -120,5 +120,9 @@ class ContinuousCDT4Rec(nn.Module):
 
     def _predicted(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
         """Parameters of the actions' distributions, [B, T, A + 1], see `censored_loss`."""
-        found: torch.Tensor = self.out(self.heads.queries(phi, returns / self.return_scale))
+        found: torch.Tensor = self.out(self.heads.queries(phi, self._shown(returns)))
         return found
+
+    def _shown(self, returns: torch.Tensor) -> torch.Tensor:
+        """Scale returns-to-go as the model's input; they are 0 with ``returns="none"``."""
+        return returns * (self.config.returns != "none") / self.return_scale

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, require
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import (
     ContinuousCDT4Rec,
@@ -343,15 +343,26 @@ def calibrated_target(wanted: float, targets: Sequence[float], achieved: Sequenc
     """Return the `ReturnPolicy.target` that is expected to achieve the return `wanted`.
 
     Interpolates linearly between pairs (target, mean achieved return) of customers who were served
-    before. Returns the first target below the range of achieved returns, and the last one above.
+    before. Targets that achieved no more than a lower one are left out. Returns the first target
+    below the range of achieved returns, and the one that achieved most above it.
 
     Args:
         wanted: the return to achieve.
         targets: targets in increasing order.
-        achieved: mean return of customers who were served with each target. Where a higher target
-            achieved less, the highest return so far counts.
+        achieved: mean return of customers who were served with each target.
+
+    Raises:
+        InvalidInputError: not one finite return for every target, or targets that do not increase.
     """
-    return float(np.interp(wanted, np.maximum.accumulate(achieved), targets))
+    asked, got = np.array(targets, float), np.array(achieved, float)
+    require("cannot calibrate a target", "serve customers with each of some increasing targets",
+            ("wanted", wanted, np.isfinite(wanted), "a finite return"),
+            ("targets", targets, asked.size > 0 and np.isfinite(asked).all()
+             and bool((np.diff(asked) > 0).all()), "at least one, finite, in increasing order"),
+            ("achieved", achieved, got.shape == asked.shape and np.isfinite(got).all(),
+             "a finite return for every target"))
+    more = np.diff(np.maximum.accumulate(got), prepend=-np.inf) > 0
+    return float(np.interp(wanted, got[more], asked[more]))
 
 
 SIMULATOR_CONFIG: Any = functools.partial(

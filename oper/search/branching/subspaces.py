@@ -60,7 +60,6 @@ class Subspace:
         self.extra_us = extra_us * bool(bound.relaxation.tables)
         self.cutoff_us = np.inf
         self.root_us = self.lower_bound_us
-        self._trial = 0  # work of the first tree when the second one was made
 
     @property
     def bound(self) -> Bound:
@@ -115,8 +114,8 @@ class Subspace:
     def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: bool) -> None:
         """Branch once to raise the bound over plans faster than the cutoff `step_us`.
 
-        With `apart`, a second tree may be used, in which a host is distinguished. It first gets as
-        much work as the first tree had done; then the tree with the higher bound is continued.
+        With `apart`, a second tree may be made, in which a host is distinguished; then the tree
+        with the higher bound is continued.
         """
         first = self.trees[0]
         if apart and len(self.trees) == 1 and self._distinguished is not None and (
@@ -124,10 +123,9 @@ class Subspace:
             model = CostModel(first.bound.relaxation.problem)
             self.trees.append(SearchTree(solve_node(
                 Node(Relaxation(model, self._distinguished)), deadline=deadline)))
-            self._trial = first.work
         self.cutoff_us = min(self.cutoff_us, step_us)
         last = self.trees[-1]
-        tree = last if apart and (last.work <= self._trial or last.bound.lower_bound_us
+        tree = last if apart and (not last.work or last.bound.lower_bound_us
                                   >= first.bound.lower_bound_us) else first
         tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                  deadline=deadline)

@@ -29,7 +29,8 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
 
     Args:
         problem: the problem.
-        make: returns plan and proof of a problem, ignoring its groups.
+        make: returns plan and proof of a problem, ignoring its groups; notes of the plan are about
+            the proof.
 
     Raises:
         PlanInfeasibleError: no plan fits, or no assignment of ranks that was tried satisfies all
@@ -53,7 +54,7 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
             group_violations(plan, held), "none: every group on ranks with enough memory",
             "without keep_together and keep_apart a plan fits: remove a table from a group, or pin "
             "fewer tables")
-    return best, proof
+    return replace(best, notes=plan.notes), proof  # notes are about the bound
 
 
 class _Units:
