@@ -374,8 +374,8 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags looked up / bags of all samples, if each sample has as many bags in every feature. A batch
-    # has a bag of each feature, even if more samples than its own share it.
+    # Bags looked up / bags of all samples, if each sample has as many bags in every feature. A
+    # batch has a bag of each feature, even if more samples than its own share it.
     parts = sum(1 / min(shared.get(f, 1.0), batch_size) for f in spec.features)
     share = parts / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
