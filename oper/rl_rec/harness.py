@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,8 @@ class _State:
             return None
         try:
             found = dict(torch.load(self.path, weights_only=True))
-        except (OSError, RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, EOFError, LookupError, AttributeError,
+                struct.error, UnpicklingError) as error:
             raise FileFormatError("cannot resume the training", "file", str(self.path),
                                   "the state of a training", "delete this file") from error
         if found.get("about") != self.about:

@@ -126,9 +126,10 @@ def test_an_interrupted_training_goes_on(name: str, data: Interactions, tmp_path
     assert (found.valid, found.epochs) == (whole.valid, whole.epochs)
     for metric, values in whole.test.per_user.items():
         assert np.array_equal(found.test.per_user[metric], values)
-    state.write_bytes(b"of another program")
-    with pytest.raises(FileFormatError, match="delete this file"):
-        fit(name, None, data, 1, options, resume=state)
+    for content in (b"of another program", b".", b""):
+        state.write_bytes(content)
+        with pytest.raises(FileFormatError, match="delete this file"):
+            fit(name, None, data, 1, options, resume=state)
 
 
 def test_bad_runs_are_refused(data: Interactions) -> None:
