@@ -272,7 +272,7 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
 
         train(tables, case, steps[0][rank])
         choose(0.1 * (1 + rank))
-        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+        with pytest.raises(InvalidInputError, match="rates, frozen tables and no_sync of rank"):
             train(tables, case, steps[1][rank])
         choose(0.1)
         train(tables, case, steps[2][rank])
@@ -411,6 +411,31 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
     run_ranks(2 * size, on_rank)
 
 
+@pytest.mark.parametrize("entered", [[3], [2, 3]], ids=["one rank", "one group"])
+def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[int]) -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 4, 2)
+
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+        if is_bad:
+            if rank in entered:
+                with tables.no_sync():
+                    train(tables, case, steps[0][rank])
+            with pytest.raises((InvalidInputError, PeerLostError),
+                               match="no_sync|replica group has refused"):
+                train(tables, case, steps[0][rank])
+            assert tables.num_steps == 0
+        train(tables, case, steps[1][rank])
+        tables.barrier()
+        return [tables.read(name) for name in tables.specs]
+
+    bad, good = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1,
+                            lambda t, r, is_bad=is_bad: body(t, r, is_bad))
+                 for is_bad in (True, False))
+    assert all(torch.equal(x, y) for mine, theirs in zip(bad, good, strict=True)
+               for x, y in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("refused", [2, 3])
 def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) -> None:
@@ -470,7 +495,7 @@ def test_other_learning_rates_in_another_group_are_an_error() -> None:
     def body(tables: ShardedTables, rank: int) -> None:
         for group in tables.param_groups:
             group["lr"] = 0.1 * (1 + rank // 2)
-        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+        with pytest.raises(InvalidInputError, match="rates, frozen tables and no_sync of rank"):
             train(tables, case, steps[0][rank])
 
     run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 1, body)
