@@ -225,7 +225,7 @@ class TableUpdates:
         self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
         self.drop_in_family()  # no collection of the model is updated by this batch
         if self.replicas is not None:
-            self.replicas.note_refused()
+            self.replicas.note_refused(differ=True)
         mine = {"lr": {", ".join(g["tables"][:8]): g["lr"] for g in self.param_groups},
                 "frozen": sorted(passed.frozen)[:8], "step": self.num_steps + 1,
                 "no_sync": passed.accumulates}

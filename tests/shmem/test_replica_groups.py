@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
@@ -422,7 +423,7 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
                 with tables.no_sync():
                     train(tables, case, steps[0][rank])
             with pytest.raises((InvalidInputError, PeerLostError),
-                               match="no_sync|replica group has refused"):
+                               match=r"no_sync|replica group has refused"):
                 train(tables, case, steps[0][rank])
             assert tables.num_steps == 0
         train(tables, case, steps[1][rank])
@@ -469,6 +470,26 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) ->
                   for is_bad in (True, False))
     for others in (bad[1:], *([empty] if (refused, delay) == (2, 0) else [])):
         assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
+
+
+@pytest.mark.parametrize("names", [["tiny"], None], ids=["one table", "all tables"])
+def test_a_rank_that_alone_freezes_tables_keeps_its_group_in_step(names: list[str] | None) -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 4, 6)
+
+    def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
+        for k, batches in enumerate(steps):
+            tables.frozen = frozenset((names or tables.specs) if k in (2, 3) and rank == 3 else ())
+            refuses = k in (2, 3) and rank > 1
+            with pytest.raises(InvalidInputError) if refuses else nullcontext():
+                train(tables, case, batches[rank])
+        tables.replicas.synchronize()
+        assert tables.num_steps == len(steps)
+        tables.barrier()
+        return [tables.read(name) for name in tables.specs]
+
+    found = run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 3, body)
+    assert all(torch.equal(x, y) for of in found[1:] for x, y in zip(found[0], of, strict=True))
 
 
 def test_rows_are_written_only_after_a_synchronization() -> None:

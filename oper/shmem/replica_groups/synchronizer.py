@@ -210,17 +210,23 @@ class Synchronizer:
 
     # ---- every > 1: rows -------------------------------------------------------------------------
 
-    def note_refused(self) -> None:
+    def note_refused(self, differ: bool = False) -> None:
         """Count the update that this rank's group skips, since one of its ranks has refused the
         batch, in all collections of the model. Does nothing if ``every = 1``, where no group makes
-        the update. Not collective."""
+        the update. Not collective, unless frozen tables may `differ` between the group's ranks:
+        those count that all of them have frozen."""
         if self.groups.every == 1:
             return
         number = self._tables.num_steps
-        for tables in [*self._tables.family]:
+        family = sorted(self._tables.family, key=lambda tables: tables.number)
+        frozen = [tables.frozen for tables in family]
+        if differ and self._tables.is_one_domain:  # else no rank can continue
+            frozen = [frozenset.intersection(*names) for names in
+                      zip(*self._tables.all_gather(frozen), strict=True)]
+        for tables, names in zip(family, frozen, strict=True):
             # Other collections may have been updated already, or may not be trained by this batch.
             if tables.replicas is not None and tables.num_steps == number:
-                tables.count_step(tables.frozen)  # as in the other groups
+                tables.count_step(names)  # as in the other groups
                 tables.replicas._since += 1
                 tables.replicas._is_late |= tables.replicas._since >= self.groups.every
 
