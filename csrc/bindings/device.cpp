@@ -469,7 +469,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
                                              std::optional<Tensor> samples) {
   (void)order;  // is with the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
-  STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");
+  STD_TORCH_CHECK(updates % 2 == 1, "internal: no parts of batches in device memory");
   STD_TORCH_CHECK(grads.size() == 1, "internal: one gradient in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);

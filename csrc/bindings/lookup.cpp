@@ -425,7 +425,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
     }
   }
   const Status status = status_of([&] {
-    if (!updates) return leave(context, batch);
+    if (updates % 2 == 0) return leave(context, batch);
     backward(context, batch, static_cast<float>(gradient_scale));
   });
   return {status.code, status.detail};

@@ -22,9 +22,9 @@ constexpr char kLookupWeightGradient[] =
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
 // `grads`: the gradient of the output or, for an unpooled batch in host memory, of each feature's
 // rows; with `bags` and `samples` (as above) it has one row per sample. `optimizers`: float64 [T,
-// kOptimizerWidth] in host memory. `updates`: 1, or 2 if gradients were accumulated since the last
-// update, which is compared between ranks (only in host memory); with 0, owners keep the sums until
-// the next call that updates (only in host memory).
+// kOptimizerWidth] in host memory. `updates`: 1, or 0 if owners are to keep the sums until the next
+// call that updates (only in host memory); plus 2 if gradients were accumulated since the last
+// update, which ranks in host memory compare.
 constexpr char kLookupBackward[] =
     "lookup_backward(int handle, Tensor[] grads, Tensor ids, Tensor offsets, Tensor? weights, "
     "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "

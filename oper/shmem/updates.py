@@ -194,7 +194,7 @@ class TableUpdates:
         code, detail = self._backward_op(
             self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
-            known and known.order, updates * (1 + passed.accumulates),
+            known and known.order, updates + 2 * passed.accumulates,
             shared and shared.bags, shared and shared.samples)
         if code:
             if code == Status.OTHER_SETTINGS:
@@ -223,8 +223,9 @@ class TableUpdates:
 
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
         self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
+        self.drop_in_family()  # no collection of the model is updated by this batch
         if self.replicas is not None:
-            self.replicas.note_refused()
+            self.replicas.note_refused(differ=True)
         mine = {"lr": {", ".join(g["tables"][:8]): g["lr"] for g in self.param_groups},
                 "frozen": sorted(passed.frozen)[:8], "step": self.num_steps + 1,
                 "no_sync": passed.accumulates}

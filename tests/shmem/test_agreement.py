@@ -130,6 +130,33 @@ def test_no_rank_updates_with_other_settings(domains: list[int] | None, pushes: 
     assert wanted in messages[2] and wanted not in messages[0]
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_batch_with_other_settings_trains_no_collection_of_the_model(accumulates: bool) -> None:
+    """Rank 1 has entered no_sync, with or without a pass. The next batch trains both."""
+    def body(group: ThreadGroup) -> None:
+        both = [ShardedTables(SAME, FEATURES, group, SGD(lr=0.1)) for _ in range(2)]
+        both[0].family.update(both)
+        both[1].family = both[0].family
+
+        def train() -> None:
+            sum(t.lookup(_BATCH).sum() for t in both).backward()
+
+        before = _rows(both[0])
+        if group.rank:
+            with both[0].no_sync(), both[1].no_sync():
+                if accumulates:
+                    train()
+        with pytest.raises(InvalidInputError, match="other settings"):
+            train()
+        assert all(torch.equal(_rows(t), before) for t in both)
+        train()
+        alone = ShardedTables(SAME, FEATURES, group, SGD(lr=0.1))
+        _train(alone)
+        assert all(torch.equal(_rows(t), _rows(alone)) for t in both)
+
+    run_ranks(2, body)
+
+
 def test_lookups_are_local_once_all_ranks_have_frozen_all_tables() -> None:
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(pushed(SAME), FEATURES, group, SGD(lr=0.1))

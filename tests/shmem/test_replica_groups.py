@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
@@ -272,7 +273,7 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
 
         train(tables, case, steps[0][rank])
         choose(0.1 * (1 + rank))
-        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+        with pytest.raises(InvalidInputError, match="rates, frozen tables and no_sync of rank"):
             train(tables, case, steps[1][rank])
         choose(0.1)
         train(tables, case, steps[2][rank])
@@ -411,6 +412,31 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
     run_ranks(2 * size, on_rank)
 
 
+@pytest.mark.parametrize("entered", [[3], [2, 3]], ids=["one rank", "one group"])
+def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[int]) -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 4, 2)
+
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+        if is_bad:
+            if rank in entered:
+                with tables.no_sync():
+                    train(tables, case, steps[0][rank])
+            with pytest.raises((InvalidInputError, PeerLostError),
+                               match=r"no_sync|replica group has refused"):
+                train(tables, case, steps[0][rank])
+            assert tables.num_steps == 0
+        train(tables, case, steps[1][rank])
+        tables.barrier()
+        return [tables.read(name) for name in tables.specs]
+
+    bad, good = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["rowwise_adagrad"], 1,
+                            lambda t, r, is_bad=is_bad: body(t, r, is_bad))
+                 for is_bad in (True, False))
+    assert all(torch.equal(x, y) for mine, theirs in zip(bad, good, strict=True)
+               for x, y in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("refused", [2, 3])
 def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) -> None:
@@ -446,6 +472,26 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) ->
         assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
 
 
+@pytest.mark.parametrize("names", [["tiny"], None], ids=["one table", "all tables"])
+def test_a_rank_that_alone_freezes_tables_keeps_its_group_in_step(names: list[str] | None) -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 4, 6)
+
+    def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
+        for k, batches in enumerate(steps):
+            tables.frozen = frozenset((names or tables.specs) if k in (2, 3) and rank == 3 else ())
+            refuses = k in (2, 3) and rank > 1
+            with pytest.raises(InvalidInputError) if refuses else nullcontext():
+                train(tables, case, batches[rank])
+        tables.replicas.synchronize()
+        assert tables.num_steps == len(steps)
+        tables.barrier()
+        return [tables.read(name) for name in tables.specs]
+
+    found = run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 3, body)
+    assert all(torch.equal(x, y) for of in found[1:] for x, y in zip(found[0], of, strict=True))
+
+
 def test_rows_are_written_only_after_a_synchronization() -> None:
     case = dlrm_case()
     steps = make_steps(case, 4, 1)
@@ -470,7 +516,7 @@ def test_other_learning_rates_in_another_group_are_an_error() -> None:
     def body(tables: ShardedTables, rank: int) -> None:
         for group in tables.param_groups:
             group["lr"] = 0.1 * (1 + rank // 2)
-        with pytest.raises(InvalidInputError, match="learning rates and frozen tables of rank"):
+        with pytest.raises(InvalidInputError, match="rates, frozen tables and no_sync of rank"):
             train(tables, case, steps[0][rank])
 
     run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 1, body)

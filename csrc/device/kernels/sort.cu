@@ -6,6 +6,7 @@
 #include <cub/device/device_select.cuh>
 #include <thrust/iterator/counting_iterator.h>
 
+#include <cstdlib>
 #include <cstring>
 #endif
 

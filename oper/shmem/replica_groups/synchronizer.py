@@ -108,6 +108,7 @@ class Synchronizer:
         self._is_late = False  # whether the group has skipped the update that should synchronize
         self._under_way: _UnderWay | None = None
         self._is_inside = self._has_refused = self._is_broken = False
+        self._accumulates = False  # of the update that is under way, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
         if groups.every > 1:
             tables.on_update.append(self._count)
@@ -154,7 +155,7 @@ class Synchronizer:
             return False
         tables = self._tables
         self._has_refused = False
-        self._is_inside = True
+        self._is_inside, self._accumulates = True, passed.accumulates
         try:
             try:
                 tables.step(passed, updates=False)
@@ -209,17 +210,23 @@ class Synchronizer:
 
     # ---- every > 1: rows -------------------------------------------------------------------------
 
-    def note_refused(self) -> None:
+    def note_refused(self, differ: bool = False) -> None:
         """Count, in all collections of the model, the update that this rank's group skips because
         one of its ranks has refused the batch. Does nothing if ``every = 1``, where no group makes
-        the update. Not collective."""
+        the update. Not collective, unless frozen tables may `differ` between the group's ranks:
+        the tables that all of them have frozen are then found first."""
         if self.groups.every == 1:
             return
         number = self._tables.num_steps
-        for tables in [*self._tables.family]:
+        family = sorted(self._tables.family, key=lambda tables: tables.number)
+        frozen = [tables.frozen for tables in family]
+        if differ and self._tables.is_one_domain:  # else no rank can continue
+            frozen = [frozenset.intersection(*names) for names in
+                      zip(*self._tables.all_gather(frozen), strict=True)]
+        for tables, names in zip(family, frozen, strict=True):
             # Other collections may have been updated already, or may not be trained by this batch.
             if tables.replicas is not None and tables.num_steps == number:
-                tables.count_step(tables.frozen)  # as in the other groups
+                tables.count_step(names)  # as in the other groups
                 tables.replicas._since += 1
                 tables.replicas._is_late |= tables.replicas._since >= self.groups.every
 
@@ -412,10 +419,11 @@ class Synchronizer:
         Raises:
             PeerLostError: a counterpart's group has refused the batch of this update.
             DesyncError: a counterpart exchanges numbers for another purpose, collection or update.
-            InvalidInputError: learning rates or frozen tables differ between the counterparts.
+            InvalidInputError: learning rates, frozen tables or, if ``every = 1``, use of `no_sync`
+                differ between the counterparts.
         """
         tables = self._tables
-        settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()),
+        settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()), self._accumulates,
                          [float(group["lr"]) for group in tables.param_groups]))
         step = tables.num_steps - max(0, self._since - self.groups.every)
         head = [purpose, self._counterparts.number, step, zlib.crc32(settings.encode())]
@@ -436,9 +444,9 @@ class Synchronizer:
                 raise error
         if purpose in (_GRADIENTS, _ROWS):
             require("cannot synchronize replica groups",
-                    "set lr and requires_grad by the same rule on every rank", *(
-                        (f"learning rates and frozen tables of rank {rank_of(g)}", "different",
-                         theirs[3] == head[3], "equal to those of this rank")
+                    "set lr and requires_grad, and enter no_sync, by one rule on every rank", *(
+                        (f"learning rates, frozen tables and no_sync of rank {rank_of(g)}",
+                         "different", theirs[3] == head[3], "equal to those of this rank")
                         for g, theirs in enumerate(found)))
         rest = self._all_numbers(numbers[_FIRST:]) if len(numbers) > _FIRST else [[]] * len(found)
         return [[*theirs[4:], *more][:len(numbers)]
