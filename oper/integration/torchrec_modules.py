@@ -381,15 +381,12 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         if ctx.coming:
             return self.tables.lookup(ctx.coming.result())
         ctx.shares = self._shares
-        return self.tables.lookup(self._checked_lookup(ctx.features))
-
-    def _checked_lookup(self, features: KeyedJaggedTensor) -> Lookup:
-        """Return `lookup_of` the features; if they are invalid, all ranks skip the batch."""
         try:
-            return self.lookup_of(features)
+            batch = self.lookup_of(ctx.features)
         except Exception as error:
             refuse_lookup(self.tables, error)
             raise
+        return self.tables.lookup(batch)
 
     @property
     def unsharded_module_type(self) -> type:
@@ -451,7 +448,12 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled embeddings of all features; see the class."""
-        values = self.tables.lookup(self._checked_lookup(features))
+        try:  # a helper for this would cost time in every step
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        values = self.tables.lookup(batch)
         if features.inverse_indices_or_none() is not None or self._converts:
             values = self._finish(values, features, self._shares)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
@@ -500,7 +502,12 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return one embedding per id for every feature; see the class."""
-        return self._jagged(self.tables.lookup(self._checked_lookup(features)), features)
+        try:
+            batch = self.lookup_of(features)
+        except Exception as error:
+            refuse_lookup(self.tables, error)
+            raise
+        return self._jagged(self.tables.lookup(batch), features)
 
     def output_dist(self, ctx: _Context, output: Any
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:

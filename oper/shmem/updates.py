@@ -206,7 +206,11 @@ class TableUpdates:
             return
         if self.keys is not None:
             self.keys.note_update()
-        self.count_step(passed.frozen)
+        if passed.frozen:
+            self.count_step(passed.frozen)
+        else:  # the usual case, without another call
+            self.num_steps += 1
+            self.frozen_by_all = False
         for notify in self.on_update:
             notify()
         if self._migration is not None:

@@ -87,7 +87,7 @@ def passes_of(plan: Plan) -> tuple[int, int, list[str]]:
     """Kernels of the forward and the backward pass of one rank, and the ranges of both."""
     case = Case(tuple(t.table for t in plan.tables), tuple(t.table.name for t in plan.tables))
     tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
-    size = 16
+    size = 48
     batch = Lookup(torch.zeros(size * len(case.keys), dtype=torch.int64),
                    torch.ones(size * len(case.keys), dtype=torch.int64), case.key_of, size)
     ops = torch.ops.oper_emulated
@@ -111,7 +111,8 @@ def test_no_kernels_for_shapes_of_rows_that_do_not_need_them(on_device: None) ->
     second = uniform_plan(tables[1:], 1).tables[0]
     alone, both = (passes_of(Plan(1, x)) for x in ((first,), (first, second)))
     assert both[0] - alone[0] == 1
-    assert both[1] - alone[1] == 2
+    # And a third kernel, since more than 32 ids can have a run that is long.
+    assert both[1] - alone[1] == 3
     assert both[2] == alone[2]
 
 
