@@ -99,9 +99,8 @@ def table_specs(collection: Collection,
     """
     specs = []
     _check_dtypes(collection)
-    known = _DTYPES
-    if isinstance(collection, _QUANTISED):
-        known = {**_DTYPES, DataType.INT8: "int8", DataType.INT4: "int4"}
+    quantised = {DataType.INT8: "int8", DataType.INT4: "int4"}
+    known = _DTYPES | (quantised if isinstance(collection, _QUANTISED) else {})
     for config in configs_of(collection):
         dtype = known.get(config.data_type)
         if dtype is None:
@@ -284,9 +283,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             for c in self._configs}
         setattr(self, self._prefix, TableModules(self._table_modules))
         self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
-        self._optimizer = _FusedOptimizer(
-            tables, names, self._parameters_of,
-            {name: m.weight for name, m in self._table_modules.items()})
+        self._optimizer = _FusedOptimizer(tables, names, self._parameters_of, {
+            name: m.weight for name, m in self._table_modules.items()})
         self._ahead = Ahead(tables)
         leave_alone(self)
 
@@ -296,9 +294,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         For training loops without `TrainPipelineSparseDist`, which prefetches by itself: call this
         method with the next batch before the current batch's forward pass. Results are identical.
         The forward pass for the same `features` (the same tensor objects) uses the preprocessed
-        ids; at most 8 batches are retained, and the oldest is dropped first. Not collective,
-        except within `oper.micro_batches`, where it starts the entire lookup. Invalid features
-        raise their error in the forward pass, where other ranks learn of it.
+        ids and raises their errors; at most 8 batches are retained, and the oldest is dropped
+        first. Not collective, except within `oper.micro_batches`: it starts the entire lookup.
         """
         with contextlib.suppress(Exception):  # the forward pass raises it, and tells all ranks
             self._ahead.announce(features, self.lookup_of(features))
@@ -366,10 +363,8 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     def create_context(self) -> _Context:
         return _Context()
 
-    def input_dist(self, ctx: _Context, features: KeyedJaggedTensor
-                   ) -> Awaitable[Awaitable[Any]]:
-        # The pipeline calls this one batch early, so ids are preprocessed while the previous batch
-        # is trained.
+    def input_dist(self, ctx: _Context, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
+        # Called one batch early, so ids are preprocessed while the previous batch is trained.
         ctx.shares = self._shares
         with contextlib.suppress(Exception):  # `compute` raises it, and tells all ranks
             ctx.coming = self._ahead.start(self.lookup_of(features))
