@@ -143,4 +143,5 @@ def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
     finally:
         synchronize()
         torch.ops.oper_emulated.stream_release_memory()
+        torch.ops.oper_emulated.stream_use(0)  # a single rank has run in this thread
         Stream.created.clear()
