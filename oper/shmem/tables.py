@@ -251,6 +251,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch = self.bounds.repair(batch, self.device)
         try:
             if self.optimizers is not None and torch.is_grad_enabled():
+                # The first condition is the usual case, which needs no call.
                 trains = len(self.frozen) < len(self.specs) or self.is_trained()
                 if trains or (batch.weights is not None and batch.weights.requires_grad):
                     if os.getpid() != self._process or self._heap is None:

@@ -82,6 +82,12 @@ class _HostLookup(torch.autograd.Function):
         return None, of_weights, None, None
 
 
+def moved(batch: Lookup, to: torch.device) -> Lookup:
+    """The batch with its tensors on a device."""
+    return replace(batch, ids=batch.ids.to(to), lengths=batch.lengths.to(to),
+                   weights=None if batch.weights is None else batch.weights.to(to))
+
+
 class FromHost:
     """Tables on a GPU that copy batches from host memory and results back, as tests expect."""
 
@@ -91,22 +97,17 @@ class FromHost:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tables, name)
 
-    def _move(self, batch: Lookup) -> Lookup:
-        to = self._tables.device
-        return replace(batch, ids=batch.ids.to(to), lengths=batch.lengths.to(to),
-                       weights=None if batch.weights is None else batch.weights.to(to))
-
     def lookup(self, batch: Lookup) -> torch.Tensor:
-        moved = self._move(batch)
+        there = moved(batch, self._tables.device)
         if self._tables.optimizers is None or not torch.is_grad_enabled():
-            plain: torch.Tensor = self._tables.lookup(moved)
+            plain: torch.Tensor = self._tables.lookup(there)
             return plain.cpu()
         out: torch.Tensor = _HostLookup.apply(  # type: ignore[no-untyped-call]
-            self._tables.anchor.detach().cpu().requires_grad_(), batch.weights, self._tables, moved)
+            self._tables.anchor.detach().cpu().requires_grad_(), batch.weights, self._tables, there)
         return out
 
     def resolve(self, batch: Lookup) -> Lookup:
-        found: Lookup = self._tables.resolve(self._move(batch))
+        found: Lookup = self._tables.resolve(moved(batch, self._tables.device))
         return found
 
     def replica(self, *args: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
 from tests import runtime_support
-from tests.cuda.emulated import device_tables, has_gpu
+from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.runtime_support import (
     OPTIMIZERS,
     Case,
@@ -150,7 +150,7 @@ def test_steps_in_a_graph(emulation: pytest.MonkeyPatch) -> None:
     host = open_tables(case, plan, SingleGroup(), OPTIMIZER)
     emulation.setattr(runtime_support, "ShardedTables", device_tables)
     tables: Any = open_tables(case, plan, SingleGroup(), OPTIMIZER)
-    on_device = tables._move(batch.lookup(case))
+    on_device = moved(batch.lookup(case), tables.device)
     gradient = torch.ones(batch.size, case.columns, device="cuda")
     opened = tables._tables
 
@@ -193,7 +193,7 @@ def test_batches_resolved_on_another_stream(emulation: pytest.MonkeyPatch) -> No
     for k in range(len(steps)):
         (batch,) = steps[k]
         if ahead is None:
-            ahead = tables._move(batch.lookup(case))
+            ahead = moved(batch.lookup(case), tables.device)
         now, ahead = ahead, None
         if k + 1 < len(steps):
             with torch.cuda.stream(side):

@@ -19,7 +19,7 @@ from oper.shmem.passes import Backward
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda import streams
-from tests.cuda.emulated import device_tables, has_gpu
+from tests.cuda.emulated import device_tables, has_gpu, moved
 from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
     OPTIMIZERS,
@@ -42,10 +42,6 @@ def train(tables: Any, batch: Batch, spoil: Callable[[Lookup], Lookup] = replace
     (factor * runtime_support.rank_loss(out, batch.target)).backward()
     found: torch.Tensor = out.detach().cpu()
     return found
-
-
-def on_device(tables: Any, batch: Lookup) -> Lookup:
-    return replace(batch, ids=batch.ids.to(tables.device), lengths=batch.lengths.to(tables.device))
 
 
 def bad_id(batch: Lookup) -> Lookup:
@@ -180,7 +176,7 @@ def test_requests_that_do_not_fit_refuse_only_their_batch(emulation: pytest.Monk
         opened = open_tables(CASE, plan, group, OPTIMIZER)
         tables: Any = getattr(opened, "_tables", opened)
         if refuses:
-            looked_up = [on_device(tables, too_large.lookup(large))] * 2
+            looked_up = [moved(too_large.lookup(large), tables.device)] * 2
             passes = [tables.forward(x, collective=True) for x in looked_up[:1]]
             found, tables.found_error = tables.found_error, lambda: (0, 0, 0)
             passes.append(tables.forward(looked_up[1], collective=True))
@@ -207,7 +203,7 @@ def test_outputs_of_a_refused_batch_without_pooling_are_zero() -> None:
     tables = device_tables(uniform_plan([TableSpec("t", 8, 4, ("f",), "none", optimizer="sgd")], 1),
                            [("f", "t")], SingleGroup(), SGD(lr=1.0))
     batch = Lookup(torch.arange(6), torch.tensor([4, 3]), torch.arange(1), 2, pooled=False)
-    out, _ = tables.forward(on_device(tables, batch), collective=True)
+    out, _ = tables.forward(moved(batch, tables.device), collective=True)
     assert out.shape == (6, 4) and not out.any()
     with pytest.raises(InvalidInputError, match="lengths"):
         tables.synchronize()
