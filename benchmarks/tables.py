@@ -186,7 +186,8 @@ def gpu() -> str:
             continue
         row = [f"`{case['name'].removeprefix('lookup-').removesuffix('-uniform')}`"]
         for phase in ("forward", "update", "step"):
-            row += [f"{case[f'oper_{phase}_ms']:.3f}", f"{case[f'fbgemm_{phase}_ms']:.3f}",
+            peer = case.get(f"fbgemm_{phase}_ms")
+            row += [f"{case[f'oper_{phase}_ms']:.3f}", "" if peer is None else f"{peer:.3f}",
                     f"{case[f'{phase}_fraction_of_floor']:.2f}"]
         rows.append(row)
     return table(["case, ms", *(f"{phase} {what}" for phase in ("forward", "update", "step")

@@ -25,7 +25,7 @@ struct Group {
   }
   // Whether `holds` is true for this group or, in lockstep, for any group of the warp.
   OPER_DEVICE bool any(bool holds) const {
-    return in_step ? __ballot_sync(mask, holds) != 0 : holds;
+    return in_step ? __any_sync(mask, holds) : holds;
   }
   // This group's `number` or, in lockstep, the maximum over the warp's groups.
   OPER_DEVICE int most(int number) const {
@@ -95,11 +95,10 @@ struct Shape {
 };
 
 // The same rows over half as many lanes, if a lane then has 32 bytes: a warp processes twice as
-// many rows at a time.
+// many rows at a time, and so executes fewer instructions per row.
 template <class S>
-using Halved =
-    std::conditional_t<sizeof(typename S::T) == 4 && S::V == 1 && S::E == 4 && (S::G >= 8),
-                       Shape<typename S::T, S::E, S::G / 2, 2>, S>;
+using Halved = std::conditional_t<S::V == 1 && S::E * sizeof(typename S::T) == 16 && (S::G >= 8),
+                                  Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
 // Blocks of 256 threads that a multiprocessor must hold: two if a row takes few registers.
 template <class Shape>

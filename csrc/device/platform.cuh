@@ -62,18 +62,65 @@ OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #endif
 }
 
-// Copies 4 or 16 aligned bytes into shared memory asynchronously. Copies belong to the next
-// `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane sees it.
-template <int kNumBytes>
-OPER_DEVICE void copy_async(void* shared, const void* from) {
+// An address in the block's shared memory.
 #if defined(OPER_EMULATED)
-  __builtin_memcpy(shared, from, kNumBytes);
+using SharedAddress = char*;
+OPER_DEVICE SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
 #else
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+using SharedAddress = uint32_t;
+// Volatile, so that the compiler keeps the address. It would otherwise derive it from a special
+// register again for every access, which takes longer than the access.
+OPER_DEVICE SharedAddress shared_address(void* shared) {
+  SharedAddress address;
+  asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %1; cvt.u32.u64 %0, at; }"
+               : "=r"(address)
+               : "l"(shared));
+  return address;
+}
+#endif
+
+// Reads 2, 4 or 16 aligned bytes of shared memory.
+template <class Word>
+OPER_DEVICE Word read_shared(SharedAddress from) {
+  static_assert(sizeof(Word) == 2 || sizeof(Word) == 4 || sizeof(Word) == 16);
+  Word word;
+#if defined(OPER_EMULATED)
+  __builtin_memcpy(&word, from, sizeof(word));
+#else
+  if constexpr (sizeof(Word) == 16) {
+    uint4 raw;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "r"(from));
+    __builtin_memcpy(&word, &raw, sizeof(word));
+  } else if constexpr (sizeof(Word) == 4) {
+    uint32_t raw;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw) : "r"(from));
+    __builtin_memcpy(&word, &raw, sizeof(word));
+  } else {
+    uint16_t raw;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(raw) : "r"(from));
+    __builtin_memcpy(&word, &raw, sizeof(word));
+  }
+#endif
+  return word;
+}
+
+// Copies 2, 4 or 16 aligned bytes into shared memory, 4 or 16 asynchronously. Copies belong to the
+// next `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane
+// sees it.
+template <int kNumBytes>
+OPER_DEVICE void copy_async(SharedAddress to, const void* from) {
+#if defined(OPER_EMULATED)
+  __builtin_memcpy(to, from, kNumBytes);
+#else
   if constexpr (kNumBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  } else {
+  } else if constexpr (kNumBytes == 4) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    const uint16_t raw = *static_cast<const uint16_t*>(from);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(raw) : "memory");
   }
 #endif
 }

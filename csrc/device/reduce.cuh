@@ -67,10 +67,9 @@ class Reducer {
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll
-    for (int t = 0; t < kSlots; ++t) start(t, pair, t, t < count, is_set(coming_lasts, t));
+    for (int t = 0; t < kSlots; ++t) start(pair, t, t < count, is_set(coming_lasts, t));
     Row<Shape> sum, row;
     sum.begin();
-    int slot = 0;
     for (int first = 0; first < most; first += Shape::G) {
       const int n = most - first < Shape::G ? most - first : Shape::G;
       const unsigned lasts = coming_lasts;
@@ -81,20 +80,19 @@ class Reducer {
       for (int t = 0; t < n; ++t) {
         wait_for_copies<kSlots - 1>();
         Row<Shape> gradient;
-        gradients_.read(slot, gradient);
+        gradients_.read(gradient);
         const float length = group_.shuffle(divisor, t);
         if (length > 1.0f) gradient.divide(length);
         if (a_.batch.weights) gradient.scale(group_.shuffle(weight, t));
         sum.add(gradient);
         const bool is_last = is_set(lasts, t);
-        if (kUpdate && is_last) rows_.read(slot, row);
+        if (kUpdate && is_last) rows_.read(row);
         if (t + kSlots == Shape::G) {
           pair = locate(next);
           coming_lasts = group_.ballot(pair.is_last);
         }
         const int ahead = (t + kSlots) % Shape::G;
-        start(slot, pair, ahead, first + t + kSlots < count, is_set(coming_lasts, ahead));
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        start(pair, ahead, first + t + kSlots < count, is_set(coming_lasts, ahead));
         if (group_.any(is_last)) {
           finish(is_last, group_.shuffle(table, t), sum, row,
                  RowFacts{group_.shuffle(facts.slot, t), group_.shuffle(facts.state, t),
@@ -218,17 +216,20 @@ class Reducer {
     return facts_of<T>(table, kind, slot);
   }
 
-  // Begins to fetch the gradient of lane `from`'s pair, and the table's row if the pair `is_last`.
-  OPER_DEVICE void start(int slot, const Pair& pair, int from, bool is_there, bool is_last) {
+  // Begins to fetch the gradient of lane `from`'s pair, and the table's row if the pair `is_last`,
+  // into the current slots, and goes on to the next.
+  OPER_DEVICE void start(const Pair& pair, int from, bool is_there, bool is_last) {
     const int64_t at = group_.shuffle(pair.at, from);
     const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(pair.dim, from);
     if (is_there)
-      gradients_.start(slot, a_.grad.data + at, dim, group_.lane, a_.wide_grad && at % 4 == 0);
+      gradients_.start(a_.grad.data + at, dim, group_.lane, a_.wide_grad && at % 4 == 0);
     if constexpr (kUpdate) {
       const int64_t row = group_.shuffle(pair.row, from);
       if (is_last)
-        rows_.start(slot, reinterpret_cast<const T*>(row), dim, group_.lane, Shape::E > 1);
+        rows_.start(reinterpret_cast<const T*>(row), dim, group_.lane, Shape::E > 1);
+      rows_.advance();
     }
+    gradients_.advance();
     commit_copies();
   }
 };

@@ -15,9 +15,10 @@ constexpr int kArrayBytes = kBytes > 0 ? kBytes : 16;
 template <class Shape, class S>
 constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shape::E>));
 
-// Space for `kSlots` rows of elements S of every group of a block of 256 threads. Rows in flight
-// take no registers, so enough of them keep the memory busy. A lane copies its own parts of a row
-// and reads only these, without other threads: start, commit_copies, wait_for_copies, read.
+// Space for `kSlots` rows of elements S of every group of a block of 256 threads, of which one is
+// the current slot. Rows in flight take no registers, so enough of them keep the memory busy. A lane
+// copies its own parts of a row and reads only these, without other threads: start, commit_copies,
+// wait_for_copies, read.
 template <class Shape, class S, int kSlots>
 class RowRing {
  public:
@@ -26,53 +27,55 @@ class RowRing {
 
   // `shared`: `kBytes` for the whole block.
   OPER_DEVICE explicit RowRing(char* shared)
-      : own_(reinterpret_cast<typename Piece::Word*>(shared) + threadIdx.x) {}
+      : first_(shared_address(shared + threadIdx.x * kWord)), current_(first_) {}
 
-  // `wide`: as for Part::load.
-  OPER_DEVICE void start(int slot, const S* row, int dim, int lane, bool wide) const {
+  // Begins to copy a row into the current slot. `wide`: as for Part::load.
+  OPER_DEVICE void start(const S* row, int dim, int lane, bool wide) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, lane);
       const S* from = row + (column < dim ? column : 0);
 #pragma unroll
       for (int k = 0; k < Piece::kCount; ++k)
-        copy_elements<Piece::kPer>(reinterpret_cast<S*>(word(slot, i, k)), from + k * Piece::kPer,
-                                   wide);
+        copy_elements<Piece::kPer>(word(i, k), from + k * Piece::kPer, wide);
     }
   }
 
-  OPER_DEVICE void read(int slot, Row<Shape>& row) const {
+  // The row in the current slot.
+  OPER_DEVICE void read(Row<Shape>& row) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       Piece piece;
 #pragma unroll
-      for (int k = 0; k < Piece::kCount; ++k) piece.words[k] = *word(slot, i, k);
+      for (int k = 0; k < Piece::kCount; ++k)
+        piece.words[k] = read_shared<typename Piece::Word>(word(i, k));
       piece.unpack(row.v[i]);
     }
   }
 
+  // Goes on to the next slot, after the last one to the first.
+  OPER_DEVICE void advance() {
+    current_ += kRingBytes<Shape, S>;
+    if (current_ == first_ + kBytes) current_ = first_;
+  }
+
  private:
-  typename Piece::Word* own_;
+  static constexpr int kWord = sizeof(typename Piece::Word);
+  SharedAddress first_, current_;
 
   // Words of neighbouring lanes are adjacent, so that no two of them share a bank.
-  OPER_DEVICE typename Piece::Word* word(int slot, int i, int k) const {
-    return own_ + ((slot * Shape::V + i) * Piece::kCount + k) * 256;
+  OPER_DEVICE SharedAddress word(int i, int k) const {
+    return current_ + (i * Piece::kCount + k) * 256 * kWord;
   }
 
   template <int kCount>
-  static OPER_DEVICE void copy_elements(S* to, const S* from, bool wide) {
+  static OPER_DEVICE void copy_elements(SharedAddress to, const S* from, bool wide) {
     if constexpr (kCount * sizeof(S) == 16) {
       if (wide) return copy_async<16>(to, from);
     }
     // Not unrolled, so that it is not issued together with the wide copy, which is the usual one.
 #pragma unroll 1
-    for (int k = 0; k < kCount; ++k) {
-      if constexpr (sizeof(S) == 4) {
-        copy_async<4>(to + k, from + k);
-      } else {
-        to[k] = from[k];
-      }
-    }
+    for (int k = 0; k < kCount; ++k) copy_async<sizeof(S)>(to + k * sizeof(S), from + k);
   }
 };
 
@@ -82,10 +85,11 @@ class RowRing<Shape, S, 1> {
  public:
   static constexpr int kBytes = 0;
   OPER_DEVICE explicit RowRing(char*) {}
-  OPER_DEVICE void start(int, const S* row, int dim, int lane, bool wide) {
+  OPER_DEVICE void start(const S* row, int dim, int lane, bool wide) {
     row_.load(row, dim, lane, wide);
   }
-  OPER_DEVICE void read(int, Row<Shape>& row) const { row_.unpack(row); }
+  OPER_DEVICE void read(Row<Shape>& row) const { row_.unpack(row); }
+  OPER_DEVICE void advance() {}
 
  private:
   RawRow<Shape, S> row_;

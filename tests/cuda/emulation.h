@@ -419,6 +419,7 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
       mask, value, [&](int lane, uint64_t one) { bits |= static_cast<unsigned>(one) << lane; });
   return bits;
 }
+inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width) {
   const int lane = oper::emulation::machine().current % 32;

@@ -58,13 +58,15 @@ struct Pool {
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
+    constexpr int32_t kNever = INT32_MAX;  // the end of the bag after the last one
     Row<Shape> sum;
     sum.begin();
     bool is_empty = true;
     int32_t begin = i;
     int32_t end = end_of(bag);
+    if (bag >= last) end = kNever;
     const auto close_bags = [&](int32_t at) {
-      for (bool closes; group.any(closes = bag < last && at >= end);) {
+      for (bool closes; group.any(closes = at >= end);) {
         const int32_t next = end_of(bag + 1 < last ? bag + 1 : bag);
         if (!closes) continue;
         if (is_empty) sum.zero();
@@ -72,31 +74,31 @@ struct Pool {
         sum.begin();
         is_empty = true;
         begin = end;
-        end = next;
         ++bag;
+        end = bag < last ? next : kNever;
       }
     };
     // Address of this lane's row among those fetched next, up to `kSlots` ahead of the additions.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
     unsigned coming = group.ballot(address != 0);
 #pragma unroll
-    for (int t = 0; t < kSlots; ++t) start(t, group.shuffle(address, t), is_set(coming, t));
-    int slot = 0;
+    for (int t = 0; t < kSlots; ++t) start(group.shuffle(address, t), is_set(coming, t));
+    const bool is_weighted = a.batch.weights != nullptr;
     for (int left = group.most(stop - i); left > 0; left -= Shape::G, i += Shape::G) {
       const int n = left < Shape::G ? left : Shape::G;
       const unsigned there = coming;
       const float weight =
-          a.batch.weights && i + group.lane < stop ? a.batch.weights[i + group.lane] : 1.0f;
+          is_weighted && i + group.lane < stop ? a.batch.weights[i + group.lane] : 1.0f;
       const int32_t next_i = i + Shape::G + group.lane;
       const int64_t next_id = id_of(next_i, stop);
       for (int t = 0; t < n; ++t) {
         wait_for_copies<kSlots - 1>();
         close_bags(i + t);
-        const float scale = a.batch.weights ? group.shuffle(weight, t) : 1.0f;
+        const float scale = is_weighted ? group.shuffle(weight, t) : 1.0f;
         if (is_set(there, t)) {
           Row<Shape> row;
-          ring.read(slot, row);
-          if (a.batch.weights) row.scale(scale);
+          ring.read(row);
+          if (is_weighted) row.scale(scale);
           sum.add(row);
           is_empty = false;
         }
@@ -105,16 +107,16 @@ struct Pool {
           coming = group.ballot(address != 0);
         }
         const int ahead = (t + kSlots) % Shape::G;
-        start(slot, group.shuffle(address, ahead), is_set(coming, ahead));
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        start(group.shuffle(address, ahead), is_set(coming, ahead));
       }
     }
     close_bags(stop);
   }
 
-  // Begins to fetch a row if `is_there`.
-  OPER_DEVICE void start(int slot, int64_t from, bool is_there) const {
-    if (is_there) ring.start(slot, reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
+  // Begins to fetch a row into the current slot if `is_there`, and goes on to the next.
+  OPER_DEVICE void start(int64_t from, bool is_there) const {
+    if (is_there) ring.start(reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
+    ring.advance();
     commit_copies();
   }
 
@@ -285,15 +287,15 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class Shape>
-void launch_pool(const PoolArgs& args, cudaStream_t stream) {
-  const int64_t groups_per_block = 256 / Shape::G;
-  if (args.batch.pooled) {
-    const int64_t warps = num_warps(args, 32 / Shape::G);
-    if (warps > 0) OPER_LAUNCH_EARLY(pool_bags<Shape>, blocks_for(warps, 8), 256, stream, args);
-  } else {
-    const int64_t groups = args.batch.max_pairs / kTile + args.view.num_features;
-    OPER_LAUNCH(pool_ids<Shape>, blocks_for(groups, groups_per_block), 256, stream, args);
-  }
+void launch_bags(const PoolArgs& args, cudaStream_t stream) {
+  const int64_t warps = num_warps(args, 32 / Shape::G);
+  if (warps > 0) OPER_LAUNCH_EARLY(pool_bags<Shape>, blocks_for(warps, 8), 256, stream, args);
+}
+
+template <class Shape>
+void launch_ids(const PoolArgs& args, cudaStream_t stream) {
+  const int64_t groups = args.batch.max_pairs / kTile + args.view.num_features;
+  OPER_LAUNCH(pool_ids<Shape>, blocks_for(groups, 256 / Shape::G), 256, stream, args);
 }
 
 }  // namespace
@@ -331,7 +333,13 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
       const int64_t turns = bags / std::max<int64_t>(1, kTurns * resident_threads() / S::G);
       args.bags_per_group =
           static_cast<int32_t>(std::clamp<int64_t>(std::min(kIdsPerGroup / mean, turns), 1, S::G));
-      launch_pool<S>(args, on.stream);
+      if (batch.pooled) {
+        launch_bags<S>(args, on.stream);
+      } else if constexpr (sizeof(typename S::T) == 4) {
+        launch_ids<S>(args, on.stream);
+      } else {  // groups that are not in lockstep: no more of them to a warp
+        launch_ids<decltype(shape)>(args, on.stream);
+      }
     });
   }
 }
