@@ -218,8 +218,9 @@ def parts(quick: bool) -> Iterator[Part]:
     yield case("train", cases(quick, "train")[0].name)
     # racecheck cannot track launches that overlap.
     for tool, env in (("memcheck", {}), ("racecheck", {"OPER_DEVICE_OVERLAP": "0"})):
-        yield Part(tool, [*_SANITIZER, "--tool", tool, "--kernel-name", "kns=oper", *python, *_PYTEST,
-                          "tests/cuda/test_emulated.py", "-k", _CHOSEN[tool]], 240, env=env)
+        command = [*_SANITIZER, "--tool", tool, "--kernel-name", "kns=oper", *python, *_PYTEST]
+        yield Part(tool, [*command, "tests/cuda/test_emulated.py", "-k", _CHOSEN[tool]], 240,
+                   env=env)
     yield Part("tests-bench", [*python, *_PYTEST, "tests/bench/test_bench_device.py"], 120)
     modelled = WORK / "modelled.json"
     yield Part("modelled", [*bench, "device-model", "--json", str(modelled)], 300, modelled)
