@@ -10,7 +10,8 @@ row if it was seen within the last n T lookups, since its score is then at least
 
 With a time to live of t lookups, a key has a row only if it was also seen within the last t. A key
 that has lost its row must be counted `admit_after` times again: if s is the probability that it was
-seen lately, s / (s + (1 - s) admit_after) of its lookups find its row. With a half-life of h lookups, a count is about that of the last 1.5 h lookups, a Poisson variable: ``"lfu"`` keeps the
+seen lately, s / (s + (1 - s) admit_after) of its lookups find its row. With a half-life of h
+lookups, a count is about that of the last 1.5 h lookups, a Poisson variable: ``"lfu"`` keeps the
 keys with the highest counts, and keys whose counts have all become 0 in the order of ``"lru"``.
 """
 
@@ -160,14 +161,15 @@ def rows_of_keys(table: TableStats, of: DynamicRows) -> TableStats:
 
 
 def bags_of_keys(table: TableStats, default_share: float) -> dict[str, Any]:
-    """Return the fields of a dynamic table's `TableStats` that describe its bags.
+    """Return the fields of a dynamic table's `TableStats` that describe its bags and lookups.
 
     Args:
         table: statistics of the keys.
         default_share: share of the lookups that read the default row.
     """
     missed = default_share * table.presence_samples * table.pooling_factor
-    return {"length_values": table.length_values, "length_counts": table.length_counts,
+    return {"default_share": default_share,
+            "length_values": table.length_values, "length_counts": table.length_counts,
             "presence_samples": table.presence_samples,
             "presence_windows": table.presence_windows,
             # A lookup that misses counts as a distinct key, but all misses read the default row.
@@ -193,7 +195,7 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples
             continue
         if stats.ids_in_hotness_order or not keys.num_accesses:
             found[name] = TableStats(of.num_rows, tail_values=np.zeros(1, np.int64),
-                                     tail_num_rows=np.array([of.num_rows]))
+                                     tail_num_rows=np.array([of.num_rows]), default_share=0.0)
         else:
             lookups = samples_per_update * keys.num_accesses / max(1, stats.num_samples)
             found[name] = rows_of_keys(keys, of.per_update(lookups))
