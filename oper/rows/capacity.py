@@ -84,7 +84,9 @@ class DynamicRows:
                  f"one of {KEY_EVICTIONS}"),
                 *((name, getattr(self, name),
                    getattr(self, name) is None or getattr(self, name) > 0, "None or > 0")
-                  for name in ("half_life", "time_to_live")))
+                  for name in ("half_life", "time_to_live")),
+                ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",
+                 "None with eviction='lru', which does not use counts"))
 
     def per_update(self, lookups: float) -> DynamicRows:
         """Return the settings with times in lookups, if they are now in updates of `lookups`."""

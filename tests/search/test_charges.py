@@ -153,7 +153,6 @@ def test_directories_of_keys_cost_as_much_in_the_bound_as_in_the_model(name):
         rows.of_tally(Tally(np.repeat(added[:, None], world, 1))))
     plan = make_plan(specs, dynamic, topology, batch_size=512)
     assert 0.98 * plan.step_us < plan.lower_bound_us <= plan.step_us
-    assert plan.step_us > make_plan(specs, stats, topology, batch_size=512).step_us
     assert verify_plan(plan, keyed).certified
 
 
