@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,20 +60,19 @@ def _measure() -> dict[str, float]:
         times: dict[str, list[float]] = {"key_ns": [], "key_count_ns": [], "key_insert_ns": []}
         for k in range(_ROUNDS):
             known, new = batches[k % num_known], batches[num_known + k]
-            seen: list[torch.Tensor] = []
-            times["key_ns"].append(_ns(lambda of=known, to=seen: to.extend(find(of))))
-            times["key_count_ns"].append(_ns(lambda of=seen: update(of)))
-            missed = find(new)
-            times["key_insert_ns"].append(
-                _ns(lambda of=missed: update(of))
-                + _ns(lambda of=new: operators.keys_draw(of, 0, _DIM, 0.1)))
+            found, seen = _timed(find, known)
+            counted, _ = _timed(update, seen)
+            inserted, _ = _timed(update, find(new))
+            drawn, _ = _timed(operators.keys_draw, new, 0, _DIM, 0.1)
+            for name, ns in zip(times, (found, counted, inserted + drawn), strict=True):
+                times[name].append(ns)
         return {name: round(float(np.median(x)), 3) for name, x in times.items()}
     finally:
         operators.keys_close(handle)
 
 
-def _ns(body: Callable[[], object]) -> float:
-    """Return the nanoseconds of a call per key of a batch."""
+def _timed(body: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Call `body`; return the nanoseconds per key of a batch, and the result."""
     begin = time.perf_counter()
-    body()
-    return (time.perf_counter() - begin) * 1e9 / _KEYS
+    result = body(*arguments)
+    return (time.perf_counter() - begin) * 1e9 / _KEYS, result

@@ -410,7 +410,7 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     # Each explicit row has the mean features of its block.
     each = np.diff(np.stack([np.interp(position, edges, c) for c in cumulative]), axis=1)
     return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
-                        each[:, order], found and found.default_share)
+                        each[:, order], None if found is None else found.default_share)
 
 
 def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:
