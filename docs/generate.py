@@ -35,7 +35,8 @@ API: dict[str, tuple[str, ...]] = {
                         "oper.KeyedRows", "oper.KeyMap", "oper.no_sync", "oper.synchronize",
                         "oper.micro_batches", "oper.MicroBatchPipeline", "oper.trace",
                         "oper.tracing.Trace", "oper.migrate",
-                        "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
+                        "oper.replan", "oper.row_stats", "oper.replanning.Replanning",
+                        "oper.Replanner",
                         "oper.replanning.WatchOptions", "oper.replanning.Event"),
     "Statistics and plans": (
         "oper.collect", "oper.AccessStats", "oper.TableStats", "oper.make_plan", "oper.verify_plan",

@@ -17,7 +17,7 @@ _PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
     "oper.pipeline": ("MicroBatchPipeline",),
     "oper.tracing": ("trace",),
     "oper.inference": ("publish", "attach", "Publication", "ServedModel"),
-    "oper.replanning": ("replan", "Replanner"),
+    "oper.replanning": ("replan", "Replanner", "row_stats"),
     "oper.integration.checkpoint.planners": ("SavePlanner", "LoadPlanner"),
     "oper.integration.checkpoint.files": ("CheckpointReader",),
     "oper.integration.checkpoint.on_demand": ("rows_on_demand",),
@@ -77,7 +77,11 @@ if TYPE_CHECKING:
     from oper.integration.keys.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
     from oper.pipeline import MicroBatchPipeline as MicroBatchPipeline
     from oper.plan import Plan as Plan
-    from oper.replanning import Replanner as Replanner, replan as replan
+    from oper.replanning import (
+        Replanner as Replanner,
+        replan as replan,
+        row_stats as row_stats,
+    )
     from oper.search import make_plan as make_plan, verify_plan as verify_plan
     from oper.sharding import (
         micro_batches as micro_batches,

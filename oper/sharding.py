@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from oper.errors import InvalidInputError, OperError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan
-from oper.rows.capacity import stats_of_rows
+from oper.rows.capacity import DynamicRows, stats_of_rows
 from oper.rows.read_only import one_copy_per_domain
 from oper.rows.remap import load_remap
 from oper.shmem.keys.rules import DynamicTable
@@ -194,8 +194,10 @@ def shard(
     if rules and stats is not None:
         stats = stats_of_rows(
             stats if isinstance(stats, AccessStats) else AccessStats.load(stats),
-            {s.name: (s.num_rows, of.admit_after, of.eviction) for s in tables
-             if (of := rules.get(s.name))})
+            {s.name: DynamicRows(s.num_rows, of.admit_after, of.eviction, of.half_life,
+                                 of.time_to_live)
+             for s in tables if (of := rules.get(s.name))},
+            group.world_size * (_DEFAULT_BATCH if batch_size is None else batch_size))
     made = _the_plan(tables, stats, plan, topology, (whole, group),
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "message_variance": message_variance,

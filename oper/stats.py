@@ -136,6 +136,8 @@ class TableStats:
         sketch: sketches for merging inexact counts, or None.
         new_ids: int64 [T], number of ids first seen in each time bucket, in chronological order;
             only for raw ids, which have no `buckets`.
+        default_share: for the rows of a dynamic table, share of the lookups whose key has no row;
+            None = static table, or statistics of keys.
 
     Raises:
         InvalidInputError: arrays contradict each other or `num_rows`.
@@ -154,6 +156,7 @@ class TableStats:
     buckets: tuple[TimeBucket, ...] = ()
     sketch: Sketch | None = None
     new_ids: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
+    default_share: float | None = None
 
     def __post_init__(self) -> None:
         what = "invalid table statistics"
@@ -171,7 +174,9 @@ class TableStats:
                   for name in ("tail_values", "length_values", "presence_samples")),
                 ("presence_rows", rows, bool(np.isfinite(rows).all())
                  and rows.min(initial=0.0) >= 0, "values >= 0"),
-                ("num_rows", self.num_rows, self.num_rows >= 1, ">= 1"))
+                ("num_rows", self.num_rows, self.num_rows >= 1, ">= 1"),
+                ("default_share", self.default_share,
+                 self.default_share is None or 0 <= self.default_share <= 1, "None or in [0, 1]"))
         ids = [self.head_ids, *(b.ids for b in self.buckets)]
         top = max((int(i.max()) for i in ids if i.size), default=-1)
         require(what, "pass the number of rows of the table, above its largest id",
@@ -456,6 +461,8 @@ class AccessStats:
                 arrays[f"{index}.bucket{k}.counts"] = _narrow(bucket.counts)
             tables.append({"name": name, "num_rows": t.num_rows,
                            "buckets": [b.label for b in t.buckets]})
+            if t.default_share is not None:
+                tables[-1]["default_share"] = t.default_share
             if t.sketch is not None:
                 for column in _SKETCH:
                     arrays[f"{index}.{column}"] = _narrow(getattr(t.sketch, column))
@@ -489,7 +496,8 @@ class AccessStats:
                                     sample_level=int(entry["sketch"]["level"]),
                                     **{c: arrays[f"{index}.{c}"] for c in _SKETCH})
                 tables[str(entry["name"])] = TableStats(
-                    int(entry["num_rows"]), buckets=buckets, sketch=sketch, **columns)
+                    int(entry["num_rows"]), buckets=buckets, sketch=sketch,
+                    default_share=entry.get("default_share"), **columns)
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]),
                                meta.get("samples_per_bag", {}))

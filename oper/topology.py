@@ -105,6 +105,9 @@ class Costs:
             de-duplicating the ids and locating the fetched rows.
         wire_ns: CPU time of a rank in ns per byte that it sends to or receives from other hosts
             (packing, copies, network stack). It does not overlap with the computation of a phase.
+        key_ns: ns per id of a dynamic table in the forward pass (hash, find its row).
+        key_count_ns: ns per distinct key that has a row, in the update (collect, count it).
+        key_insert_ns: ns per id without a row, in the update (sort, merge, admit, initialise row).
         warm_share: share of the caches, 0..1, that retains rows and buffers from one batch to the
             next (0 = every batch begins with cold caches).
     """
@@ -125,6 +128,9 @@ class Costs:
     sort_table_us: Amount = 0.0
     far_ns: Amount = 0.0
     wire_ns: Amount = 0.0
+    key_ns: Amount = 0.0
+    key_count_ns: Amount = 0.0
+    key_insert_ns: Amount = 0.0
     warm_share: Share = 0.0
 
     def __post_init__(self) -> None:

@@ -6,12 +6,13 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, require
+from oper.rows.capacity import DynamicRows
 from oper.support.files import check_target
-from oper.support.flags import named, names, number, whole
+from oper.support.flags import KEY_RULES, add_key_rules, named, names, number, whole
 from oper.support.text import aligned
 
 if TYPE_CHECKING:
@@ -352,25 +353,38 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                              "and the tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
                         help="for raw ids: also forecast each column in a dynamic table of N "
-                             "rows: rows in use, lookups of the default row, inserts and "
-                             "evictions (modelled: keys are admitted at once, the least recently "
-                             "seen key is evicted)")
+                             "rows: rows in use, lookups of the default row, inserts, evictions "
+                             "and expirations (modelled)")
+    add_key_rules(parser)
+    parser.add_argument("--update-samples", type=whole(1), metavar="N",
+                        help="samples of all ranks in an update, for --half-life and "
+                             "--time-to-live")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run_analyze(args: argparse.Namespace) -> int:
     check_target(args.output)
-    return _save(_stats(args), args, args.capacity)
+    rule = {name: getattr(args, name) for name in KEY_RULES if getattr(args, name) is not None}
+    if rule and not args.capacity:
+        raise UsageError("cannot analyze", "arguments", [*rule], "none without --capacity",
+                         "add --capacity N")
+    if {"half_life", "time_to_live"} & rule.keys() and args.update_samples is None:
+        raise UsageError("cannot analyze", "--update-samples", None,
+                         "the samples of an update, by which times of keys are measured",
+                         "add --update-samples N, the batch size of all ranks together")
+    return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
 
 
-def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = None) -> int:
+def _save(stats: AccessStats, args: argparse.Namespace, dynamic: DynamicRows | None = None) -> int:
     from oper.analysis import describe, forecast
 
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
-    if capacity:
+    if dynamic:
         for name, table in stats.tables.items():
-            summary["tables"][name]["forecast"] = asdict(forecast(table, capacity))
+            lookups = (args.update_samples or 1) * table.num_accesses / max(1, stats.num_samples)
+            summary["tables"][name]["forecast"] = asdict(
+                forecast(table, *astuple(dynamic.per_update(lookups))))
             if table.head_counts[table.head_ids == 0].any():
                 print(f"warning: --capacity takes row 0 of {name!r}, which rare and unseen values "
                       "share, for one key: count a folder of --raw-ids", file=sys.stderr)
@@ -428,7 +442,8 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")
-_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "next is new")
+_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "expired",
+             "next is new")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -447,9 +462,10 @@ def _print_summary(summary: dict[str, Any]) -> None:
             f = t["forecast"]
             foreseen.append([name, f"{f['keys']:,}", f"{f['occupied']:,.0f} of {f['rows']:,}",
                              *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
-                                                       "evictions_per_lookup", "unseen_mass"))])
+                                                       "evictions_per_lookup",
+                                                       "expirations_per_lookup", "unseen_mass"))])
     if len(foreseen) > 1:
-        print("as dynamic tables (modelled; keys admitted at once, lru; % of the lookups):")
+        print("as dynamic tables (modelled; % of the lookups):")
         print("\n".join(aligned(foreseen)))
     print(f"written: {summary['output']}")
 

@@ -7,12 +7,19 @@ as by Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has a
 within the last T lookups, with T such that the number of these keys equals the rows in use;
 ``"lfu"`` keeps the keys that are seen most often. With ``"distance_lfu"`` a key of count n has a
 row if it was seen within the last n T lookups, since its score is then at least 1 / T.
+
+With a time to live of t lookups, a key has a row only if it was also seen within the last t. A key
+that has lost its row must be counted `admit_after` times again: if s is the probability that it was
+seen lately, s / (s + (1 - s) admit_after) of its lookups find its row. With a half-life of h
+lookups, a count is about that of the last 1.5 h lookups, a Poisson variable: ``"lfu"`` keeps the
+keys with the highest counts, and keys whose counts have all become 0 in the order of ``"lru"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +27,6 @@ from oper.errors import require
 from oper.stats import AccessStats, TableStats
 from oper.support.numeric import falling_root
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS
-
-_WHAT = "cannot forecast a dynamic table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,11 @@ class KeyForecast:
     Attributes:
         rows: rows available to keys, that is, without the default row.
         keys: distinct keys of the log.
-        occupied: rows that keys have at the end of the log.
+        occupied: rows that keys have at the end of the log, not counting expired keys.
         default_share: share of the lookups that read the default row.
         inserts_per_lookup: number of times that a key gets a row, per lookup.
         evictions_per_lookup: number of times that a key loses its row to another key, per lookup.
+        expirations_per_lookup: number of times that a key's time to live ends, per lookup.
         unseen_mass: Good-Turing estimate of the share of the next lookups that bring new keys.
     """
 
@@ -44,7 +50,49 @@ class KeyForecast:
     default_share: float
     inserts_per_lookup: float
     evictions_per_lookup: float
+    expirations_per_lookup: float
     unseen_mass: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRows:
+    """Settings of a dynamic table that affect the use of its rows; see `oper.DynamicTable`.
+
+    Attributes:
+        num_rows: rows of the table, including the default row; at least 2.
+        admit_after, eviction: as there.
+        half_life, time_to_live: as there, but in lookups of the table instead of updates.
+
+    Raises:
+        InvalidInputError: a value is out of range.
+    """
+
+    num_rows: int
+    admit_after: int = 1
+    eviction: str = "lru"
+    half_life: float | None = None
+    time_to_live: float | None = None
+
+    def __post_init__(self) -> None:
+        require("cannot forecast a dynamic table",
+                "pass num_rows, admit_after and times in range, and an eviction of "
+                "oper.DynamicTable",
+                ("num_rows", self.num_rows, self.num_rows >= 2,
+                 ">= 2, for the default row and a key"),
+                ("admit_after", self.admit_after, self.admit_after >= 1, ">= 1"),
+                ("eviction", self.eviction, self.eviction in KEY_EVICTIONS,
+                 f"one of {KEY_EVICTIONS}"),
+                *((name, getattr(self, name),
+                   getattr(self, name) is None or getattr(self, name) > 0, "None or > 0")
+                  for name in ("half_life", "time_to_live")),
+                ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",
+                 "None with eviction='lru', which does not use counts"))
+
+    def per_update(self, lookups: float) -> DynamicRows:
+        """Return the settings with times in lookups, if they are now in updates of `lookups`."""
+        return replace(self, **{name: max(1.0, value * lookups)
+                                for name in ("half_life", "time_to_live")
+                                if (value := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +104,7 @@ class _Held:
         held: number of keys that have a row at the end.
         hits, misses: number of lookups that read a key's own row, and the default row.
         inserts: number of times that a key gets a row.
+        expires: whether keys lose their rows because their time to live ends, not to other keys.
     """
 
     keys: np.ndarray
@@ -63,58 +112,74 @@ class _Held:
     hits: np.ndarray
     misses: np.ndarray
     inserts: np.ndarray
+    expires: bool
 
 
-def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
-             ) -> KeyForecast:
+def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru",
+             half_life: float | None = None, time_to_live: float | None = None) -> KeyForecast:
     """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
         table: statistics of the keys, see `KeyCounter`.
-        num_rows: rows of the dynamic table, including the default row; at least 2.
-        admit_after, eviction: see `oper.DynamicTable`.
+        num_rows, admit_after, eviction, half_life, time_to_live: see `DynamicRows`; times are in
+            lookups of the table.
 
     Raises:
         InvalidInputError: an argument is out of range.
     """
-    of = _held(table, num_rows, admit_after, eviction)
-    lookups, occupied = max(1, table.num_accesses), float(of.held.sum())
-    inserts = float(of.inserts.sum())
+    of = DynamicRows(num_rows, admit_after, eviction, half_life, time_to_live)
+    found = _held(table, of)
+    lookups, occupied = max(1, table.num_accesses), float(found.held.sum())
+    inserts = float(found.inserts.sum())
+    lost = max(0.0, inserts - occupied) / lookups
     return KeyForecast(
-        num_rows - 1, int(of.keys.sum()), occupied, float(of.misses.sum()) / lookups,
-        inserts / lookups, max(0.0, inserts - occupied) / lookups, table.unseen_mass)
+        of.num_rows - 1, int(found.keys.sum()), occupied, float(found.misses.sum()) / lookups,
+        inserts / lookups, 0.0 if found.expires else lost, lost if found.expires else 0.0,
+        table.unseen_mass)
 
 
-def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
-                 ) -> TableStats:
+def rows_of_keys(table: TableStats, of: DynamicRows) -> TableStats:
     """Predict the statistics of a dynamic table's rows, from which the table can be planned.
 
     The row that a key will get is unknown, so the head contains only the default row, and the tail
     has the number of rows by access count. The lookups of keys that successively have the same row
-    are summed. Arguments and errors are those of `forecast`.
+    are summed.
     """
-    of = _held(table, num_rows, admit_after, eviction)
-    num_missed = round(float(of.misses.sum()))
+    found, num_rows = _held(table, of), of.num_rows
+    num_missed = round(float(found.misses.sum()))
     # Whole rows, hottest first; classes of less than one row are merged with colder ones.
-    ends = np.rint(np.cumsum(of.held)).astype(np.int64)
+    ends = np.rint(np.cumsum(found.held)).astype(np.int64)
     is_row = np.diff(ends, prepend=0) > 0
     rows = np.diff(ends[is_row], prepend=0)
-    each = np.rint(np.diff(np.cumsum(of.hits)[is_row], prepend=0.0) / rows).astype(np.int64)
+    each = np.rint(np.diff(np.cumsum(found.hits)[is_row], prepend=0.0) / rows).astype(np.int64)
     head = np.array([num_missed] if num_missed else [], np.int64)
     rows = np.append(rows, num_rows - head.size - int(rows.sum()))
     values, at = np.unique(np.append(each, 0), return_inverse=True)
     rows = np.bincount(at, rows, minlength=values.size).astype(np.int64)
     values, rows = values[rows > 0], rows[rows > 0]
-    share = float(of.misses.sum()) / max(1, table.num_accesses)
-    ids = table.presence_samples * table.pooling_factor
-    return TableStats(
-        num_rows, np.zeros(head.size, np.int64), head, values, rows, table.length_values,
-        table.length_counts, table.presence_samples,
-        # A lookup that misses counts as a distinct key, but all misses read the default row.
-        np.maximum(1.0, table.presence_rows - share * ids + head.size), table.presence_windows)
+    return TableStats(num_rows, np.zeros(head.size, np.int64), head, values, rows,
+                      **bags_of_keys(table, float(found.misses.sum())
+                                     / max(1, table.num_accesses)))
 
 
-def stats_of_rows(stats: AccessStats, tables: Mapping[str, tuple[int, int, str]]) -> AccessStats:
+def bags_of_keys(table: TableStats, default_share: float) -> dict[str, Any]:
+    """Return the fields of a dynamic table's `TableStats` that describe its bags and lookups.
+
+    Args:
+        table: statistics of the keys.
+        default_share: share of the lookups that read the default row.
+    """
+    missed = default_share * table.presence_samples * table.pooling_factor
+    return {"default_share": default_share,
+            "length_values": table.length_values, "length_counts": table.length_counts,
+            "presence_samples": table.presence_samples,
+            "presence_windows": table.presence_windows,
+            # A lookup that misses counts as a distinct key, but all misses read the default row.
+            "presence_rows": np.maximum(1.0, table.presence_rows - missed + (default_share > 0))}
+
+
+def stats_of_rows(stats: AccessStats, tables: Mapping[str, DynamicRows], samples_per_update: int
+                  ) -> AccessStats:
     """Convert the statistics of dynamic tables from keys to rows.
 
     If row numbers stand for hotness in `stats`, or a table has no accesses, all rows of the dynamic
@@ -122,69 +187,119 @@ def stats_of_rows(stats: AccessStats, tables: Mapping[str, tuple[int, int, str]]
 
     Args:
         stats: statistics of keys.
-        tables: arguments of `rows_of_keys` by table, for the dynamic ones.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
+        tables: settings of the dynamic tables by name, with times in updates.
+        samples_per_update: samples of all ranks in an update.
     """
     found = {}
-    for name, (num_rows, admit_after, eviction) in tables.items():
+    for name, of in tables.items():
         keys = stats.tables.get(name)
         if keys is None:
             continue
         if stats.ids_in_hotness_order or not keys.num_accesses:
-            found[name] = TableStats(num_rows, tail_values=np.zeros(1, np.int64),
-                                     tail_num_rows=np.array([num_rows]))
+            found[name] = TableStats(of.num_rows, tail_values=np.zeros(1, np.int64),
+                                     tail_num_rows=np.array([of.num_rows]), default_share=0.0)
         else:
-            found[name] = rows_of_keys(keys, num_rows, admit_after, eviction)
+            lookups = samples_per_update * keys.num_accesses / max(1, stats.num_samples)
+            found[name] = rows_of_keys(keys, of.per_update(lookups))
     return replace(stats, tables=stats.tables | found)
 
 
-def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> _Held:
-    require(_WHAT, "pass num_rows and admit_after in range, and an eviction of oper.DynamicTable",
-            ("num_rows", num_rows, num_rows >= 2, ">= 2, for the default row and a key"),
-            ("admit_after", admit_after, admit_after >= 1, ">= 1"),
-            ("eviction", eviction, eviction in KEY_EVICTIONS, f"one of {KEY_EVICTIONS}"))
+def _held(table: TableStats, of: DynamicRows) -> _Held:
     counts, keys = table.count_histogram()
     counts, keys = counts[counts > 0].astype(float), keys[counts > 0].astype(float)
-    waits = np.minimum(counts, admit_after)  # lookups of a key until it has a row
-    admitted = np.where(counts >= admit_after, keys, 0.0)
-    in_use = _rows_in_use(float(admitted.sum()), num_rows - 1)
-    if eviction == "lfu":
-        before = np.cumsum(admitted) - admitted
-        held = np.clip(in_use - before, 0.0, admitted)
-        stays = np.divide(held, admitted, out=np.zeros_like(held), where=admitted > 0)
+    waits = np.minimum(counts, of.admit_after)  # lookups of a key until it has a row
+    admitted = np.where(counts >= of.admit_after, keys, 0.0)
+    share = counts / max(1.0, float(counts @ keys))
+
+    def found(seen_lately: np.ndarray) -> np.ndarray:
+        """Probability that a key has its row."""
+        has_row: np.ndarray = seen_lately / (seen_lately + (1.0 - seen_lately) * waits)
+        return has_row
+
+    # With a time to live, keys that are not seen lately have no row even if rows are free.
+    live = np.ones_like(share) if of.time_to_live is None else found(
+        -np.expm1(-share * of.time_to_live))
+    in_use = _rows_in_use(float(admitted @ live), of.num_rows - 1)
+    window = None if of.half_life is None else 1.5 * of.half_life
+    expires = of.time_to_live is not None and in_use >= 0.98 * float(admitted @ live)
+    if expires:
+        stays = live
+    elif of.eviction == "lfu":
+        stays = _most_frequent(share, admitted, live, in_use, window)
     else:
-        share = counts / max(1.0, float(counts @ keys))
-        stays = _seen_lately(share * counts if eviction == "distance_lfu" else share, admitted,
-                             in_use)
-        held = admitted * stays
+        rates = share
+        if of.eviction == "distance_lfu":
+            rates = share * (counts if window is None else np.minimum(counts, 1 + share * window))
+        stays = found(_seen_lately(rates, admitted, in_use, found))
+    held = admitted * stays
     hits = admitted * (counts - waits) * stays
-    # A key that misses gets a row, even if it loses it at the next new key.
-    inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays))
-    return _Held(keys, held, hits, counts * keys - hits, inserts)
+    # A key that misses `waits` times gets a row, even if it loses it at the next new key.
+    inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays) / waits)
+    return _Held(keys, held, hits, counts * keys - hits, inserts, expires)
+
+
+def _most_frequent(share: np.ndarray, keys: np.ndarray, live: np.ndarray, in_use: float,
+                   window: float | None) -> np.ndarray:
+    """Return the probability [K] that a key is among the `in_use` live keys with the highest
+    counts.
+
+    Args:
+        share: share of the lookups of each key, descending, float64 [K].
+        keys: number of keys, float64 [K].
+        live: probability that a key has not expired, float64 [K].
+        in_use: number of keys that have a row.
+        window: number of lookups that a count covers; None = all.
+    """
+    number = keys * live
+    before = np.cumsum(number) - number
+    whole = live * np.divide(np.clip(in_use - before, 0.0, number), number,
+                             out=np.zeros_like(keys), where=number > 0)
+    if window is None:
+        return whole
+    mean = share * window
+    most = int(min(200, np.ceil(2 * mean.max(initial=0.0) + 10)))
+    above = _more_than(mean, most)  # [K, most]
+    numbers = keys @ above  # of keys with a count above 0, 1, ...
+    if numbers[-1] > in_use:  # counts this high differ little from their means
+        return whole
+    if numbers[0] < in_use:  # also keys with a count of 0, those seen last
+        return np.minimum(live, _seen_lately(share, keys, in_use, lambda x: x))
+    level = max(1, int(np.argmax(numbers <= in_use)))
+    # Of the keys with this count, a part has a row.
+    part = (in_use - numbers[level]) / max(1e-300, numbers[level - 1] - numbers[level])
+    found = above[:, level] + min(1.0, part) * (above[:, level - 1] - above[:, level])
+    return np.minimum(live, found)
+
+
+def _more_than(means: np.ndarray, most: int) -> np.ndarray:
+    """Return the probability [n, most] that a Poisson variable of each mean (float64 [n]) is above
+    0, 1, ..., most - 1."""
+    places = np.arange(most)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, max(1, most))))])[:most]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.where(places == 0, 0.0, places * np.log(means)[:, None])
+    below = np.cumsum(np.exp(logs - means[:, None] - log_factorial), axis=1)
+    above: np.ndarray = np.maximum(0.0, 1.0 - below)
+    return above
 
 
 def _rows_in_use(num_keys: float, num_rows: int) -> float:
     """Return the expected number of rows in use after hashing `num_keys` keys into the buckets of a
     table with `num_rows` rows."""
     num_buckets = -(-num_rows // KEY_BUCKET_ROWS)
-    mean = num_keys / num_buckets
-    if mean == 0:
-        return 0.0
     size, larger = divmod(num_rows, num_buckets)
-    places = np.arange(size + 1)
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, size + 1)))])
-    below = np.cumsum(np.exp(places * np.log(mean) - mean - log_factorial))
-    more = np.maximum(0.0, 1.0 - below)  # probability of more than 0, 1, ... keys in a bucket
+    more = _more_than(np.array([num_keys / num_buckets]), size + 1)[0]  # than 0, 1, ... keys
     return float(num_buckets * more[:size].sum() + larger * more[size])
 
 
-def _seen_lately(rates: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
+def _seen_lately(rates: np.ndarray, keys: np.ndarray, in_use: float,
+                 found: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return the probability [K] that a key is seen within T, where `rates` are expected numbers of
-    occurrences per unit of T; the module's docstring defines T."""
+    occurrences per unit of T, and `found` of that is the probability that it has a row; the
+    module's docstring defines T."""
     def seen(log_t: float) -> np.ndarray:
-        found: np.ndarray = -np.expm1(-rates * np.exp(log_t))
-        return found
+        lately: np.ndarray = -np.expm1(-rates * np.exp(log_t))
+        return lately
 
-    return seen(falling_root(lambda log_t: in_use - float(keys @ seen(log_t)), -60.0, 120.0, 100))
+    return seen(falling_root(lambda log_t: in_use - float(keys @ found(seen(log_t))),
+                             -60.0, 120.0, 100))

@@ -13,7 +13,7 @@ from typing import Any
 from oper.errors import InvalidInputError, UsageError
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
-from oper.rows.capacity import stats_of_rows
+from oper.rows.capacity import DynamicRows, stats_of_rows
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
@@ -21,7 +21,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
-from oper.support.flags import named, number, text_for, whole
+from oper.support.flags import KEY_RULES, add_key_rules, named, number, text_for, whole
 from oper.tables import (
     CODE_BITS,
     DTYPES,
@@ -32,7 +32,7 @@ from oper.tables import (
 )
 from oper.topology import Topology
 
-_DYNAMIC = "dynamic"  # a plan's note: the arguments of `rows_of_keys` by table
+_DYNAMIC = "dynamic"  # a plan's note, see `_dynamic`
 _SHARED = "samples_per_bag"  # a plan's note: `AccessStats.samples_per_bag`
 
 
@@ -402,17 +402,14 @@ def _add_dynamic(parser: argparse.ArgumentParser) -> None:
                         help="statistics are of raw keys: plan dynamic tables with this number of "
                              "rows, or with numbers by table as in 'C3=4000000;C9=1000' (other "
                              "tables: static)")
-    parser.add_argument("--admit-after", type=whole(1), metavar="N",
-                        help="occurrences after which a key of a dynamic table gets a row "
-                             "(default 1)")
-    parser.add_argument("--eviction", choices=KEY_EVICTIONS,
-                        help="which key of a dynamic table loses its row (default lru)")
+    add_key_rules(parser)
 
 
-def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any]]:
-    """Return by table the arguments of `rows_of_keys` that ``--dynamic-rows`` states."""
+def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str, Any]]:
+    """Return by table the fields of `DynamicRows` that ``--dynamic-rows`` and the options beside it
+    state, and ``samples_per_update``."""
     if args.dynamic_rows is None:
-        for name in ("admit_after", "eviction"):
+        for name in KEY_RULES:
             if getattr(args, name) is not None:
                 raise UsageError("cannot plan", f"--{name.replace('_', '-')}", getattr(args, name),
                                  "no value without --dynamic-rows", "add --dynamic-rows ROWS")
@@ -430,8 +427,11 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, list[Any
         raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
                          "a number, or TABLE=NUMBER;... that names each table at most once; tables "
                          f"are {list(stats.tables)[:8]}", "correct it")
-    settings = [args.admit_after or 1, args.eviction or KEY_EVICTIONS[0]]
-    return {name: [number, *settings] for name, number in rows.items()}
+    settings = {"admit_after": args.admit_after or 1, "eviction": args.eviction or KEY_EVICTIONS[0],
+                "half_life": args.half_life, "time_to_live": args.time_to_live,
+                "samples_per_update": args.batch_size * topology_preset(
+                    args.topology, args.world_size).world_size}
+    return {name: {"num_rows": number, **settings} for name, number in rows.items()}
 
 
 def _of_rows(stats: Any, dynamic: Any) -> Any:
@@ -440,13 +440,17 @@ def _of_rows(stats: Any, dynamic: Any) -> Any:
     if stats is None or not dynamic:
         return stats
     try:
-        tables = {name: (int(rows), int(admit_after), str(eviction))
-                  for name, (rows, admit_after, eviction) in dynamic.items()}
-    except (AttributeError, TypeError, ValueError):
+        samples = max(int(of["samples_per_update"]) for of in dynamic.values())
+        tables = {name: DynamicRows(**{k: v for k, v in of.items() if k != "samples_per_update"})
+                  for name, of in dynamic.items()}
+    except InvalidInputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise InvalidInputError("cannot read the plan", f"notes.{_DYNAMIC}", dynamic,
-                                "[rows, admit_after, eviction] by table",
+                                "num_rows, admit_after, eviction, half_life, time_to_live "
+                                "and samples_per_update by table",
                                 "pass a plan file that 'oper plan' wrote") from None
-    return stats_of_rows(stats, tables)
+    return stats_of_rows(stats, tables, samples)
 
 
 def _message_bits(args: argparse.Namespace) -> MessageBits:

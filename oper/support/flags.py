@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oper.errors import OperError
+from oper.tables import KEY_EVICTIONS
 
 _MOST = 2**63 - 1  # maximum int64
 
@@ -43,6 +44,23 @@ def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+#: Flags that describe a dynamic table, see `add_key_rules`.
+KEY_RULES = ("admit_after", "eviction", "half_life", "time_to_live")
+
+
+def add_key_rules(parser: argparse.ArgumentParser) -> None:
+    """Add the flags `KEY_RULES`; all are None by default."""
+    parser.add_argument("--admit-after", type=whole(1), metavar="N",
+                        help="occurrences after which a key of a dynamic table gets a row "
+                             "(default 1)")
+    parser.add_argument("--eviction", choices=KEY_EVICTIONS,
+                        help="which key of a dynamic table loses its row (default lru)")
+    parser.add_argument("--half-life", type=whole(1), metavar="UPDATES",
+                        help="updates after which counts of keys are halved (default: never)")
+    parser.add_argument("--time-to-live", type=whole(1), metavar="UPDATES",
+                        help="updates after which an unused key loses its row (default: never)")
 
 
 def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:

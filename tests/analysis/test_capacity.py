@@ -21,7 +21,7 @@ from oper.analysis import (
 )
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.rows.capacity import rows_of_keys
+from oper.rows.capacity import DynamicRows, rows_of_keys
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
 from tests.integration import module_support
@@ -44,13 +44,15 @@ def counted(keys: np.ndarray, **fields: int) -> TableStats:
     return counter.finish()
 
 
-def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCounts:
-    """Process the log with a dynamic table and return the table's counts."""
+def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> tuple[KeyCounts, int]:
+    """Process the log with a dynamic table; return the table's counts, and how many keys have a row
+    and have not expired."""
     bag = module_support.shard(nn.EmbeddingBag(num_rows, 1, mode="sum"), dynamic=rule,
                                optimizer=oper.SGD(lr=0.0))
     for at in range(0, keys.size, BATCH):
         bag(torch.from_numpy(keys[at:at + BATCH])[:, None]).sum().backward()
-    return bag.tables.keys.counts("weight")
+    counts = bag.tables.keys.counts("weight")
+    return counts, counts.occupied - bag.tables.keys.expired("weight", -1).numel()
 
 
 @pytest.mark.parametrize(("num_keys", "num_rows", "admit_after", "eviction"), [
@@ -62,7 +64,7 @@ def test_a_table_has_the_predicted_lookups(num_keys: int, num_rows: int, admit_a
     keys = log_of(num_keys)
     found = forecast(counted(keys), num_rows, admit_after, eviction)
     rule = oper.DynamicTable(admit_after=admit_after, eviction=eviction)
-    true = replayed(keys, num_rows, rule)
+    true, _ = replayed(keys, num_rows, rule)
     assert found.keys == np.unique(keys).size and found.rows == true.rows
     assert found.occupied == pytest.approx(true.occupied, rel=0.03)
     # LFU eviction also keeps keys that came early: the forecast is the best case.
@@ -72,11 +74,34 @@ def test_a_table_has_the_predicted_lookups(num_keys: int, num_rows: int, admit_a
     assert found.evictions_per_lookup == pytest.approx(true.evicted / LOOKUPS, rel=slack, abs=2e-3)
 
 
+@pytest.mark.parametrize(("num_rows", "admit_after", "eviction", "half_life", "time_to_live"), [
+    (10_001, 1, "lru", None, 50), (10_001, 2, "lru", None, 100), (1_001, 1, "lru", None, 10),
+    (1_001, 1, "lru", None, 100), (1_001, 1, "lfu", 50, None), (4_001, 1, "lfu", 200, None),
+    (1_001, 1, "lfu", 50, 200), (1_001, 2, "distance_lfu", 50, 300)])
+def test_keys_expire_and_counts_decay_as_predicted(
+        num_rows: int, admit_after: int, eviction: str, half_life: int | None,
+        time_to_live: int | None) -> None:
+    keys = log_of(20_000)
+    rule = oper.DynamicTable(admit_after=admit_after, eviction=eviction, half_life=half_life,
+                             time_to_live=time_to_live)
+    times = [None if x is None else float(x * BATCH) for x in (half_life, time_to_live)]
+    found = forecast(counted(keys), num_rows, admit_after, eviction, *times)
+    true, num_live = replayed(keys, num_rows, rule)
+    assert found.occupied == pytest.approx(num_live, rel=0.1)
+    assert found.default_share == pytest.approx(true.default_share, rel=0.04)
+    if admit_after > 1:
+        return  # fewer keys can be counted than wait for a row
+    assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=0.04)
+    kinds = found.evictions_per_lookup, found.expirations_per_lookup
+    assert min(kinds) == 0 < max(kinds) <= found.inserts_per_lookup
+    assert (kinds[1] > 0) is (true.expired > true.evicted)
+
+
 @pytest.mark.parametrize(("num_rows", "admit_after"), [
     (10_001, 1), (10_001, 2), (1_001, 1), (2, 1)])
 def test_rows_have_the_lookups_of_their_keys(num_rows: int, admit_after: int) -> None:
     table = counted(log_of(5_000))
-    rows = rows_of_keys(table, num_rows, admit_after)
+    rows = rows_of_keys(table, DynamicRows(num_rows, admit_after))
     found = forecast(table, num_rows, admit_after)
     assert rows.num_rows == num_rows and rows.head_ids.tolist() == [0]
     assert rows.head_counts[0] == pytest.approx(found.default_share * LOOKUPS, abs=1)
@@ -92,12 +117,14 @@ def test_empty_statistics() -> None:
     assert (empty.num_accesses, empty.num_touched_rows) == (0, 0)
     found = forecast(empty, 10)
     assert (found.keys, found.occupied, found.default_share) == (0, 0.0, 0.0)
-    assert rows_of_keys(empty, 10).tail_num_rows.tolist() == [10]
+    assert rows_of_keys(empty, DynamicRows(10)).tail_num_rows.tolist() == [10]
 
 
 @pytest.mark.parametrize(("fields", "name"), [
     ({"num_rows": 1}, "num_rows"), ({"num_rows": 9, "admit_after": 0}, "admit_after"),
-    ({"num_rows": 9, "eviction": "fifo"}, "eviction")])
+    ({"num_rows": 9, "eviction": "fifo"}, "eviction"),
+    ({"num_rows": 9, "half_life": 0}, "half_life"),
+    ({"num_rows": 9, "time_to_live": -1.0}, "time_to_live")])
 def test_refused_arguments(fields: dict[str, object], name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"cannot forecast a dynamic table: {name}"):
         forecast(counted(log_of(50, size=100)), **fields)  # type: ignore[arg-type]
@@ -121,7 +148,7 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
     """If each key occurs once, all lookups read row 0; with a few hot keys, hardly any."""
     shares = {}
     for name, keys in (("new", np.arange(LOOKUPS) * 7), ("hot", log_of(50))):
-        table = rows_of_keys(counted(keys), 4_097)
+        table = rows_of_keys(counted(keys), DynamicRows(4_097))
         shares[name] = table.head_counts[0] / table.num_accesses
         stats = AccessStats(LOOKUPS, {"weight": counted(keys)})
         bag = module_support.shard(nn.EmbeddingBag(4_097, 8, mode="sum"), stats=stats,

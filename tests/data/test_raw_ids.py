@@ -24,7 +24,7 @@ from oper.data import (
 )
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing.sequences import write_sequences
-from oper.errors import FileFormatError, InvalidInputError
+from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.rl_rec.data.interactions import load_interactions
 from oper.stats import AccessStats
 from tests.data.folder_support import encoded, parquet_bytes
@@ -235,3 +235,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     known = AccessStats.load(stats).tables["item"]
     assert found["forecast"]["keys"] == known.num_touched_rows == sum(found["new_ids"])
     assert found["forecast"]["default_share"] == forecast(known, 9).default_share
+    words = ["analyze", out, "-o", stats, "--json", "--time-to-live", "3", "--eviction", "lfu"]
+    for more, message in (([], "--capacity"), (["--capacity", "9"], "--update-samples")):
+        with pytest.raises(UsageError, match=message):
+            run(*words, *more)
+    assert run(*words, "--capacity", "9", "--update-samples", "2") == 0
+    found = json.loads(capsys.readouterr().out)["tables"]["item"]["forecast"]
+    samples = AccessStats.load(stats).num_samples
+    assert found["occupied"] == forecast(
+        known, 9, 1, "lfu", None, 6 * known.num_accesses / samples).occupied < 8

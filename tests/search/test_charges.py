@@ -9,8 +9,10 @@ import pytest
 from search_cases import gpus, host, space_bound, tables_and_stats
 
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search import make_plan, verify_plan
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import PUSH, REPLICATED, SHARD
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.pricing.node import (
     ALL_PUSHED,
     ONE_TIER,
@@ -21,7 +23,7 @@ from oper.search.pricing.node import (
     PieceChoice,
 )
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
+from oper.search.problem.statement import NUM_FEATURES, TOUCHED, Problem, TableProblem, make_problem
 from oper.search.relaxation.relaxation import Relaxation
 from oper.topology import Costs
 
@@ -120,6 +122,38 @@ def test_several_pieces_pay_id_streams_and_all_charges(name):
             # The squares of one piece are not charged.
             assert (asked <= true + 1e-9).all() and asked == pytest.approx(true, rel=1e-2)
             assert more - asked == pytest.approx(truly_more - true, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+def test_directories_of_keys_cost_as_much_in_the_bound_as_in_the_model(name):
+    """Finding, counting, inserting and exchanging keys, term by term; plans with keys are certified
+    as tightly as plans without."""
+    specs, stats = tables_and_stats(3, 4, lengths=(4, 20))
+    share = 0.1
+    dynamic = replace(stats, tables=stats.tables | {
+        n: replace(stats.tables[n], default_share=share) for n in ("t0", "t2")})
+    topology = replace(TOPOLOGIES[name], costs=Costs(
+        phase_us=1.0, key_ns=20.0, key_count_ns=19.0, key_insert_ns=630.0))
+    static, keyed = (make_problem(specs, x, topology, batch_size=512) for x in (stats, dynamic))
+    world, near = topology.world_size, keyed.machine.num_near[0]
+    tables = [t for t in keyed.tables if t.default_share is not None]
+    assert [t.spec.name for t in tables] == ["t0", "t2"]
+    ids = sum(t.traffic.num_ids for t in tables)
+    distinct = sum(t.total[TOUCHED] for t in tables)
+    before, after = (CostModel(x).base().rows[:, 0] for x in (static, keyed))
+    added = np.zeros(NUM_ROWS)
+    added[Row.FORWARD_NS] = 20 * ids
+    added[Row.UPDATE_NS] = world / near * (19 * distinct + 630 * share * ids)
+    added[[Row.GRADS, Row.RETURNED]] = 8 * (distinct + share * ids) / near
+    assert after - before == pytest.approx(added)
+    relaxations = [Relaxation(CostModel(x)) for x in (static, keyed)]
+    rows = relaxations[0].rows
+    size = rows.phase_of.size
+    assert relaxations[1].base[:size] - relaxations[0].base[:size] == pytest.approx(
+        rows.of_tally(Tally(np.repeat(added[:, None], world, 1))))
+    plan = make_plan(specs, dynamic, topology, batch_size=512)
+    assert 0.98 * plan.step_us < plan.lower_bound_us <= plan.step_us
+    assert verify_plan(plan, keyed).certified
 
 
 @pytest.mark.parametrize("per_host", [4, 2])

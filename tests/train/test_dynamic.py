@@ -21,7 +21,7 @@ from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.errors import InvalidInputError, UsageError
 from oper.integration.checkpoint.follow import Follower
-from oper.rows.capacity import rows_of_keys
+from oper.rows.capacity import DynamicRows, rows_of_keys
 from oper.search import make_problem
 from oper.search.cost.model import evaluate
 from oper.search.problem.presets import topology_preset
@@ -286,12 +286,18 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
     columns = Folder.open(raw.folder, allow_raw=True).sparse
     rows = ";".join(f"{name}={101 if name == 'C26' else 600}" for name in columns)
     assert main(["plan", raw.stats, "-o", plan, *machine, "--dim", "8", "--dynamic-rows", rows,
-                 "--admit-after", "2", "--eviction", "lfu", "--time-budget", "1"]) == 0
+                 "--admit-after", "2", "--eviction", "lfu", "--half-life", "9",
+                 "--time-to-live", "30", "--time-budget", "1"]) == 0
     made = oper.Plan.load(plan)
     assert {t.table.num_rows for t in made.tables} == {600, 101}
     stats = oper.AccessStats.load(raw.stats)
+
+    def of_rows(name: str, keys: oper.TableStats) -> oper.TableStats:
+        times = (x * 2048 * keys.num_accesses / stats.num_samples for x in (9, 30))
+        return rows_of_keys(keys, DynamicRows(101 if name == "C26" else 600, 2, "lfu", *times))
+
     problem = make_problem([t.table for t in made.tables], replace(stats, tables={
-        n: rows_of_keys(t, 101 if n == "C26" else 600, 2, "lfu") for n, t in stats.tables.items()}),
+        n: of_rows(n, t) for n, t in stats.tables.items()}),
         topology_preset("this-host", 1), batch_size=2048)
     assert made.step_us == pytest.approx(evaluate(made, problem).step_us, rel=1e-9)
     for verb in ("verify", "explain"):
@@ -304,6 +310,7 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
                            (["--dynamic-rows", "C1=600;C1=700"], "each table at most once"),
                            (["--dynamic-rows", "1"], "num_rows=1"),
                            (["--eviction", "lfu"], "--eviction='lfu'"),
+                           (["--time-to-live", "3"], "--time-to-live=3"),
                            (["--dynamic-rows", "9", "--objective", "inference"], "--objective=")):
         assert main(["plan", raw.stats, "-o", plan, *machine, *words]) != 0
         assert message in capsys.readouterr().err

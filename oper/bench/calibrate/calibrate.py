@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.bench.calibrate.keys import measure_keys
 from oper.bench.calibrate.network import across_hosts, measure_hosts, measure_network
 from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
 from oper.bench.core import record
@@ -180,8 +181,9 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
                 phases = np.stack([forward, reduce, update + refresh])
                 samples.append(Sample(case.work, kind, stats, x["wall_us"], phases,
                                       x["bytes_read"], {k: x[k] for k in _QUALITY}))
-    fitted = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
-    return *fitted, [s for s in samples if s.work in checking]
+    topology, residuals = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
+    topology = replace(topology, costs=replace(topology.costs, **measure_keys()))
+    return topology, residuals, [s for s in samples if s.work in checking]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:

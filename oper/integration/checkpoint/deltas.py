@@ -139,7 +139,8 @@ class DeltaCheckpoints:
 
     def _times_to_live(self) -> list[dict[str, int | None]]:
         """Return the times to live of keys, by collection with dynamic tables and table."""
-        return [c.tables.keys.times_to_live for c in self._changed if c.tables.keys is not None]
+        return [{name: rule.time_to_live for name, rule in c.tables.keys.rules.items()}
+                for c in self._changed if c.tables.keys is not None]
 
     def _has_same_times(self) -> bool:
         """Whether the chain of deltas on disk was saved with the present times to live. Deltas name

@@ -38,6 +38,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
+from oper.search.cost.keys import key_rows
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
 from oper.search.cost.tally import (
     GRAD_BYTES,
@@ -328,7 +329,7 @@ class CostModel:
         out[list(self.every_pass)] += self.costs.table_us * 1e3
         if self.training:
             out[Row.BACKWARD_NS] += self.costs.sort_table_us * 1e3
-        return out
+        return out + key_rows(t, self.problem)
 
     # -- plans ------------------------------------------------------------------------------------
 

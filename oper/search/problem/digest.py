@@ -27,6 +27,8 @@ def problem_digest(problem: Problem) -> str:
     for t in problem.tables:
         arrays += [t.edges, t.cumulative, t.traffic.lengths, t.traffic.length_share,
                    np.array([t.traffic.num_ids, t.traffic.num_bags, float(t.ids_are_positions)])]
+        if t.default_share is not None:
+            arrays.append(np.array([t.default_share]))
         if t.traffic.samples_per_bag != 1:
             arrays.append(np.array([t.traffic.samples_per_bag]))
         if t.spec.name in problem.constraints.tables:  # pinned rows may be named by id

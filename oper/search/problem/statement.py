@@ -94,6 +94,7 @@ class TableProblem:
         head_ids: int64 [H], ids at the first positions (empty if `ids_are_positions`).
         explicit_ids: int64 [E], ascending; the hottest rows by id, for plans that do not order ids.
         explicit: float64 [4, E], the features of each row in `explicit_ids`.
+        default_share: of a dynamic table, share of the lookups whose key has no row; None = static.
     """
 
     spec: TableSpec
@@ -104,6 +105,7 @@ class TableProblem:
     head_ids: np.ndarray
     explicit_ids: np.ndarray
     explicit: np.ndarray
+    default_share: float | None = None
 
     @property
     def num_outputs(self) -> float:
@@ -408,7 +410,7 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     # Each explicit row has the mean features of its block.
     each = np.diff(np.stack([np.interp(position, edges, c) for c in cumulative]), axis=1)
     return TableProblem(spec, traffic, edges, cumulative, in_order, head, explicit[order],
-                        each[:, order])
+                        each[:, order], None if found is None else found.default_share)
 
 
 def _geometric(num_rows: int, num_blocks: int) -> Sequence[int]:

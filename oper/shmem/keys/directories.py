@@ -103,7 +103,7 @@ class Keys:
 
     Attributes:
         tables: number of each dynamic table, by name.
-        times_to_live: `DynamicTable.time_to_live` of each, by name.
+        rules: their settings, by name.
         num_bytes: bytes of the directories in this memory domain.
 
     Raises:
@@ -125,7 +125,7 @@ class Keys:
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
         self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
         self.tables = {name: number for number, name in enumerate(rules)}
-        self.times_to_live = {name: rule.time_to_live for name, rule in rules.items()}
+        self.rules = dict(rules)
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *arguments,
             [self.tables.get(table, -1) for _, table in tables.features]))
@@ -327,6 +327,18 @@ class Keys:
         slots = self.num_records(name, False)
         occupied, full, *events = found
         return KeyCounts(slots, occupied, num_buckets(slots), full, *events)
+
+    def present_counts(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return the counts of the keys in slots `[begin, end)`, int64 [n], halved as
+        `DynamicTable.half_life` states; 0 for free slots and expired keys. One-sided: no rank may
+        be in an update."""
+        rule, clock = self.rules[name], self.clock(name)
+        _, counts, clocks = self.read(name, "keys", begin, end).unbind(1)
+        if rule.half_life is not None:  # KeyRules::decayed in csrc/host/keys/directory.h
+            passed = clock // rule.half_life - clocks // rule.half_life
+            counts = counts >> passed.clamp(0, 40)
+        oldest = 0 if rule.time_to_live is None else max(0, clock - rule.time_to_live)
+        return torch.where(clocks >= oldest, counts, 0)
 
     def close(self) -> None:
         """Release the directories."""
