@@ -15,6 +15,9 @@ Phases of a training step (barriers between them) and the work of each rank:
 * update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
   reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
   master copy, which then writes all other copies.
+* refresh (between hosts whose links differ): changed rows are sent to copies on other hosts, once
+  all gradients have arrived. With equal links, all ranks send and receive equally many of them,
+  because master copies are assigned round-robin; then refresh is part of update.
 
 Ranks of one memory domain access each other's rows as local memory: no link bytes within a domain.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
@@ -52,7 +55,15 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import REQUEST, TERMS, Term, add_wire, by_group
+from oper.search.problem.machine import (
+    REFRESH,
+    REQUEST,
+    TERMS,
+    Machine,
+    Term,
+    add_wire,
+    by_group,
+)
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
@@ -80,6 +91,8 @@ class CostModel:
         several_hosts = bool(self.machine.host.any())
         if several_hosts:
             self.phases = (REQUEST, *self.phases)
+            if self.training and not _refreshes_evenly(self.machine):
+                self.phases = (*self.phases, REFRESH)
         if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
             self.phases = (RESOLVE, *self.phases)
         none = (0.0,) * self.machine.world_size
@@ -89,6 +102,9 @@ class CostModel:
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         #: Phase in which requests are sent to other hosts.
         self.request_phase = self.phases.index(REQUEST if several_hosts else "forward")
+        #: Index of the update phase (training), and of the phase in which hosts send changed rows.
+        self.update_phase = self.phases.index("forward") + 2
+        self.refresh_phase = len(self.phases) - 1
         #: Microseconds that a plan pays for pushing anything. One `phase_us` is two exchanges: of
         #: headers, and of the data whose sizes they announce. On one host, pushing adds a wait for
         #: partial sums. Hosts exchange headers, requests and rows even if nothing is pushed, so
@@ -432,7 +448,8 @@ class CostModel:
         subset_reads(self.machine, units[self.phases.index("forward")], tier.ranks,
                      owner[TOUCHED].sum() * each)
         if self.training:
-            broadcast(self.machine, units[-1], rows[Row.BROADCAST], holds)
+            broadcast(self.machine, units[self.update_phase], units[self.refresh_phase],
+                      rows[Row.BROADCAST], holds)
         add_wire(units, self.machine)
         rows[Row.BROADCAST] = 0.0
         rows[Row.UPDATE_NS] *= holds
@@ -490,7 +507,8 @@ class CostModel:
             # And gradients of the bags whose rows owners pooled.
             owner_receives(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :])
             update[..., Term.MEMORY, :] += sums * world
-            broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
+            broadcast(self.machine, update, out[..., self.refresh_phase, :, :],
+                      rows[..., Row.BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out
 
@@ -508,10 +526,11 @@ class CostModel:
         waits for partial sums or for squared gradients of column pieces. Fetching rows from other
         hosts takes three exchanges, one of which belongs to the request phase."""
         phase = self.costs.phase_us
-        fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
+        fixed = [{RESOLVE: 0.0, REQUEST: phase / 2, REFRESH: 0.0}.get(p, phase)
+                 for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
         if self.training:
-            fixed[-1] += phase * (tally.num_split > 0)
+            fixed[self.update_phase] += phase * (tally.num_split > 0)
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:
@@ -526,6 +545,15 @@ class CostModel:
         return Evaluation(phases, held, self.machine.per_domain(held), self.machine.capacity_bytes,
                           self.machine.per_host(tally.rows[Row.HOST_HELD]),
                           self.machine.host_capacity_bytes)
+
+
+def _refreshes_evenly(machine: Machine) -> bool:
+    """Whether sending changed rows to all other hosts takes all ranks equally long, if their master
+    copies are distributed evenly."""
+    units, every = np.zeros((len(TERMS), machine.world_size)), np.ones(machine.world_size)
+    broadcast(machine, np.zeros_like(units), units, every, every)
+    seconds = machine.seconds(units)
+    return bool(np.allclose(seconds.min(axis=1), seconds.max(axis=1), rtol=1e-9, atol=0.0))
 
 
 def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
