@@ -63,15 +63,13 @@ def test_unequal_links_are_branched_on() -> None:
     assert recomputed(tree.bound) >= tree.bound.lower_bound_us * (1 - 1e-9)
 
 
-def test_replicas_on_slow_links_leave_no_gap() -> None:
+def test_masters_do_not_spare_slow_links() -> None:
     """Rows that hosts with half the bandwidth send and receive cannot be spared by moving masters:
     when gradients and changed rows were one exchange, the bound was 15 % below the plan."""
     work = plan_workloads.criteo_kaggle(701)
     problem = make_problem(work.tables, work.stats, plan_workloads.cluster(64, 701),
                            batch_size=work.batch_size, allow=EVERYTHING)
-    plan = plan_problem(problem)
-    assert any(x.placement == "replicated" for t in plan.tables for p in t.pieces for x in p.tiers)
-    assert plan.gap < 0.01
+    assert plan_problem(problem).gap < 0.01
 
 
 def test_several_limits_of_one_owner() -> None:
