@@ -22,7 +22,8 @@ TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "h
          "rack_in", "rack_out")
 REQUEST = "request"  # phase in which hosts request rows from each other, before forward
 REFRESH = "refresh"  # phase in which hosts send changed rows to copies, after update
-EXCHANGES = (REQUEST, "forward", "update", REFRESH)  # phases in which hosts send each other messages
+#: Phases in which hosts send each other messages.
+EXCHANGES = (REQUEST, "forward", "update", REFRESH)
 GROUPS = ("local", *TERMS[2:])
 
 
