@@ -5,19 +5,7 @@ and are linear in the features of the rows that a rank owns, replicates or reads
 tally to units (bytes, nanoseconds) per phase, term and rank. Everything that the planner computes
 uses these two steps: evaluation of a plan, columns of the lower bound, and moves of the search.
 
-Phases of a training step (barriers between them) and the work of each rank:
-
-* request (between hosts): the ids of pushed rows are sent to their owners, which answer once all
-  have arrived. The ranks' own work for it is counted in forward, since all readers do the same.
-* forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
-  and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
-* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
-  reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
-  master copy, which then writes all other copies.
-* refresh (between hosts whose links differ): changed rows are sent to copies on other hosts, once
-  all gradients have arrived. With equal links, all ranks send and receive equally many of them,
-  because master copies are assigned round-robin; then refresh is part of update.
+`oper.search.cost.phases` lists the phases of a step and the ranks' work in each.
 
 Ranks of one memory domain access each other's rows as local memory: no link bytes within a domain.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
@@ -42,6 +30,7 @@ from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
+from oper.search.cost.phases import phases_of
 from oper.search.cost.tally import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
@@ -55,19 +44,10 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import (
-    REFRESH,
-    REQUEST,
-    TERMS,
-    Machine,
-    Term,
-    add_wire,
-    by_group,
-)
+from oper.search.problem.machine import REFRESH, REQUEST, TERMS, Term, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
-PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
 SQUARE_BYTES = 4  # of the sum of a row's squared gradients over the columns of a piece
@@ -87,21 +67,15 @@ class CostModel:
             :3 if problem.training else 1]
         self.passes = self.every_pass[:2]
         self.training = problem.training
-        self.phases = PHASES[problem.objective]
-        several_hosts = bool(self.machine.host.any())
-        if several_hosts:
-            self.phases = (REQUEST, *self.phases)
-            if self.training and not _refreshes_evenly(self.machine):
-                self.phases = (*self.phases, REFRESH)
-        if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
-            self.phases = (RESOLVE, *self.phases)
+        self.phases = phases_of(problem)
         none = (0.0,) * self.machine.world_size
         #: float64 [num_phases, W], seconds of dense compute that overlap with each phase.
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         #: Phase in which requests are sent to other hosts.
-        self.request_phase = self.phases.index(REQUEST if several_hosts else "forward")
+        self.request_phase = self.phases.index(
+            REQUEST if REQUEST in self.phases else "forward")
         #: Index of the update phase (training), and of the phase in which hosts send changed rows.
         self.update_phase = self.phases.index("forward") + 2
         self.refresh_phase = len(self.phases) - 1
@@ -109,7 +83,7 @@ class CostModel:
         #: headers, and of the data whose sizes they announce. On one host, pushing adds a wait for
         #: partial sums. Hosts exchange headers, requests and rows even if nothing is pushed, so
         #: that pushing adds only the headers of partial sums.
-        self.push_us = self.costs.phase_us * (0.5 if several_hosts else 1.0)
+        self.push_us = self.costs.phase_us * (0.5 if REQUEST in self.phases else 1.0)
         m = self.machine
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.
@@ -545,15 +519,6 @@ class CostModel:
         return Evaluation(phases, held, self.machine.per_domain(held), self.machine.capacity_bytes,
                           self.machine.per_host(tally.rows[Row.HOST_HELD]),
                           self.machine.host_capacity_bytes)
-
-
-def _refreshes_evenly(machine: Machine) -> bool:
-    """Whether sending changed rows to all other hosts takes all ranks equally long, if their master
-    copies are distributed evenly."""
-    units, every = np.zeros((len(TERMS), machine.world_size)), np.ones(machine.world_size)
-    broadcast(machine, np.zeros_like(units), units, every, every)
-    seconds = machine.seconds(units)
-    return bool(np.allclose(seconds.min(axis=1), seconds.max(axis=1), rtol=1e-9, atol=0.0))
 
 
 def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
