@@ -15,7 +15,7 @@ from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
-from oper.search.cost.model import evaluate
+from oper.search.cost.model import Evaluation, evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
 from oper.search.peers.baselines import replicate_or_partition
 from oper.search.problem.constraints import Constraints, check_constraints, violations
@@ -32,6 +32,8 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _CLOSE = 1e-6  # a plan whose gap is at most this is not compared with simple plans
+_MORE = 1.1  # gap of a plan that is kept for a similar problem, relative to its gap before
+_SHARE = 5  # of the work of raising a bound, when a proof of a similar problem is at hand
 _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time limit
 _Proof = dict[str, Any]  # see `_proof`
 
@@ -119,7 +121,10 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     Args:
         start: a plan of the same tables and ranks. If it uses only allowed features, fits the
             memory and satisfies the constraints, the result is never slower. Planning with more
-            memory, started from a plan made with less, therefore never gives a slower plan.
+            memory, started from a plan made with less, therefore never gives a slower plan. If it
+            was planned with the same effort for a similar problem and is about as close to this
+            one's bound as it was to its own, it is returned with a new bound, without a search; the
+            branchings are those of its proof.
     """
     if message_variance is not None:
         require("cannot choose the bits of messages", "give one of the two",
@@ -140,6 +145,12 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
+    if start is not None:
+        kept = _kept(start, problem, budget, target_gap, effort)
+        if kept is not None:
+            plan, proof = kept
+            return with_bound(_noted(plan, problem, effort, seed, time_budget_s), problem,
+                              _proved_us(proof), proof)
     try:
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     except PlanInfeasibleError:
@@ -148,13 +159,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         problem = problem.in_need()
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
-    notes = {**plan.notes, "effort": effort, "seed": seed,
-             "allow": sorted(problem.allow)}
-    if problem.constraints != Constraints():
-        notes["constraints"] = problem.constraints.to_json()
-    if problem.overlap:
-        notes["overlap_us"] = overlap_to_json(problem.overlap)
-    plan = replace(plan, notes=notes, message_bits=problem.message_bits)
+    plan = _noted(plan, problem, effort, seed, time_budget_s)
     lower_us = _proved_us(proof)
     if plan.step_us > lower_us * (1 + _CLOSE):
         # The search deals rows to classes of equal ranks, so it does not produce even stripes over
@@ -166,13 +171,61 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     return with_bound(_not_slower(plan, start, problem), problem, lower_us, proof)
 
 
+def _noted(plan: Plan, problem: Problem, effort: str, seed: int, time_budget_s: float | None
+           ) -> Plan:
+    """The plan with notes of how it was made."""
+    notes = {**plan.notes, "effort": effort, "seed": seed, "allow": sorted(problem.allow)}
+    if time_budget_s is not None:
+        notes["time_budget_s"] = time_budget_s
+    if problem.constraints != Constraints():
+        notes["constraints"] = problem.constraints.to_json()
+    if problem.overlap:
+        notes["overlap_us"] = overlap_to_json(problem.overlap)
+    return replace(plan, notes=notes, message_bits=problem.message_bits)
+
+
+def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float, effort: str
+          ) -> tuple[Plan, _Proof] | None:
+    """`start` with a proof for this problem, if that shows it to be as good as a search would.
+
+    That is, if its gap is at most `target_gap`, or at most a tenth larger than the gap that
+    remained when it was planned with the same effort and without a time limit.
+    """
+    found, proof = evaluate(start, problem), proof_of(start)
+    planned = start.notes.get("effort") == effort and "time_budget_s" not in start.notes
+    if not (proof and planned and start.gap >= 0 and _is_allowed(start, found, problem)):
+        return None
+    goal_us = found.step_us / (1 + max(target_gap, _MORE * start.gap))
+    parts = subspaces(problem, budget.deadline)
+    fitting = [x for x in parts if not x.bound.is_infeasible]
+    if not fitting:
+        return None
+    for part in fitting:
+        part.grow_as(proof, found.step_us, found.step_us / start.step_us)
+    tighten(fitting, budget.max_work // _SHARE, found.step_us, goal_us, budget.deadline)
+    lower_us = min(x.lower_bound_us for x in fitting)
+    if lower_us < goal_us:
+        return None
+    notes = {"constants": problem.topology.source, "bound_method": "branching",
+             "bnb_nodes": sum(x.solved for x in fitting),
+             "relaxation_us": min(x.root_us for x in fitting)}
+    tables = tuple(start.table(t.spec.name) for t in problem.tables)
+    return Plan(problem.machine.world_size, tables, problem.objective, problem.batch_size,
+                problem.topology.name, found.step_us, notes=notes), _proof(parts)
+
+
+def _is_allowed(plan: Plan, found: Evaluation, problem: Problem) -> bool:
+    """Whether a plan with this evaluation fits, and has the features and constraints allowed."""
+    return found.fits and used_features(plan) <= problem.allow and not violations(
+        plan, problem.constraints)
+
+
 def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
     """`plan`, or a plan with the placement of `start` if that is allowed and faster."""
     if start is None:
         return plan
     found = evaluate(start, problem)
-    allowed = used_features(start) <= problem.allow and not violations(start, problem.constraints)
-    if not (allowed and found.fits and found.step_us < plan.step_us):
+    if not (_is_allowed(start, found, problem) and found.step_us < plan.step_us):
         return plan
     tables = tuple(start.table(t.spec.name) for t in problem.tables)
     return replace(plan, tables=tables, step_us=found.step_us)

@@ -68,6 +68,25 @@ def test_cost_of_replicas():
     assert update.units[Term.LINK_OUT].sum() == pytest.approx(wanted)
 
 
+def test_changed_rows_follow_all_gradients():
+    """With unequal links, the slowest rank of each exchange counts, and not of their sum."""
+    tier, alike = Tier(0, 64, "replicated", (0, 1, 2, 3)), gpus(4, per_host=1)
+    slow = replace(alike, domains=tuple(
+        replace(d, cross_gbps=25.0 / (1 + r)) for r, d in enumerate(alike.domains)))
+    one, two = (evaluate(plan_of(flat(x), tier), flat(x)) for x in (alike, slow))
+    assert [p.name for p in one.phases] == ["request", "forward", "backward", "update"]
+    assert [p.name for p in two.phases][4:] == ["refresh"]
+    update, refresh = two.phases[3:]
+    both = update.units + refresh.units
+    assert both == pytest.approx(one.phases[3].units)
+    total = flat(slow).tables[0].total
+    wanted = total[TOUCHED_ALL] * (64 + SLOT) * np.full(4, 3 / 4)  # from three other masters
+    assert refresh.units[Term.CROSS_IN] == pytest.approx(wanted)
+    assert refresh.units[Term.CROSS_OUT] == pytest.approx(wanted)
+    assert refresh.time_us == pytest.approx(wanted[3] * 4 / 25e3) and not refresh.fixed_us
+    assert sum(p.fixed_us for p in one.phases) == sum(p.fixed_us for p in two.phases)
+
+
 def test_replication_never_saves_bytes_in_training_but_does_in_inference():
     for objective, fewer in (("training", False), ("inference", True)):
         stated = flat(gpus(4), objective)

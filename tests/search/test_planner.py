@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from search_cases import gpus, host, problem, tables_and_stats
 
+from oper.bench.plan import workloads as plan_workloads
 from oper.errors import InvalidInputError, PlanInfeasibleError
-from oper.plan import Plan, Tier
-from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
+from oper.plan import Plan, Tier, uniform_plan
+from oper.search import (
+    EXECUTABLE,
+    Constraints,
+    TableConstraint,
+    evaluate,
+    make_plan,
+    make_problem,
+    verify_plan,
+)
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.tables import TableSpec
@@ -51,6 +61,30 @@ def test_one_memory_domain_stripes_and_buys_no_replicas():
     # Stripes are turned, so that hot rows of different tables meet different ranks.
     assert len({t.tiers[0].ranks for t in plan.tables}) > 1
     assert all(t.head_ids.size == 0 for t in plan.tables)
+
+
+def test_a_plan_of_a_similar_problem_is_kept_without_a_search(monkeypatch):
+    """Its branchings and prices bound the other problem, whose root bound is far lower."""
+    work, machine = plan_workloads.few_tables(0), plan_workloads.cluster(16, 702)
+    one, other = (make_problem(
+        work.tables, work.stats, replace(machine, domains=tuple(
+            replace(d, cross_gbps=d.cross_gbps * links) for d in machine.domains)),
+        batch_size=batch, allow=EVERYTHING) for batch, links in ((4096, 1), (4300, 0.95)))
+    plan = plan_problem(one)
+    assert plan.notes["bnb_nodes"] and plan.notes["relaxation_us"] < 0.8 * plan.lower_bound_us
+
+    def no_search(*_):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("oper.search.planner.search", no_search)
+    kept = plan_problem(other, start=plan)
+    assert kept.tables == plan.tables and verify_plan(kept, other).certified
+    assert kept.gap < 0.01 and kept.notes["bnb_nodes"] < plan.notes["bnb_nodes"]
+    assert plan_problem(other, start=kept).tables == plan.tables  # its proof serves as well
+    slow = replace(plan, tables=uniform_plan(work.tables, 16, "owned").tables)
+    for start in (slow, replace(plan, notes={}), plan_problem(one, start=plan, time_budget_s=9.0)):
+        with pytest.raises(AssertionError, match="searched"):
+            plan_problem(other, start=start)
 
 
 def test_equal_seeds_give_equal_plans_and_order_of_tables_is_kept():

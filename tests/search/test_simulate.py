@@ -173,6 +173,9 @@ def test_barriers_are_those_of_the_runtime() -> None:
     waits = [(x.process, x.start_us, x.length_us) for x in timeline.bars
              if x.name == "wait" and x.args["step"] == 0]
     assert waits == [(1, 40, 12), (0, 56, 3)]
+    late = run([StepLoad((*STEP.phases, made("refresh", [0, 0], [9, 4])), STEP.ids_us)],
+               Schedule(True), 2)
+    assert late.ends_us == pytest.approx([52 + 7 + 10])
     pushed = run([STEP], Schedule(True, has_push=True), 2)
     assert pushed.ends_us == pytest.approx([31 + 41 + 7])
 

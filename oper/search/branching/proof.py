@@ -1,12 +1,19 @@
-"""The JSON form of a bound's proof: a branch-and-bound tree with the prices of its leaves."""
+"""The JSON form of a bound's proof: a branch-and-bound tree with the prices of its leaves.
+
+The proof of one problem also serves for similar ones: any prices give a bound, so that a tree with
+the same branchings and prices is bounded by one pricing per leaf, without a linear program.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from oper.search.branching.tree import SearchTree, TreeNode
+from oper.search.branching.tree import Branching, SearchTree, TreeNode
+from oper.search.pricing.master import Bound, Pool
+from oper.search.pricing.node import PUSHES, STILL, Node
 from oper.search.problem.machine import GROUPS
 from oper.search.relaxation.relaxation import Relaxation
 
@@ -21,18 +28,78 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
     ``["host memory", class of hosts]`` (classes of `oper.search.cost.space.model_classes`), or
     ``[kind, phase, group]`` for a row about the owner of the largest piece.
     """
-    relaxation = tree.bound.relaxation
-    model, classes, uses_host = (relaxation.model, relaxation.classes, relaxation.rows.uses_host)
-    by_load = relaxation.distinguished
-    load = None if by_load is None else _load_name(relaxation, by_load)
-    return {
-        "plans": list(plans), "apart": load,
-        "rows": [
-            *(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
+    by_load = tree.bound.relaxation.distinguished
+    load = None if by_load is None else _load_name(tree.bound.relaxation, by_load)
+    return {"plans": list(plans), "apart": load, "rows": _row_names(tree.bound.relaxation),
+            "tree": _tree_to_json(tree.root, target_us)}
+
+
+def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float) -> None:
+    """Branch a tree that consists of its root as in a proof, and bound the leaves by its prices.
+
+    Args:
+        tree: the tree.
+        part: a part of a proof for the same kinds of plans, perhaps of another problem. Branchings
+            on tables that this one lacks, and loads that it does not have, are left out.
+        step_us: cutoff, the step of a known plan without barriers; only faster plans are bounded.
+        scale: by which loads of pieces in the proof are multiplied.
+    """
+    first, relaxation = tree.root.bound, tree.bound.relaxation
+    names = {t.spec.name: k for k, t in enumerate(relaxation.tables)}
+    rows = {tuple(x): k for k, x in enumerate(_row_names(relaxation))}
+    at = {str(n): rows.get(tuple(x)) for n, x in enumerate(part["rows"])}
+    loads = {tuple(_load_name(relaxation, x.load)): x.load for x in relaxation.inequalities}
+
+    def grown(value: dict[str, Any], node: Node) -> TreeNode:
+        if "parts" not in value:
+            prices = np.zeros(relaxation.num_rows)
+            for number, price in value["prices"].items():
+                if (row := at[number]) is not None:
+                    prices[row] = price
+            prices = relaxation.project_prices(prices)
+            bound = node.bound_at(prices, node.price(prices).value) * (1 - _SLACK)
+            return TreeNode(Bound(max(bound, first.lower_bound_us), bound, prices, node, Pool(),
+                                  0.0, 0))
+        branching: int | tuple[int, int] | None
+        if "table" in value:
+            branching = names.get(value["table"])
+            children = [] if branching is None else [
+                Node(relaxation, node.limits, _with(node.pushes, branching, x))
+                for x in (STILL, PUSHES)]
+        else:
+            branching, limits = loads.get(tuple(value["load"])), node.limits
+            cut = scale * value["at_us"]
+            children = [] if branching is None else [
+                Node(relaxation, replace(limits, most=_with(limits.most, branching, min(
+                    limits.most[branching], cut))), node.pushes),
+                Node(relaxation, replace(limits, least=_with(limits.least, branching, max(
+                    limits.least[branching], cut))), node.pushes)]
+        if branching is None:
+            return TreeNode(replace(first, node=node, pool=Pool()))
+        out = TreeNode(replace(first, lower_bound_us=0.0, node=node, pool=Pool()))
+        out.branching = Branching(branching, 0.0, (children[0], children[1]))
+        out.children = tuple(grown(x, y) for x, y in zip(value["parts"], children, strict=True))
+        return out
+
+    begin = replace(first.node.limits, step=step_us - relaxation.fixed_us)
+    root = grown(part["tree"], Node(relaxation, begin, first.node.pushes))
+    if root.children:
+        tree.adopt(root)
+
+
+def _with(values: np.ndarray, at: int | tuple[int, int], value: float) -> np.ndarray:
+    out = values.copy()
+    out[at] = value
+    return out
+
+
+def _row_names(relaxation: Relaxation) -> list[list[Any]]:
+    model, classes = relaxation.model, relaxation.classes
+    uses_host = relaxation.rows.uses_host
+    return [*(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
             *(["memory", k] for k in range(classes.num_domain_classes)),
             *(["host memory", k] for k in range(classes.num_host_classes) if uses_host),
-            *([x.kind, *_load_name(relaxation, x.at)] for x in relaxation.inequalities)],
-        "tree": _tree_to_json(tree.root, target_us)}
+            *([x.kind, *_load_name(relaxation, x.at)] for x in relaxation.inequalities)]
 
 
 def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:

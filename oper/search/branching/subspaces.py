@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.branching.proof import part_to_json
+from oper.search.branching.proof import grow_as, part_to_json
 from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
@@ -129,6 +129,14 @@ class Subspace:
                                   >= first.bound.lower_bound_us) else first
         tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                  deadline=deadline)
+
+    def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
+        """Branch as a proof of a similar problem did, to bound plans faster than `step_us`. Loads
+        are multiplied by `scale`, the ratio of the problems' steps."""
+        self.cutoff_us = min(self.cutoff_us, step_us)
+        for part in proof["parts"]:
+            if set(part["plans"]) == set(self.plans) and part["apart"] is None:
+                grow_as(self.trees[0], part, step_us - self.extra_us, scale)
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the `number` nodes with the least bounds, in ascending order."""

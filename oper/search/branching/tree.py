@@ -97,6 +97,17 @@ class SearchTree:
         if relaxation.tables and bound.overflow <= 1e-6:
             self._heap = [(bound.lower_bound_us, next(self._order), self.root)]
 
+    def adopt(self, root: TreeNode) -> None:
+        """Replace the tree by another one of the same relaxation, whose leaves have bounds."""
+        self.root, nodes, self._heap = root, [root], []
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children
+            if not node.children:
+                self._heap.append((node.bound.lower_bound_us, next(self._order), node))
+        heapq.heapify(self._heap)
+        self.bound = self._heap[0][2].bound
+
     def run(self, max_nodes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
         """Branch until the bound reaches `goal_us` or a limit is exceeded; returns the bound.

@@ -15,7 +15,8 @@ class Phase:
     """One phase of a step.
 
     Attributes:
-        name: ``"resolve"``, ``"request"``, ``"forward"``, ``"backward"`` or ``"update"``.
+        name: ``"resolve"``, ``"request"``, ``"forward"``, ``"backward"``, ``"update"`` or
+            ``"refresh"``.
         units: float64 [9, W]: bytes, or nanoseconds of compute, by term and rank.
         seconds: float64 [9, W]: time of each term; each rank waits for all bytes of a shared link.
         fixed_us: fixed cost, microseconds.

@@ -46,14 +46,16 @@ def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
         out[..., Term.RACK_IN, :] += message * (m.world_size - m.num_rack)
 
 
-def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
+def broadcast(m: Machine, out: np.ndarray, sent: np.ndarray, amount: np.ndarray,
+              holds: np.ndarray) -> None:
     """Add the bytes of changed rows that masters send to all copies.
 
     The master writes the copies in other domains.
 
     Args:
         m: the machine.
-        out: float64 [..., 9, W], units by term and rank; added to in place.
+        out: float64 [..., 9, W], units of the update phase by term and rank; added to in place.
+        sent: float64 [..., 9, W], units of the phase in which hosts send changed rows; likewise.
         amount: float64 [..., W], bytes of changed rows by master.
         holds: float64 [W], 1 if a rank has a copy, else 0.
     """
@@ -61,14 +63,14 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
     # Ranks of a domain with several copies read the domain's changed rows and write their own copy.
     out[..., Term.MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
     out[..., Term.LINK_OUT, :] += amount * (host - near)
-    out[..., Term.CROSS_OUT, :] += amount * (every - host)
+    sent[..., Term.CROSS_OUT, :] += amount * (every - host)
     on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds
     out[..., Term.LINK_IN, :] += on_host
-    out[..., Term.CROSS_IN, :] += afar
+    sent[..., Term.CROSS_IN, :] += afar
     out[..., Term.MEMORY, :] += on_host + afar
     if m.has_racks:
-        out[..., Term.RACK_OUT, :] += amount * (every - m.rack_sum(holds))
-        out[..., Term.RACK_IN, :] += m.other_racks(amount) * holds
+        sent[..., Term.RACK_OUT, :] += amount * (every - m.rack_sum(holds))
+        sent[..., Term.RACK_IN, :] += m.other_racks(amount) * holds
 
 
 def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:

@@ -5,16 +5,7 @@ and are linear in the features of the rows that a rank owns, replicates or reads
 tally to units (bytes, nanoseconds) per phase, term and rank. Everything that the planner computes
 uses these two steps: evaluation of a plan, columns of the lower bound, and moves of the search.
 
-Phases of a training step (barriers between them) and the work of each rank:
-
-* request (between hosts): the ids of pushed rows are sent to their owners, which answer once all
-  have arrived. The ranks' own work for it is counted in forward, since all readers do the same.
-* forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
-  and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces the bag gradients of each distinct pulled row into its outbox.
-* update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
-  reduce; they merge them and apply the optimizer; a replicated row is updated by the holder of its
-  master copy, which then writes all other copies.
+`oper.search.cost.phases` lists the phases of a step and the ranks' work in each.
 
 Ranks of one memory domain access each other's rows as local memory: no link bytes within a domain.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
@@ -40,6 +31,7 @@ from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.cost.keys import key_rows
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
+from oper.search.cost.phases import phases_of
 from oper.search.cost.tally import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
@@ -53,11 +45,10 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import REQUEST, TERMS, Term, add_wire, by_group
+from oper.search.problem.machine import REFRESH, REQUEST, TERMS, Term, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
-PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
 SQUARE_BYTES = 4  # of the sum of a row's squared gradients over the columns of a piece
@@ -77,24 +68,23 @@ class CostModel:
             :3 if problem.training else 1]
         self.passes = self.every_pass[:2]
         self.training = problem.training
-        self.phases = PHASES[problem.objective]
-        several_hosts = bool(self.machine.host.any())
-        if several_hosts:
-            self.phases = (REQUEST, *self.phases)
-        if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
-            self.phases = (RESOLVE, *self.phases)
+        self.phases = phases_of(problem)
         none = (0.0,) * self.machine.world_size
         #: float64 [num_phases, W], seconds of dense compute that overlap with each phase.
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         #: Phase in which requests are sent to other hosts.
-        self.request_phase = self.phases.index(REQUEST if several_hosts else "forward")
+        self.request_phase = self.phases.index(
+            REQUEST if REQUEST in self.phases else "forward")
+        #: Index of the update phase (training), and of the phase in which hosts send changed rows.
+        self.update_phase = self.phases.index("forward") + 2
+        self.refresh_phase = len(self.phases) - 1
         #: Microseconds that a plan pays for pushing anything. One `phase_us` is two exchanges: of
         #: headers, and of the data whose sizes they announce. On one host, pushing adds a wait for
         #: partial sums. Hosts exchange headers, requests and rows even if nothing is pushed, so
         #: that pushing adds only the headers of partial sums.
-        self.push_us = self.costs.phase_us * (0.5 if several_hosts else 1.0)
+        self.push_us = self.costs.phase_us * (0.5 if REQUEST in self.phases else 1.0)
         m = self.machine
         #: bool [num_phases, 8], which groups include a rank's own memory and compute time: links
         #: between hosts, in the phases in which hosts exchange messages.
@@ -433,7 +423,8 @@ class CostModel:
         subset_reads(self.machine, units[self.phases.index("forward")], tier.ranks,
                      owner[TOUCHED].sum() * each)
         if self.training:
-            broadcast(self.machine, units[-1], rows[Row.BROADCAST], holds)
+            broadcast(self.machine, units[self.update_phase], units[self.refresh_phase],
+                      rows[Row.BROADCAST], holds)
         add_wire(units, self.machine)
         rows[Row.BROADCAST] = 0.0
         rows[Row.UPDATE_NS] *= holds
@@ -491,7 +482,8 @@ class CostModel:
             # And gradients of the bags whose rows owners pooled.
             owner_receives(self.machine, update, gradients + sums, rows[..., Row.RETURNED, :])
             update[..., Term.MEMORY, :] += sums * world
-            broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
+            broadcast(self.machine, update, out[..., self.refresh_phase, :, :],
+                      rows[..., Row.BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out
 
@@ -509,10 +501,11 @@ class CostModel:
         waits for partial sums or for squared gradients of column pieces. Fetching rows from other
         hosts takes three exchanges, one of which belongs to the request phase."""
         phase = self.costs.phase_us
-        fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
+        fixed = [{RESOLVE: 0.0, REQUEST: phase / 2, REFRESH: 0.0}.get(p, phase)
+                 for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
         if self.training:
-            fixed[-1] += phase * (tally.num_split > 0)
+            fixed[self.update_phase] += phase * (tally.num_split > 0)
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:

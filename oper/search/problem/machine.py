@@ -21,7 +21,9 @@ from oper.topology import Topology
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
          "rack_in", "rack_out")
 REQUEST = "request"  # phase in which hosts request rows from each other, before forward
-EXCHANGES = (REQUEST, "forward", "update")  # phases in which hosts send each other messages
+REFRESH = "refresh"  # phase in which hosts send changed rows to copies, after update
+#: Phases in which hosts send each other messages.
+EXCHANGES = (REQUEST, "forward", "update", REFRESH)
 GROUPS = ("local", *TERMS[2:])
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from oper.search.cost.space import PUSH
-from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
+from oper.search.problem.machine import GROUPS, REFRESH, TERMS, first_neighbourhood, neighbourhoods
 from oper.search.relaxation.pieces import NUM_PIECE_GROUPS, Pieces
 from oper.search.relaxation.rows import Option, ResourceRows
 from oper.search.relaxation.units import LOCAL
@@ -145,7 +145,8 @@ class OwnerRows:
         if model.machine.world_size == 1 or not pushes:
             return
         loads = [(phase, group)
-                 for phase in range(model.request_phase, len(model.phases))
+                 for phase, name in enumerate(model.phases)
+                 if phase >= model.request_phase and name != REFRESH  # not loaded by pieces
                  for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist()]
         for load in loads:
             yield READER, load, load

@@ -172,12 +172,14 @@ class RealizedLoad:
         transfer(units[self.model.request_phase], none, x[Row.REQUESTS], machine)
         forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
-            update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
+            update, gradients = (units[self.model.update_phase],
+                                 x[Row.GRADS] + x[Row.PARTIALS].T)
             update[Term.MEMORY] += x[Row.PARTIALS].sum(axis=1)
             update[Term.MEMORY] += (x[Row.GRADS] * near).sum(axis=0)
             transfer(update, gradients, x[Row.RETURNED], machine)
             update[Term.MEMORY] += (x[Row.BROADCAST] * ~near).sum(axis=0)
-            transfer(update, x[Row.BROADCAST], x[Row.BROADCAST], machine, reads_source=False)
+            transfer(update, x[Row.BROADCAST], none, machine, reads_source=False)
+            transfer(units[self.model.refresh_phase], none, x[Row.BROADCAST], machine)
         add_wire(units, machine)
 
 

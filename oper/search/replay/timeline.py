@@ -24,7 +24,7 @@ import numpy as np
 from oper.errors import require_fields
 from oper.ranges import Amount, Positive, rules_of
 from oper.search.cost.model import Phase
-from oper.search.problem.machine import REQUEST, TERMS, Term
+from oper.search.problem.machine import REFRESH, REQUEST, TERMS, Term
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
@@ -130,7 +130,7 @@ class _Player:
 
     def train(self, number: int) -> None:
         step = self.steps[number]
-        forward, backward, update = step.phases[-3:]
+        forward, backward, *last = step.phases[-3 - (step.phases[-1].name == REFRESH):]
         self.ask(number)
         self.phase(number, forward)
         if self.schedule.has_push:
@@ -139,8 +139,9 @@ class _Player:
         # Sorting that ran ahead during earlier dense compute is subtracted.
         self.phase(number, backward, step.ids_us - self.left[number])
         self.barrier(number)
-        self.phase(number, update)
-        self.barrier(number)
+        for phase in last:  # update, and refresh if there is one
+            self.phase(number, phase)
+            self.barrier(number)
         self.timeline.ends_us.append(float(self.now.max()))
 
     def ask(self, number: int) -> None:

@@ -24,7 +24,7 @@ from oper.search import native
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import NUM_ROWS, SUM_ROWS, Row
 from oper.search.pricing.master import Bound
-from oper.search.problem.machine import GROUPS, REQUEST
+from oper.search.problem.machine import GROUPS, REFRESH, REQUEST
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS
@@ -128,7 +128,8 @@ class Loads:
         self.own_time[:, :-1] = np.reshape(
             np.eye(self.num_phases)[..., None] * self.model.has_local[:, self.groups],
             (self.num_phases, -1))
-        looks = np.array([name not in (RESOLVE, REQUEST) for name in self.model.phases], float)
+        looks = np.array([name not in (RESOLVE, REQUEST, REFRESH)
+                          for name in self.model.phases], float)
         self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
         self.read_unit = self.by_class(self.relaxation.unit)  # mean including the owner's load
         for c, r in enumerate(ranks):
