@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
-from torchrec.modules.crossnet import LowRankCrossNet
 
 import oper
 from oper.errors import PeerLostError
-from oper.integration.dense.dlrm import CrossLayers, DotInteraction, PooledRows, copy_less
+from oper.integration.dense.dlrm import DotInteraction, PooledRows, copy_less
 from oper.integration.dense.gradients import average_in_shared_memory
 from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for
 from tests.runtime_support import assert_bitwise, assert_near
@@ -205,28 +204,3 @@ def _one_ends(rank: int, world_size: int) -> None:
 def test_a_rank_that_ends_before_the_average_is_named() -> None:
     with world(2, _one_ends) as running:
         running.receive(0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_cross_layers_are_torchrecs(dtype: torch.dtype) -> None:
-    """Output and all gradients, also under autocast, in which both round the same operands."""
-    torch.manual_seed(0)
-    plain = LowRankCrossNet(24, 3, 5).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    for bias in plain.bias:
-        torch.nn.init.normal_(bias)
-    lean = copy.deepcopy(plain)
-    lean.__class__ = CrossLayers
-    x = torch.randn(7, 24, dtype=plain.bias[0].dtype)
-    found = []
-    for net in (plain, lean):
-        mine = x.clone().requires_grad_()
-        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            out = net(mine)
-            out.square().sum().backward()
-            with torch.no_grad():
-                assert torch.allclose(net(mine), out, atol=1e-6)
-        found.append([out, mine.grad, *(p.grad for p in net.parameters())])
-    for got, want in zip(*found, strict=True):
-        assert got.dtype == want.dtype == x.dtype
-        tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
-        assert float((got - want).abs().max()) <= tolerance * float(want.abs().max())

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
-from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.shmem.library import load
@@ -51,62 +50,11 @@ class DotInteraction(InteractionArch):
         return found
 
 
-class CrossLayers(LowRankCrossNet):
-    """TorchRec's ``LowRankCrossNet``, on CPUs with fewer passes over samples in training: each
-    layer adds to the gradients of its inputs in place."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute ``x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l``, float32 [B, N], of x_0 [B, N]."""
-        if input.device.type != "cpu" or not torch.is_grad_enabled():
-            return super().forward(input)
-        x = input.to(self.bias[0].dtype)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        found: torch.Tensor = _Cross.apply(x, dtype, *self.W_kernels, *self.V_kernels, *self.bias)
-        return found
-
-
-class _Cross(torch.autograd.Function):
-    """All cross layers; `dtype` is that of the matrix products' operands."""
-
-    @staticmethod
-    def forward(ctx: Any, x_0: torch.Tensor, dtype: torch.dtype, *parameters: torch.Tensor
-                ) -> torch.Tensor:
-        x, saved, third = x_0, [x_0], len(parameters) // 3
-        with torch.autocast("cpu", enabled=False):
-            for w, v, b in zip(*(parameters[k * third:][:third] for k in range(3)), strict=True):
-                low_w, low_v, low_x = w.to(dtype), v.to(dtype), x.to(dtype)
-                inner = low_x @ low_v.T
-                y = inner @ low_w.T + b
-                saved += [low_w, low_v, low_x, inner, y]
-                x = torch.addcmul(x, x_0, y)
-        ctx.save_for_backward(*saved)
-        return x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_0, *saved = ctx.saved_tensors
-        found, of_x_0, of_x = [], torch.zeros_like(x_0), gradient
-        for at in reversed(range(0, len(saved), 5)):
-            w, v, x, inner, y = saved[at:at + 5]
-            of_y = of_x * x_0
-            low = of_y.to(w.dtype)
-            of_inner = low @ w
-            found.append((low.T @ inner, of_inner.T @ x, of_y.sum(0)))
-            of_x_0.addcmul_(of_x, y)
-            of_x = (torch.add if of_x is gradient else torch.Tensor.add_)(of_x, of_inner @ v)
-        of_parameters = [g.to(x_0.dtype) for each in zip(*reversed(found), strict=True)
-                         for g in each]
-        return (of_x_0.add_(of_x), None, *of_parameters)
-
-
 def copy_less(model: DLRM) -> DLRM:
-    """Change the parts of a ``DLRM`` or ``DLRM_DCN`` in place to `PooledRows` and `DotInteraction`
-    or `CrossLayers`; return it. Parameters and their names stay the same."""
+    """Change the parts of a ``DLRM`` or ``DLRM_DCN`` in place to `PooledRows` and, if it has an
+    ``InteractionArch``, `DotInteraction`; return it. Parameters and their names stay the same."""
     for part, plain, ours in ((model.sparse_arch, SparseArch, PooledRows),
-                              (model.inter_arch, InteractionArch, DotInteraction),
-                              (getattr(model.inter_arch, "crossnet", None), LowRankCrossNet,
-                               CrossLayers)):
+                              (model.inter_arch, InteractionArch, DotInteraction)):
         if type(part) is plain:
             part.__class__ = ours
     return model
