@@ -36,21 +36,26 @@ class OneOf:
 
     def draw(self, random: np.random.Generator) -> Any:
         """Draw a value."""
-        return self.values[random.integers(len(self.values))]
+        return self.values[int(random.integers(len(self.values)))]
 
 
-_AUTOENCODER = {"fit.lr": Between(5e-4, 5e-3), "hidden": OneOf((120, 200, 400)),
-                "dim": OneOf((40, 100, 200)), "dropout": OneOf((0.3, 0.5, 0.7))}
-_CONCEPTS = {**_AUTOENCODER, "dim": OneOf((20, 40, 80)), "num_concepts": OneOf((2, 4, 7)),
-             "temperature": Between(0.05, 0.2), "beta_eps": Between(0.05, 0.5)}
-_SEQUENCE = {"fit.lr": Between(5e-4, 5e-3), "dim": OneOf((32, 64, 96)), "layers": OneOf((1, 2)),
-             "dropout": OneOf((0.1, 0.2, 0.3, 0.5)), "negatives": OneOf((0, 256, 1024))}
-_RETURNS = {**_SEQUENCE, "gamma": OneOf((0.1, 0.3, 0.6, 0.9)),
-            "target_quantile": OneOf((0.5, 0.7, 0.9))}
-_VALUES = {**_SEQUENCE, "gamma": OneOf((0.1, 0.3, 0.5, 0.9)), "q_weight": Between(0.1, 1.0)}
+Space = Mapping[str, Between | OneOf]  # ranges of settings by name
+_AUTOENCODER: Space = {
+    "fit.lr": Between(5e-4, 5e-3), "hidden": OneOf((120, 200, 400)), "dim": OneOf((40, 100, 200)),
+    "dropout": OneOf((0.3, 0.5, 0.7))}
+_CONCEPTS: Space = {
+    **_AUTOENCODER, "dim": OneOf((20, 40, 80)), "num_concepts": OneOf((2, 4, 7)),
+    "temperature": Between(0.05, 0.2), "beta_eps": Between(0.05, 0.5)}
+_SEQUENCE: Space = {
+    "fit.lr": Between(5e-4, 5e-3), "dim": OneOf((32, 64, 96)), "layers": OneOf((1, 2)),
+    "dropout": OneOf((0.1, 0.2, 0.3, 0.5)), "negatives": OneOf((0, 256, 1024))}
+_RETURNS: Space = {
+    **_SEQUENCE, "gamma": OneOf((0.1, 0.3, 0.6, 0.9)), "target_quantile": OneOf((0.5, 0.7, 0.9))}
+_VALUES: Space = {
+    **_SEQUENCE, "gamma": OneOf((0.1, 0.3, 0.5, 0.9)), "q_weight": Between(0.1, 1.0)}
 # By model, the ranges of settings: ``fit.X`` is field X of `FitOptions`, others of the model's
 # configuration. The widths, depths, losses and learning rates of related models are the same.
-SPACES: dict[str, Mapping[str, Between | OneOf]] = {
+SPACES: dict[str, Space] = {
     "itemknn": {"neighbours": OneOf((20, 50, 100, 200, 500)), "shrink": Between(1, 300)},
     "ease": {"l2": Between(20, 3000)},
     "ials": {"dim": OneOf((32, 64, 128)), "alpha": Between(0.05, 2), "l2": Between(1e-3, 0.1),
