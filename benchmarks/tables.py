@@ -230,22 +230,27 @@ def ablations() -> str:
                  rows)
 
 
+def _less(case: dict[str, Any], other: dict[str, Any]) -> str:
+    """`_relative`, whichever of the two was run first."""
+    turned = other["against"].get(case["model"])
+    if turned is None:
+        return _relative(case, other) if other["model"] in case["against"] else "-"
+    low, mean, high = (-turned["ndcg@10"][key] for key in ("high", "mean", "low"))
+    return _relative({"against": {other["model"]: {"ndcg@10": {
+        "low": low, "mean": mean, "high": high}}}}, other)
+
+
+def _by_test(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(cases.items(), key=lambda x: -x[1]["metrics"]["ndcg@10"]["mean"])
+
+
 def baselines() -> str:
     """Models on MovieTweetings beside SASRec, under one protocol."""
     cases = {c["model"]: c for c in load("recommenders-baselines")["cases"]}
     other = cases["sasrec"]
-    rows = []
-    for name, c in sorted(cases.items(), key=lambda x: -x[1]["metrics"]["ndcg@10"]["mean"]):
-        if "sasrec" in c["against"]:
-            less = _relative(c, other)
-        else:
-            turned = other["against"].get(name)
-            less = "-" if turned is None else _relative(
-                {"against": {"sasrec": {"ndcg@10": {
-                    "mean": -turned["ndcg@10"]["mean"], "low": -turned["ndcg@10"]["high"],
-                    "high": -turned["ndcg@10"]["low"]}}}}, other)
-        rows.append([f"`{name}`", str(len(c["runs"])), *(
-            _interval(c["metrics"][m]) for m in ("ndcg@10", "recall@10")), less])
+    rows = [[f"`{name}`", str(len(c["runs"])), *(
+        _interval(c["metrics"][m]) for m in ("ndcg@10", "recall@10")), _less(c, other)]
+        for name, c in _by_test(cases)]
     return table(["model", "seeds", "nDCG@10", "recall@10", "nDCG@10 less SASRec's, %"], rows)
 
 

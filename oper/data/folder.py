@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -217,6 +218,14 @@ class Folder:
         file = self.open_part(path, columns)
         with reading(path):
             return file.read(columns=list(columns))
+
+    def read_columns(self, columns: tuple[str, ...], splits: Sequence[str] = SPLITS
+                     ) -> dict[str, np.ndarray]:
+        """Read columns without lists of all parts of `splits`, [rows] each; raises the errors of
+        `read_part`."""
+        parts = [self.read_part(part, columns) for split in splits for part in self.parts(split)]
+        return {name: np.concatenate([part.column(name).to_numpy() for part in parts])
+                if parts else np.zeros(0) for name in columns}
 
 
 @contextlib.contextmanager

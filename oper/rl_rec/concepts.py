@@ -122,7 +122,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
     if not items.numel():
         raise InvalidInputError("cannot cluster items", "positive training interactions", 0, ">= 1",
                                 "check the log's label, which is the reward")
-    user = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    user = torch.repeat_interleave(lengths)
     count = torch.bincount(items, minlength=data.num_items).float()
     scale = (lengths[user].float() * count[items]).rsqrt()
     matrix = torch.sparse_coo_tensor(torch.stack([items, user]), scale,

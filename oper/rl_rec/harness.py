@@ -72,7 +72,8 @@ class Fitted:
         test: metrics of the test users.
         valid: value of the metric `chosen_by` on the validation users.
         epochs: number of epochs that led to these weights; 0 for models without training.
-        seconds: total time of building, training and validation.
+        seconds: processor time of building, training and validation, that of an interrupted
+            training included up to its last stored state.
         chosen_by: name of the validation metric, see `FitOptions`.
     """
 
@@ -114,22 +115,22 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         if not data.held_out(split).users.size:
             raise InvalidInputError("cannot test a model", f"{split} users", 0,
                                     "at least one", "lower k_core, or use a longer log")
-    begin = time.perf_counter()
+    begin = time.process_time()
     workload = RECOMMENDERS[name]
     torch.manual_seed(seed)
     config = workload.config() if config is None else config
     model = (build or workload.build)(config, data, "cpu")
-    best, best_epoch = -1.0, 0
+    best, best_epoch, earlier = -1.0, 0, 0.0
     if workload.trains:
         batches = workload.batches(config, data)
         share = Share(min(options.batch_size, len(batches)), seed=seed)
         state = None if resume is None else _State(
             Path(resume), repr((name, config, seed, options, data.digest())))
-        best, best_epoch = _train(model, data, options, batches, share, state)
+        best, best_epoch, earlier = _train(model, data, options, batches, share, state, begin)
     model.eval()
     if not best_epoch:
         best = _validate(model, data, options)
-    seconds = time.perf_counter() - begin
+    seconds = earlier + time.process_time() - begin
     test = evaluate_ranking(model, data, "test", metrics=options.metrics)
     return Fitted(model, test, best, best_epoch, seconds, options.chosen_by)
 
@@ -168,17 +169,20 @@ class _State:
 
 
 def _train(model: Recommender, data: Interactions, options: FitOptions, batches: Batches,
-           share: Share, state: _State | None) -> tuple[float, int]:
-    """Train, load the best weights, and return their validation metric and number of epochs."""
+           share: Share, state: _State | None, begin: float) -> tuple[float, int, float]:
+    """Train and load the best weights; returns their validation metric and number of epochs, and
+    the processor time of an interrupted training. `begin`: that of this process at its start."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
     per_epoch = num_batches(len(batches), share)
     best, best_epoch, best_state, waited, done = -1.0, 0, model.state_dict(), 0, 0
+    earlier = 0.0
     if state is not None and (stored := state.read()) is not None:
         model.load_state_dict(stored["model"])
         optimizer.load_state_dict(stored["optimizer"])
         torch.set_rng_state(stored["random"])
         best, best_epoch, waited, done = stored["progress"]
+        earlier = stored.get("seconds", 0.0)
         best_state = stored["best"]
     step = done * per_epoch
     for epoch in range(done + 1, options.epochs + 1):
@@ -206,11 +210,12 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
         if state is not None:
             state.write(model=model.state_dict(), optimizer=optimizer.state_dict(),
                         random=torch.get_rng_state(), best=best_state,
-                        progress=(best, best_epoch, waited, epoch))
+                        progress=(best, best_epoch, waited, epoch),
+                        seconds=earlier + time.process_time() - begin)
     model.load_state_dict(best_state)
     if state is not None:
         state.path.unlink(missing_ok=True)
-    return best, best_epoch
+    return best, best_epoch, earlier
 
 
 @dataclass(frozen=True, slots=True)

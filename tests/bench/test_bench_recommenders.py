@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oper.bench.quality import recommenders
+from oper.bench.quality import recommenders, trials
+from oper.errors import InvalidInputError
+from oper.rl_rec import harness
 from tests.bench.helpers import bench
 from tests.support import run_here
 
@@ -182,3 +184,80 @@ def test_ablations_are_every_combination_once() -> None:
     assert len({repr(model.config) for model in found.values()}) == len(found) - 1
     gru = found["cdt4rec-state-gru"].config
     assert gru.state == "gru" and dataclasses.replace(gru, state="mean") == plain
+
+
+def test_a_search_chooses_settings_on_validation_and_continues(tmp_path: Path) -> None:
+    """With more trials, earlier ones are not trained again; ``--seeds 0`` trains nothing."""
+    write_log(tmp_path)
+    (first,), _ = run(tmp_path, "movietweetings/last-two/ease", "--search", "2", "--seeds", "2")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert len(before) == 2 + 2
+    (entry,), printed = run(tmp_path, "movietweetings/last-two/ease", "--search", "4", "--seeds",
+                            "2")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    tried, k = entry["search"]["trials"], entry["search"]["chosen"]
+    assert tried[:2] == first["search"]["trials"] and len(tried) == 4
+    assert [t["settings"] for t in tried] == [trials.settings("ease", k) for k in range(4)]
+    assert tried[k]["valid_ndcg@10"] == max(t["valid_ndcg@10"] for t in tried)
+    assert not any("test" in key for t in tried for key in t)
+    own = dataclasses.asdict(recommenders.MODELS["ease"].config)
+    assert entry["config"] == own | tried[k]["settings"] and [
+        r["seed"] for r in entry["runs"]] == [1, 2]
+    assert entry["runs"][0]["valid_ndcg@10"] == tried[k]["valid_ndcg@10"]  # EASE has no seed
+    assert f"trial {k} of 4 chosen" in printed
+    reported, _ = run(tmp_path, "*", "--search", "4", "--seeds", "0")
+    assert [(e["name"], e["search"], e["metrics"]) for e in reported] == [
+        (entry["name"], entry["search"], entry["metrics"])]
+    done = run_here("bench", "recommenders", "--search", "5", "--seeds", "0", "--runs",
+                    str(tmp_path / "runs"), env={"OPER_DATA": str(tmp_path)})
+    assert done.returncode == 1 and "no kept runs" in done.stderr
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a trial, with the same result as a search without interruption."""
+    write_log(tmp_path)
+    monkeypatch.setenv("OPER_DATA", str(tmp_path))
+
+    def search(folder: str) -> dict[str, Any]:
+        (case,) = (c for c in recommenders.cases(True, runs=str(tmp_path / folder), search=2)
+                   if c.name == "movietweetings/last-two/multvae")
+        return case.measure(lambda text: None)
+
+    validate, calls = harness._validate, 0
+
+    def killed(*args: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second validation of the second trial
+            raise KeyboardInterrupt
+        return validate(*args)
+
+    monkeypatch.setattr(harness, "_validate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search("a")
+    assert len(list((tmp_path / "a").glob("*.npz"))) == 1  # the first trial
+    assert len(list((tmp_path / "a").glob("*.unfinished"))) == 1
+    found = search("a")
+    assert calls == 4 + 1 + 2  # the rest of the second trial, and the result
+    whole = search("b")
+    for entry in (found, whole):
+        for told in (*entry["search"]["trials"], *entry["runs"]):
+            told.pop("seconds")
+    assert found == whole
+
+
+def test_ranges_of_settings_suit_their_models() -> None:
+    """Every trial has a valid configuration, and the first ten of a model differ."""
+    for name, space in trials.SPACES.items():
+        model = recommenders.MODELS[name]
+        drawn = [trials.settings(name, k) for k in range(10)]
+        assert drawn[0] == {} and all(found.keys() == space.keys() for found in drawn[1:])
+        assert len({repr(trials.with_settings(model.config, model.fit, d)) for d in drawn}) == 10
+        for key, values in space.items():
+            some = [found[key] for found in drawn[1:]]
+            if isinstance(values, trials.Between):
+                assert values.low <= min(some) < max(some) <= values.high
+            else:
+                assert set(some) <= set(values.values) and len(set(some)) > 1
+    with pytest.raises(InvalidInputError, match="--models"):
+        recommenders.cases(True, models="ablations", search=2)

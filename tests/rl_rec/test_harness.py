@@ -120,9 +120,12 @@ def test_an_interrupted_training_goes_on(name: str, data: Interactions, tmp_path
     for changed, seed in ((data, 2), (other, 1)):
         with pytest.raises(InvalidInputError, match="cannot resume"):
             fit(name, None, changed, seed, options, resume=state)
+    stored = torch.load(state, weights_only=True)
+    torch.save(stored | {"seconds": stored["seconds"] + 1000}, state)
     validated = []
     found = fit(name, None, data, 1, options, resume=state)
     assert len(validated) == 1 and not state.exists()
+    assert 1000 < found.seconds < 1000 + 60
     assert (found.valid, found.epochs) == (whole.valid, whole.epochs)
     for metric, values in whole.test.per_user.items():
         assert np.array_equal(found.test.per_user[metric], values)

@@ -19,7 +19,7 @@ from oper.rl_rec.ranking.metrics import NOTHING, MetricOptions, RankingMetrics, 
 
 def jagged(rows: Sequence[Sequence[int]]) -> Jagged:
     ids = torch.tensor([x for row in rows for x in row], dtype=torch.int64)
-    return Jagged.from_lengths(ids, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    return Jagged(ids, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
 @st.composite

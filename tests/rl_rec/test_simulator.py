@@ -12,9 +12,11 @@ import torch
 
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
+from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation import shop as simulator
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
+    Episodes,
     OfflineOptions,
     Oracle,
     ReturnPolicy,
@@ -189,6 +191,24 @@ def test_a_high_return_beats_the_behaviour_policy() -> None:
     cloned = collect_visits(SHOP, clone_behaviour(log, OfflineOptions(steps=100), 1), 200, seed=9)
     nobody = collect_visits(SHOP, random_policy, 200, seed=9)
     assert rate(cloned.clicks, cloned.pages) > rate(nobody.clicks, nobody.pages) + 0.1
+
+
+def test_logs_without_customers_are_refused() -> None:
+    """So no policy can be trained on one, and no target return chosen."""
+    steps = graded_visits(SHOP, "random", 3, seed=1).steps
+    absent = steps.valid & (torch.arange(3) != 1)[:, None]
+    for wrong, told in ((Trajectories(*(part[:0] for part in steps)), "'0 of 0'"),
+                        (Trajectories(*(part[:, :0] for part in steps)), "'0 of 3'"),
+                        (steps._replace(valid=absent), "'2 of 3'")):
+        with pytest.raises(InvalidInputError, match=f"{told}, expected all .* customer"):
+            Episodes(wrong, "nobody")
+    log = Episodes(steps, "random")
+    for quantile in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InvalidInputError, match="quantile"):
+            high_return(log, quantile)
+    for options in ({"steps": 0}, {"batch_size": 0}, {"lr": 0.0}):
+        with pytest.raises(InvalidInputError, match=next(iter(options))):
+            OfflineOptions(**options)
 
 
 def test_calibrated_targets_interpolate_what_was_achieved() -> None:

@@ -201,8 +201,7 @@ def _read(case: DriftCase, work: Path) -> _Log:
     batches = list(Loader(work / "out", "train", LoaderOptions(
         case.batch_size, window=0, prefetch=0)))
     when = folder.time or folder.bucket
-    days = np.concatenate([folder.read_part(part, (when,)).column(when).to_numpy()
-                           for part in folder.parts("train")]).astype(np.int64)
+    days = folder.read_columns((when,), ("train",))[when].astype(np.int64)
     return _Log(folder.sparse, len(folder.dense), batches, days // _DAY_S if folder.time else days,
                 np.concatenate([b.labels.numpy() for b in batches]),
                 analyze_folder(work / "out"))

@@ -22,7 +22,7 @@ import torch
 from oper.bench.core.launch import Progress
 from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
-from oper.bench.quality import kept
+from oper.bench.quality import kept, trials
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError
@@ -194,9 +194,11 @@ class Case:
         data: key of `DATA_SETS`.
         protocol: key of its protocols.
         model: key of `MODELS`.
+        spec: its configuration and training options, `MODELS[model]` before a search.
         quick: whether to train with one seed and few epochs.
         seeds: number of seeds, 1 to `seeds`; 0 = train nothing and report stored runs.
         runs: folder of stored runs; None = store nothing.
+        num_trials: number of trials of the search for settings; 0 = no search.
         earlier: runs of preceding cases by (data set, protocol) and model; shared by all cases.
     """
 
@@ -204,9 +206,11 @@ class Case:
     data: str
     protocol: str
     model: str
+    spec: Model
     quick: bool
     seeds: int
     runs: str | None
+    num_trials: int
     earlier: dict[tuple[str, str], dict[str, Runs]]
 
     @property
@@ -218,7 +222,7 @@ class Case:
     def config(self) -> Any:
         """The model's configuration, for a sequence model with the protocol's context length; with
         graded rewards, the reward head's loss is the squared error."""
-        config, context = MODELS[self.model].config, self.under.context
+        config, context = self.spec.config, self.under.context
         if self.under.graded and hasattr(config, "reward_loss"):
             config = dataclasses.replace(config, reward_loss="mse")
         if not context or not hasattr(config, "steps"):
@@ -231,23 +235,46 @@ class Case:
         few = {"epochs": self.under.epochs, **_LONG} if self.under.epochs else {}
         if self.quick:
             few = {"epochs": 4, "eval_every": 2}
-        return dataclasses.replace(MODELS[self.model].fit, metrics=self.under.metrics,
+        return dataclasses.replace(self.spec.fit, metrics=self.under.metrics,
                                    chosen_by=self.under.reported[0], **few)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and test the model; returns the record's entry, with differences from the preceding
-        models on the same data set and protocol."""
+        """Search for settings if there are trials, train and test the model; returns the record's
+        entry, with differences from the preceding models on the same data set and protocol."""
         data = load(self.data, self.protocol)
-        runs = join_runs([self._run(data, seed, progress) for seed in seeds_of(self)])
+        case, found = self.searched(data, progress) if self.num_trials else (self, None)
+        runs = join_runs([case._run(data, seed, progress) for seed in seeds_of(case)])
         earlier = self.earlier.setdefault((self.data, self.protocol), {})
         against = {other: {m: difference(runs.per_user[m], before.per_user[m]).to_json()
                            for m in self.under.reported} for other, before in earlier.items()}
         earlier[self.model] = runs
-        return {"model": self.model, "config": dataclasses.asdict(self.config),
-                "fit": dataclasses.asdict(self.fit), "protocol": dataclasses.asdict(self.under),
+        return {"model": self.model, "config": dataclasses.asdict(case.config),
+                "fit": dataclasses.asdict(case.fit), "protocol": dataclasses.asdict(self.under),
                 "data": _about(data), "runs": list(runs.fitted), "threads": torch.get_num_threads(),
                 "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
-                "verified": all(f["verified"] for f in runs.fitted), "against": against}
+                "verified": all(f["verified"] for f in runs.fitted), "against": against,
+                **({"search": found} if found else {})}
+
+    def trial(self, k: int) -> Case:
+        """The case with the settings of trial k of the search."""
+        config, options = trials.with_settings(self.spec.config, self.spec.fit,
+                                               trials.settings(self.model, k))
+        return dataclasses.replace(self, num_trials=0, spec=dataclasses.replace(
+            self.spec, config=config, fit=options))
+
+    def searched(self, data: Interactions, progress: Progress) -> tuple[Case, dict[str, Any]]:
+        """The case with the settings that are best for the validation users, and the record of the
+        search; test users have no part in the choice."""
+        valid, tried = f"valid_{self.fit.chosen_by}", []
+        for k in range(self.num_trials):
+            told = self.trial(k)._run(data, trials.SEED, progress).fitted[0]
+            tried.append({"settings": trials.settings(self.model, k), valid: told[valid],
+                          "epochs": told["epochs"], "seconds": told["seconds"]})
+        best = max(range(self.num_trials), key=lambda k: float(tried[k][valid]))
+        return self.trial(best), {
+            "trials": tried, "chosen": best, "seed": trials.SEED,
+            "space": {name: dataclasses.asdict(values)
+                      for name, values in trials.SPACES[self.model].items()}}
 
     def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
         """Load a stored run, or train and test the model."""
@@ -264,14 +291,21 @@ class Case:
         return Runs(self.model, (seed,), arrays, (told,))
 
 
-def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None) -> list[Case]:
-    """A case per model (or ablation), available data set and protocol; with `seeds` = 0 only those
-    with stored runs. Raises InvalidInputError if there are none."""
+def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None,
+          search: int | None = None) -> list[Case]:
+    """A case per model (or ablation), available data set and protocol; with `search` only models
+    with ranges of settings, with `seeds` = 0 only those with stored runs. Raises InvalidInputError
+    if there are none."""
+    if search and models:
+        raise InvalidInputError("no ranges of settings to search", "--models", models,
+                                "none with --search", "give one of the two")
     earlier: dict[tuple[str, str], dict[str, Runs]] = {}
-    found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick, seeds, runs, earlier)
+    found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, model, quick, seeds, runs,
+                  search or 0, earlier)
              for data, source in DATA_SETS.items() if data_files(source.files)
              for protocol in source.protocols for name, model in MODELS.items()
-             if model.ablation == bool(models) or (models and name == "sasrec")]
+             if (name in trials.SPACES if search else
+                 model.ablation == bool(models) or (models and name == "sasrec"))]
     if not found:
         raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
@@ -290,8 +324,12 @@ def seeds_of(case: Case) -> list[int]:
     if case.runs is None or not any(Path(case.runs).glob(f"{case.name.replace('/', '-')}-*")):
         return []  # the log need not be read
     data = load(case.data, case.protocol)
+    if case.num_trials:
+        if not all(_stored(case.trial(k), data, trials.SEED) for k in range(case.num_trials)):
+            return []
+        case, _ = case.searched(data, lambda text: None)
     return [seed for seed in range(1, MOST_SEEDS + 1)
-            if (place := _place(case, data, seed)) and place.exists()]
+            if _stored(case, data, seed)]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -302,6 +340,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", choices=("ablations",), default="",
                         help="ablations: train only CDT4Rec, with every combination of returns, "
                              "reward head, backbone and loss, and every state")
+    parser.add_argument("--search", type=whole(1), metavar="N",
+                        help="first search for the settings of every model, among its own and "
+                             "N - 1 drawn at random from fixed ranges; the best on validation is "
+                             "trained from all seeds")
     parser.add_argument("--runs", metavar="DIR",
                         help="save every training run in this folder, and its state after every "
                              "validation; continue and reuse saved runs of the same data and "
@@ -343,8 +385,13 @@ def _place(case: Case, data: Interactions, seed: int) -> Path | None:
     return kept.place(case.runs, case.name.replace("/", "-"), key.encode())
 
 
+def _stored(case: Case, data: Interactions, seed: int) -> bool:
+    place = _place(case, data, seed)
+    return place is not None and place.exists()
+
+
 def _train_and_test(case: Case, data: Interactions, seed: int, unfinished: Path | None) -> Runs:
-    done = fit(MODELS[case.model].workload, case.config, data, seed, case.fit, resume=unfinished)
+    done = fit(case.spec.workload, case.config, data, seed, case.fit, resume=unfinished)
     # Verify by ranking with other block and batch sizes, which may change the last bits of scores.
     again = evaluate_ranking(done.model, data, "test", metrics=case.under.metrics, block=ODD_BLOCK,
                              batch_size=100).summary()
@@ -387,7 +434,18 @@ def _about(data: Interactions) -> dict[str, Any]:
             "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
 
 
+def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The processor hours of all trials of a search, if there was one."""
+    seconds = [t["seconds"] for e in entries if "search" in e for t in e["search"]["trials"]]
+    return {"search_processor_hours": round(sum(seconds) / 3600, 3)} if seconds else {}
+
+
 def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Text: the differences between models in the first reported metric."""
-    return "".join(f"{e['name']} less {other}: {by} {text_of(found[by])}\n" for e in entries
-                   for by in e["protocol"]["reported"][:1] for other, found in e["against"].items())
+    """Text: chosen settings, and the differences between models in the first reported metric."""
+    chosen = ((e["name"], e["search"]["chosen"], e["search"]["trials"]) for e in entries
+              if "search" in e)
+    return "".join(f"{name}: trial {k} of {len(tried)} chosen, "
+                   f"{text_of(tried[k]['settings']) or 'its own settings'}\n"
+                   for name, k, tried in chosen) + "".join(
+        f"{e['name']} less {other}: {by} {text_of(found[by])}\n" for e in entries
+        for by in e["protocol"]["reported"][:1] for other, found in e["against"].items())

@@ -15,7 +15,6 @@ import numpy as np
 
 from oper.data import Folder
 from oper.data.arrays import places_of
-from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, require_fields
 from oper.ranges import Count, Finite, Positive, PositiveAmount, one_of, rules_of
 
@@ -224,22 +223,17 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     if not folder.time:
         raise InvalidInputError(what, "time column", None, "a log with times",
                                 "name the log's time column in its recipe")
-    columns = tuple(filter(None, (options.user, options.item, folder.label, folder.time,
-                                  options.basket, *features)))
-    tables = [folder.read_part(part, columns)
-              for split in SPLITS for part in folder.parts(split)]
-
-    def column(name: str, dtype: type[np.generic]) -> np.ndarray:
-        parts = [t.column(name).to_numpy() for t in tables]
-        return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    columns = folder.read_columns(tuple(filter(None, (
+        options.user, options.item, folder.label, folder.time, options.basket, *features))))
 
     def known(name: str) -> np.ndarray:
-        ids = column(name, np.int64)
+        ids = columns[name].astype(np.int64)
         # Missing fields may have a row of their own in the folder; here they count as missing.
         return np.where(ids == folder.missing_ids[name], 0, ids)
 
-    log = Log(known(options.user), known(options.item), column(folder.label, np.float32),
-              column(folder.time, np.int64), known(options.basket) if options.basket else None,
+    log = Log(known(options.user), known(options.item), columns[folder.label].astype(np.float32),
+              columns[folder.time].astype(np.int64),
+              known(options.basket) if options.basket else None,
               np.stack([known(name) for name in features], axis=1) if features else None)
     recipe = folder.manifest.get("recipe", {}).get("name", "?")
     return from_log(log, options, f"recipe {recipe}")

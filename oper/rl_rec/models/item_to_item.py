@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from oper.ranges import Amount, Positive, PositiveAmount
-from oper.rl_rec.models.autoencoders.item_tables import positives, rows_of
+from oper.rl_rec.models.autoencoders.item_tables import positives
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
 
 
@@ -48,7 +48,7 @@ class ItemKNNConfig(ModelConfig):
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
     """Make X, sparse float32 [B, num_items]: 1 if a user has an item with a positive reward."""
     items, lengths = positives(histories)
-    users = rows_of(lengths)
+    users = torch.repeat_interleave(lengths)
     pairs = torch.unique(torch.stack([users, items]), dim=1)
     return torch.sparse_coo_tensor(pairs, torch.ones(pairs.shape[1], device=pairs.device),
                                    (lengths.numel(), num_items), check_invariants=True).coalesce()

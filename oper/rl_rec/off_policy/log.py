@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oper.data import Folder
-from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError
 
 
@@ -91,16 +90,10 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
         raise InvalidInputError(what, f"transform of {names.propensity}", transform, "none",
                                 'set transform = "none" in the recipe')
     context = [n for n in sparse if n not in (names.action, names.position, names.group)]
-    wanted = (folder.label, names.propensity, *sparse)
-    tables = [folder.read_part(part, wanted)
-              for split in SPLITS for part in folder.parts(split)]
-    if not tables:
+    found = folder.read_columns((folder.label, names.propensity, *sparse))
+    propensities = found[names.propensity].astype(np.float64)
+    if not propensities.size:
         raise InvalidInputError(what, "rows", 0, "at least one", "preprocess a log with rows")
-
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([t.column(name).to_numpy() for t in tables])
-
-    propensities = column(names.propensity).astype(np.float64)
     bad = np.flatnonzero(~((propensities > 0) & (propensities <= 1)))
     if bad.size:
         raise InvalidInputError(what, f"{names.propensity} of row {bad[0]}",
@@ -108,15 +101,15 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     rows = dict(zip(folder.sparse, folder.num_rows, strict=True))
     num_rows = len(propensities)
     # Id 0, shared by rare and missing values, counts as an action only if it occurs.
-    actions, num_actions = without_gap(column(names.action))
-    positions, num_positions = (without_gap(column(names.position)) if names.position
+    actions, num_actions = without_gap(found[names.action])
+    positions, num_positions = (without_gap(found[names.position]) if names.position
                                 else (np.zeros(num_rows, np.int64), 1))
-    ids = (np.stack([column(n) for n in context], axis=1).astype(np.int64) if context
+    ids = (np.stack([found[n] for n in context], axis=1).astype(np.int64) if context
            else np.zeros((num_rows, 0), np.int64))
-    return LoggedBandit(ids, actions, positions, column(folder.label).astype(np.float32),
+    return LoggedBandit(ids, actions, positions, found[folder.label].astype(np.float32),
                         propensities, num_actions, num_positions,
                         tuple(rows[n] for n in context),
-                        _groups_of(actions, column(names.group), what) if names.group else None)
+                        _groups_of(actions, found[names.group], what) if names.group else None)
 
 
 def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from oper.data.arrays import places_of
 from oper.rl_rec.data.batches import histories_until
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Recommender
@@ -51,9 +52,7 @@ def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
     """
     held = data.held_out(split)
     chosen = np.arange(held.users.size) if users is None else np.asarray(users, np.int64)
-    offsets = np.concatenate([[0], np.cumsum(held.target_lengths)])
-    targets = Jagged(torch.from_numpy(held.targets), torch.from_numpy(offsets))[
-        torch.from_numpy(chosen)]
+    begins = np.cumsum(held.target_lengths) - held.target_lengths
     options = metrics or MetricOptions()
     found = RankingMetrics(options)
     was_training = model.training
@@ -63,9 +62,11 @@ def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
             part = chosen[first:first + batch_size]
             histories = histories_until(data, held.users[part], held.stop[part])
             encoded = model.encode(histories)
-            seen = Jagged.from_lengths(histories.items, histories.lengths)
+            seen = Jagged(histories.items, histories.lengths)
             top = top_k(_blocks(model, encoded, data.num_items, block), max(options.ks), seen)
-            found.update(top, targets[slice(first, first + part.size)])
+            lengths = held.target_lengths[part]
+            found.update(top, Jagged(*map(torch.from_numpy, (
+                held.targets[places_of(begins[part], lengths)], lengths))))
     finally:
         model.train(was_training)
     return RankingResult(held.users[chosen], found.per_user())

@@ -6,53 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import require
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """N concatenated rows of item ids; raises InvalidInputError for invalid offsets.
+    """N concatenated rows of item ids; raises InvalidInputError if lengths do not match.
 
     Attributes:
         values: int64 [L].
-        offsets: int64 [N + 1], non-decreasing from 0 to L; row n is ``values[offsets[n]:offsets[n +
-            1]]``.
+        lengths: length of each row, int64 [N], >= 0; they sum to L.
     """
 
     values: torch.Tensor
-    offsets: torch.Tensor
+    lengths: torch.Tensor
 
     def __post_init__(self) -> None:
-        o = self.offsets
-        if (o.ndim != 1 or o.numel() < 1 or int(o[0]) != 0 or int(o[-1]) != self.values.numel()
-                or self.values.ndim != 1 or bool((o.diff() < 0).any())):
-            raise InvalidInputError(
-                "cannot read rows", "offsets", o.tolist()[:8],
-                f"int64 [N + 1], non-decreasing from 0 to {self.values.numel()}, the number of "
-                "values", "use Jagged.from_lengths with the length of each row")
-
-    @classmethod
-    def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
-        """Make rows from values [L] and the length of each row, int64 [N]."""
-        return cls(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        require("cannot read rows", "pass the length of each row",
+                ("lengths", self.lengths.tolist()[:8], int(self.lengths.sum()) == len(self.values)
+                 and not bool((self.lengths < 0).any()),
+                 f"lengths >= 0 that sum to {len(self.values)}, the number of values"))
 
     def __len__(self) -> int:
-        return self.offsets.numel() - 1
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Length of each row, int64 [N]."""
-        return self.offsets.diff()
+        return self.lengths.numel()
 
     @property
     def rows(self) -> torch.Tensor:
         """Row index of each value, int64 [L]."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
-
-    def __getitem__(self, chosen: torch.Tensor | slice) -> Jagged:
-        """Select rows by indices int64 [M] (in that order) or by a slice."""
-        rows = torch.arange(len(self))[chosen]
-        lengths = self.lengths[rows]
-        picked = Jagged.from_lengths(self.values.new_empty(int(lengths.sum())), lengths)
-        start = torch.repeat_interleave(self.offsets[rows] - picked.offsets[:-1], lengths)
-        return Jagged(self.values[start + torch.arange(start.numel())], picked.offsets)
+        return torch.repeat_interleave(self.lengths)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, require
+from oper.errors import InvalidInputError, require, require_fields
+from oper.ranges import Positive, PositiveAmount, rules_of
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import (
     ContinuousCDT4Rec,
@@ -46,11 +47,21 @@ class Episodes:
         steps: trajectories [E, T, ...], padded on the right, with undiscounted returns-to-go.
         policy: name of the policy that chose the actions.
         last: observation after the last step, float32 [E, S]; None = not known.
+
+    Raises:
+        InvalidInputError: there is no episode, or one has no first step.
     """
 
     steps: Trajectories
     policy: str
     last: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        valid = self.steps.valid
+        begun = int(valid[:, :1].sum())
+        require("invalid log of visits", "serve customers, and log from the first page on",
+                ("episodes with a first step", f"{begun} of {len(valid)}",
+                 0 < begun == len(valid), "all of them, and at least one"))
 
     @property
     def clicks(self) -> np.ndarray:
@@ -220,9 +231,13 @@ class OfflineOptions:
         lr: Adam's learning rate.
     """
 
-    steps: int = 600
-    batch_size: int = 64
-    lr: float = 1e-3
+    steps: Positive = 600
+    batch_size: Positive = 64
+    lr: PositiveAmount = 1e-3
+
+    def __post_init__(self) -> None:
+        require_fields(self, "invalid options", "change this field of OfflineOptions",
+                       *rules_of(self))
 
 
 def train_offline(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log: Episodes,
@@ -335,7 +350,12 @@ def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions,
 
 
 def high_return(log: Episodes, quantile: float = 0.9) -> float:
-    """Return a quantile of the clicks per logged episode, for `ReturnPolicy.target`."""
+    """Return a quantile of the clicks per logged episode, for `ReturnPolicy.target`.
+
+    Raises InvalidInputError if `quantile` is not in 0..1.
+    """
+    require("cannot choose a target return", "choose a quantile of the logged returns",
+            ("quantile", quantile, 0 <= quantile <= 1, "in 0..1"))
     return float(np.quantile(log.clicks, quantile))
 
 

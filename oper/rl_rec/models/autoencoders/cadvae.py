@@ -66,7 +66,6 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     gaussian_kl,
     multinomial_nll,
     positives,
-    rows_of,
     sample,
 )
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
@@ -329,7 +328,8 @@ class CaDVAE(Recommender):
         """Compute the scores of the users' own items, float32 [L]."""
         if self.config.similarity == "cosine":
             z, rows = _unit(z), _unit(rows)
-        found = torch.einsum("lkd,ld->lk", z[rows_of(lengths)], rows) / self.config.temperature
+        z = z.repeat_interleave(lengths, dim=0)
+        found = torch.einsum("lkd,ld->lk", z, rows) / self.config.temperature
         return (found + concepts.log()).logsumexp(1)
 
     def _divergences(self, mean: torch.Tensor, log_var: torch.Tensor,
@@ -442,7 +442,7 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
         lengths: number of items of each user, int64 [B].
     """
     count = tags.new_zeros(lengths.numel(), tags.shape[1]).index_add(
-        0, rows_of(lengths), tags[items])
+        0, torch.repeat_interleave(lengths), tags[items])
     return log_of(count)
 
 

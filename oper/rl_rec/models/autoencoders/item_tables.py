@@ -91,13 +91,8 @@ class ItemRows(nn.Module):
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
     """Select items with a positive reward, int64 [L], and count them by user, int64 [B]."""
     keep = histories.rewards > 0
-    user = rows_of(histories.lengths)[keep]
+    user = torch.repeat_interleave(histories.lengths)[keep]
     return histories.items[keep], torch.bincount(user, minlength=histories.lengths.numel())
-
-
-def rows_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Return the row index of each value, int64 [L], given row lengths int64 [B]."""
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
@@ -161,7 +156,7 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
         lengths: number of items of each user, int64 [B].
         candidates: the items scored in `others`.
     """
-    row, users = rows_of(lengths), max(lengths.numel(), 1)
+    row, users = torch.repeat_interleave(lengths), max(lengths.numel(), 1)
     if candidates.all:
         return -others.log_softmax(1)[row, items - 1].sum() / users
     corrected = others - candidates.log_expected

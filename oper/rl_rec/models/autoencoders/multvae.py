@@ -30,7 +30,6 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     gaussian_kl,
     multinomial_nll,
     positives,
-    rows_of,
     sample,
 )
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
@@ -104,7 +103,7 @@ class MultVAE(Recommender):
         g = self.decode(sample(mean, log_var, self.training))
         mine, rows = candidates.rows(self.item_out, items, lengths.numel())
         others = g @ rows.T
-        own = others if candidates.all else (g[rows_of(lengths)] * mine).sum(1)
+        own = others if candidates.all else (g[torch.repeat_interleave(lengths)] * mine).sum(1)
         nll = multinomial_nll(own, others, items, lengths, candidates)
         kl = gaussian_kl(mean, log_var).sum(1).mean()
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}

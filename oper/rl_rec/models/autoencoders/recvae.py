@@ -30,7 +30,6 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     ItemRows,
     bag_weights,
     positives,
-    rows_of,
     sample,
 )
 from oper.rl_rec.models.base import Histories, ModelConfig, Recommender
@@ -107,7 +106,8 @@ class RecVAE(Recommender):
         z = sample(mean, log_var, self.training)
         rows = self.item_out(torch.arange(1, self.num_items, device=z.device))
         scores = _with_one(z) @ (rows if self.trains_decoder else rows.detach()).T
-        nll = -scores.log_softmax(1)[rows_of(lengths), items - 1].sum() / max(lengths.numel(), 1)
+        own = scores.log_softmax(1)[torch.repeat_interleave(lengths), items - 1]
+        nll = -own.sum() / max(lengths.numel(), 1)
         with torch.no_grad():
             old = self.old(items, lengths, 0.0)
         divergence = (log_normal(z, mean, log_var) - log_prior(z, *old)).sum(1)
