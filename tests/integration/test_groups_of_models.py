@@ -63,8 +63,6 @@ def train_and_save(rank: int, world_size: int, every: int, delay: int, folder: s
     if every > 1:
         with pytest.raises(oper.OperError, match="updates since the last synchronization"):
             model.state_dict()
-        with pytest.raises(oper.InvalidInputError, match="replica groups=2"):
-            oper.DeltaCheckpoints(folder, model)
     oper.save_checkpoint(folder, model)
     saved = whole(model.state_dict())["weight"]
     for step in range(3, 5):
@@ -82,7 +80,7 @@ def train_and_save(rank: int, world_size: int, every: int, delay: int, folder: s
 
 
 @pytest.mark.parametrize(("every", "delay", "labels"), [
-    *((every, 0, labels) for every in (1, 2) for labels in ("", "aabb", "abcd")), (3, 2, "aabb")])
+    (1, 0, ""), (1, 0, "aabb"), (2, 0, "abcd"), (3, 2, "aabb")])
 def test_models_are_trained_and_saved(every: int, delay: int, labels: str, tmp_path: Path) -> None:
     seen = run_world(4, train_and_save, every, delay, str(tmp_path / "saved"), labels=labels)
     for mine in seen[1:]:

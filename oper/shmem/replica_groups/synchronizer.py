@@ -28,6 +28,7 @@ from oper.shmem.group.agreement import check_agreement
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
+from oper.shmem.replica_groups.changes import SynchronizedRows
 from oper.shmem.replica_groups.counterparts import Counterparts, Reader
 from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.tables import OPTIMIZERS
@@ -102,6 +103,7 @@ class Synchronizer:
         self.name, self.specs = tables.name, tables.specs
         self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
+        self.followers: set[SynchronizedRows] = set()
         # Updates that no synchronization has included yet. Updates that the group has skipped are
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
@@ -129,6 +131,16 @@ class Synchronizer:
         """Raise InvalidInputError, which begins with `what` and ends with the remedy `todo`, for an
         operation that replica groups do not support. Not collective."""
         raise InvalidInputError(what, "replica groups", self.groups.count, "one", todo)
+
+    def changed_rows(self) -> ChangedRows:
+        """Return a tracker of the rows that differ between two synchronizations. Not collective."""
+        return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self._tables)
+
+    def share(self, slots: np.ndarray) -> np.ndarray:
+        """Return the part of `slots` that this rank saves, when all groups have the same rows:
+        counterparts divide them. Not collective."""
+        group, count = self.groups.counterparts.rank, self.groups.count
+        return slots[slots.size * group // count:slots.size * (group + 1) // count]
 
     def check_synchronized(self, what: str) -> None:
         """Raise OperError, which begins with `what`, if there were updates since the last
@@ -316,8 +328,11 @@ class Synchronizer:
             tables.barrier()  # see `_begin`
         for part in self._under_way.parts:
             self._average(part)
+        current = [x for x in self.followers if x.is_current()]
         tables.publish_some(self._under_way.slots)
         self._changed.accept()
+        for x in current:
+            x.add(self._under_way.slots)
         self._under_way, self._is_broken = None, False
 
     def _average(self, part: _Part) -> None:
