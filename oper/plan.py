@@ -178,8 +178,8 @@ class Plan:
             if not is_right:
                 raise PlanError("invalid plan", name, getattr(self, name), expected,
                                 "correct it, or leave it out if it may be unknown")
-        check_delay("invalid plan", self.synchronize_every, self.synchronize_delay)
-        check_synchronize_bits("invalid plan", self.synchronize_bits, self.replica_groups)
+        check_synchronization("invalid plan", self.replica_groups, self.synchronize_every,
+                              self.synchronize_delay, self.synchronize_bits)
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
             raise PlanError(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
@@ -263,9 +263,7 @@ class Plan:
             head["message_bits"] = self.message_bits.to_json()
         if self.replica_groups > 1:
             head |= {name: getattr(self, name) for name in (
-                "replica_groups", "synchronize_every", "synchronize_delay")}
-            if self.synchronize_bits != 32:
-                head["synchronize_bits"] = self.synchronize_bits
+                "replica_groups", "synchronize_every", "synchronize_delay", "synchronize_bits")}
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -321,22 +319,17 @@ class Plan:
                     file.synchronize_every, file.synchronize_delay, file.synchronize_bits)
 
 
-def check_delay(what: str, every: int, delay: Any) -> None:
-    """Raise InvalidInputError, which begins with `what`, if replica groups that are synchronized
-    after `every` updates cannot make `delay` updates while rows are sent."""
+def check_synchronization(what: str, count: int, every: int, delay: Any, bits: Any) -> None:
+    """Raise InvalidInputError, which begins with `what`, if `count` replica groups that are
+    synchronized after `every` updates cannot make `delay` updates while rows are sent, or cannot
+    send numbers of `bits` bits."""
     most = every if every > 1 else 0  # with 1, gradients are added up before the update
-    require(what, "pass a smaller synchronize_delay, or a larger synchronize_every", (
-        "synchronize_delay", delay, type(delay) is int and 0 <= delay <= most,
-        f"an integer from 0 to {most}, with synchronize_every={every}"))
-
-
-def check_synchronize_bits(what: str, bits: Any, count: int) -> None:
-    """Raise InvalidInputError, which begins with `what`, if `count` replica groups cannot send
-    numbers of `bits` bits to each other."""
     allowed = SYNCHRONIZE_BITS if count > 1 else (32,)
-    require(what, "pass 32, 16 or 8 with at least 2 groups, or leave it out", (
+    require(what, "pass other numbers, or leave them out", (
+        "synchronize_delay", delay, type(delay) is int and 0 <= delay <= most,
+        f"an integer from 0 to {most}, with synchronize_every={every}"), (
         "synchronize_bits", bits, type(bits) is int and bits in allowed,
-        f"one of {allowed} with replica_groups={count}"))
+        f"one of {allowed}, with replica_groups={count}"))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

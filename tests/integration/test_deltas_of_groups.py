@@ -19,12 +19,12 @@ TABLES = {"ta": "/model/bags.embedding_bags.ta.weight", "tc": "/model/bags.embed
           "ts": "/model/items.embeddings.ts.weight", "places": "/model/places.weight"}
 
 
-def trained(rank: int, world_size: int, plan: int, folder: str, every: int, delay: int
+def trained(rank: int, world_size: int, plan: int, folder: str, every: int, delay: int, bits: int
             ) -> dict[str, torch.Tensor]:
     """Train with deltas after every second step, in ``folder/run``, and whole checkpoints of the
     same steps in ``folder/STEP``; returns the last state."""
     model = sharded(world_size // 2, plan, replica_groups=2, synchronize_every=every,
-                    synchronize_delay=delay)
+                    synchronize_delay=delay, synchronize_bits=bits)
     optimizer = fused(model)
     with oper.DeltaCheckpoints(f"{folder}/run", model, optimizer, memory_bytes=20_000) as saver:
         for step in range(1, LAST + 1):
@@ -45,11 +45,12 @@ def loaded(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
     return flat(state_of(model))
 
 
-@pytest.mark.parametrize(("plan", "every", "delay"), [(101, 1, 0), (105, 3, 2)])
-def test_a_delta_has_the_rows_of_its_step(plan: int, every: int, delay: int, tmp_path: Path
-                                          ) -> None:
-    """Also between two synchronizations, and while rows are on their way."""
-    last = run_ranks(trained, 4, plan, str(tmp_path), every, delay)
+@pytest.mark.parametrize(("plan", "every", "delay", "bits"), [
+    (101, 1, 0, 32), (105, 3, 2, 8)])
+def test_a_delta_has_the_rows_of_its_step(plan: int, every: int, delay: int, bits: int,
+                                          tmp_path: Path) -> None:
+    """Also between two synchronizations, while rows are on their way, and if they are rounded."""
+    last = run_ranks(trained, 4, plan, str(tmp_path), every, delay, bits)
     chain = find(tmp_path / "run", tmp_path / "run")
     assert [(d.step, d.since, d.world_size, d.is_complete) for d in chain] == [
         (3, 1, 4, True), (5, 3, 4, True), (7, 5, 4, True)]

@@ -139,6 +139,8 @@ def refuse(rank: int, world_size: int) -> None:
           synchronize_delay=1)
     shard("synchronize_delay=3, expected an integer from 0 to 2", replica_groups=2,
           synchronize_every=2, synchronize_delay=3)
+    shard("synchronize_bits=4, expected one of", replica_groups=2, synchronize_bits=4)
+    shard("synchronize_bits=8, expected one of", synchronize_bits=8)
     shard("pass other arguments", replica_groups=1 + rank % 2)
     shard("memory domains of the ranks, by group", replica_groups=2)  # "aabc": 1 and 2 hosts
     shard("objective, dynamic", replica_groups=4, objective="inference")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oper.errors import require
-from oper.plan import check_delay, check_synchronize_bits
+from oper.plan import check_synchronization
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import Group, ProcessGroup
 
@@ -101,8 +101,7 @@ def split(whole: Group, count: int, every: int, delay: int = 0, bits: int = 32
             ("replica_groups", count, size % count == 0,
              f"a divisor of {size}, the number of ranks"),
             ("synchronize_every", every, count > 1 or every == 1, "1 without replica groups"))
-    check_delay(what, every, delay)
-    check_synchronize_bits(what, bits, count)
+    check_synchronization(what, count, every, delay, bits)
     if count == 1:
         return None
     import torch.distributed as dist
