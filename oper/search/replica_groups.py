@@ -52,9 +52,9 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
 
     Returns:
         The plan, with `replica_groups`, `synchronize_every`, `synchronize_delay` and
-        `synchronize_bits`. Its `step_us` and `lower_bound_us` exclude synchronization. The note ``replica_groups`` lists ``groups``
-        (their number), ``step_us`` and ``bound_us`` with synchronization, and
-        ``synchronization_us``.
+        `synchronize_bits`. Its `step_us` and `lower_bound_us` exclude synchronization. The note
+        ``replica_groups`` lists ``groups`` (their number), ``step_us`` and ``bound_us`` with
+        synchronization, and ``synchronization_us``.
 
     Raises:
         InvalidInputError: `interval` or `bits` is not valid, or `make` raises this for one group.

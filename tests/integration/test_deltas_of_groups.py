@@ -15,7 +15,8 @@ from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, 
 from tests.runtime_support import assert_bitwise
 
 LAST = 7
-TABLES = {"ta": "/model/bags.embedding_bags.ta.weight", "tc": "/model/bags.embedding_bags.tc.weight",
+TABLES = {"ta": "/model/bags.embedding_bags.ta.weight",
+          "tc": "/model/bags.embedding_bags.tc.weight",
           "ts": "/model/items.embeddings.ts.weight", "places": "/model/places.weight"}
 
 

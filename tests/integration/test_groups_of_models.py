@@ -152,8 +152,9 @@ def refuse(rank: int, world_size: int) -> None:
     shard("construct other tables than rank 0", plan=replace(plan, tables=(
         replace(plan.tables[0], head_ids=np.arange(rank + 1)[::-1].copy()),)))
     model = oper.shard(table(), optimizer=oper.SGD(), plan=replace(plan, synchronize_every=3))
-    with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
-        oper.migrate(model, plan)
+    with pytest.raises(oper.InvalidInputError, match="None in replica groups"):
+        oper.migrate(model, plan, 1 << 20)
+    oper.migrate(model, plan)
     with pytest.raises(oper.InvalidInputError, match="replica groups=4"):
         oper.Replanner(model, AccessStats(1, {}, "none"), Topology.this_host(4))
 

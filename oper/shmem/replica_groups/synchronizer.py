@@ -179,6 +179,8 @@ class Synchronizer:
             Whether the update was made here. False, without any effect, if `step` is to continue:
             with ``every > 1``, without `updates`, and when this method itself calls `step`.
         """
+        if self._tables.migration is not None:
+            self.refuse("cannot train while tables move to another plan", "finish the move first")
         if self.groups.every > 1 or self._is_inside or not updates:
             return False
         tables = self._tables
@@ -449,6 +451,13 @@ class Synchronizer:
                 view.index_copy_(0, _index(some[k]), rows[0])
         if any(tables.all_gather(sums[self.groups.counterparts.rank] != sums[0])):
             refresh()
+        if self._changed is not None:
+            self._changed.restart()
+
+    # ---- another plan ----------------------------------------------------------------------------
+
+    def end_move(self) -> None:
+        """Track the changes of rows under the new plan. Not collective."""
         if self._changed is not None:
             self._changed.restart()
 
