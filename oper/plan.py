@@ -40,6 +40,7 @@ PLAN_VERSION = 1
 PLACEMENTS = ("replicated", "striped", "owned")
 MODES = ("pull", "push")
 MEMORIES = ("device", "host")
+SYNCHRONIZE_BITS = (32, 16, 8)
 OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 MAX_PATTERN = 4096  # largest sum of a stripe's weights, after which its sequence of ranks repeats
@@ -155,6 +156,7 @@ class Plan:
             `oper.shard`; `step_us` and `lower_bound_us` do not include their synchronization.
         synchronize_every: number of updates between two synchronizations of the groups.
         synchronize_delay: number of updates made while the rows of a synchronization are sent.
+        synchronize_bits: bits per number of rows or gradients sent to other groups: 32, 16 or 8.
     """
 
     world_size: Positive
@@ -169,13 +171,15 @@ class Plan:
     replica_groups: Positive = 1
     synchronize_every: Positive = 1
     synchronize_delay: Count = 0
+    synchronize_bits: int = 32
 
     def __post_init__(self) -> None:
         for name, is_right, expected in rules_of(self):
             if not is_right:
                 raise PlanError("invalid plan", name, getattr(self, name), expected,
                                 "correct it, or leave it out if it may be unknown")
-        check_delay("invalid plan", self.synchronize_every, self.synchronize_delay)
+        check_synchronization("invalid plan", self.replica_groups, self.synchronize_every,
+                              self.synchronize_delay, self.synchronize_bits)
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
             raise PlanError(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
@@ -259,7 +263,7 @@ class Plan:
             head["message_bits"] = self.message_bits.to_json()
         if self.replica_groups > 1:
             head |= {name: getattr(self, name) for name in (
-                "replica_groups", "synchronize_every", "synchronize_delay")}
+                "replica_groups", "synchronize_every", "synchronize_delay", "synchronize_bits")}
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -312,16 +316,20 @@ class Plan:
         bits.check_for(t.table for t in tables)
         return Plan(file.world_size, tuple(tables), file.objective, file.batch_size, file.topology,
                     file.step_us, file.lower_bound_us, file.notes, bits, file.replica_groups,
-                    file.synchronize_every, file.synchronize_delay)
+                    file.synchronize_every, file.synchronize_delay, file.synchronize_bits)
 
 
-def check_delay(what: str, every: int, delay: Any) -> None:
-    """Raise InvalidInputError, which begins with `what`, if replica groups that are synchronized
-    after `every` updates cannot make `delay` updates while rows are sent."""
+def check_synchronization(what: str, count: int, every: int, delay: Any, bits: Any) -> None:
+    """Raise InvalidInputError, which begins with `what`, if `count` replica groups that are
+    synchronized after `every` updates cannot make `delay` updates while rows are sent, or cannot
+    send numbers of `bits` bits."""
     most = every if every > 1 else 0  # with 1, gradients are added up before the update
-    require(what, "pass a smaller synchronize_delay, or a larger synchronize_every", (
+    allowed = SYNCHRONIZE_BITS if count > 1 else (32,)
+    require(what, "pass other numbers, or leave them out", (
         "synchronize_delay", delay, type(delay) is int and 0 <= delay <= most,
-        f"an integer from 0 to {most}, with synchronize_every={every}"))
+        f"an integer from 0 to {most}, with synchronize_every={every}"), (
+        "synchronize_bits", bits, type(bits) is int and bits in allowed,
+        f"one of {allowed}, with replica_groups={count}"))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -412,6 +420,7 @@ class _File:
     replica_groups: int = 1
     synchronize_every: int = 1
     synchronize_delay: int = 0
+    synchronize_bits: int = 32
 
 
 def _pack_ids(ids: np.ndarray) -> dict[str, Any]:

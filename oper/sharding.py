@@ -58,6 +58,7 @@ def shard(
     replica_groups: int | None = None,
     synchronize_every: int | None = None,
     synchronize_delay: int | None = None,
+    synchronize_bits: int | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -116,6 +117,10 @@ def shard(
             `synchronize_every`, and 0 if that is 1; by default the plan's, or 0. With 0, training
             waits for a synchronization. With more, averages arrive that many updates later, and the
             changes that the group has made meanwhile are added to them.
+        synchronize_bits: bits per number of the rows (with an interval of 1, gradients) that groups
+            send to each other: 32 (exact), 16 (bfloat16) or 8, see `oper.messages`; by default the
+            plan's, or 32. Rounding errors of rows are sent with the next synchronization, and
+            `oper.synchronize` sends rows exactly.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -157,14 +162,16 @@ def shard(
     if synchronize_delay is None:  # the plan's is for the plan's interval
         synchronize_delay = 0 if plan is None or synchronize_every != plan.synchronize_every else (
             plan.synchronize_delay)
+    if synchronize_bits is None:
+        synchronize_bits = 32 if plan is None or replica_groups == 1 else plan.synchronize_bits
     whole = default_group(process_group)
     # These decide which collective calls follow.
     check_same_arguments(whole, "cannot shard", {
         "objective": [objective], "plan": [None if plan is None else "a plan"],
         "topology": [None if plan is not None or topology is None else "a topology"],
         "replica_groups": [replica_groups], "synchronize_every": [synchronize_every],
-        "synchronize_delay": [synchronize_delay]})
-    groups = split(whole, replica_groups, synchronize_every, synchronize_delay)
+        "synchronize_delay": [synchronize_delay], "synchronize_bits": [synchronize_bits]})
+    groups = split(whole, replica_groups, synchronize_every, synchronize_delay, synchronize_bits)
     maps_keys = any(hasattr(m, "_managed_collision_collection") for m in module.modules())
     if groups is not None and (objective != "training" or dynamic or maps_keys):
         raise InvalidInputError(
@@ -432,8 +439,8 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             `bytes_per_step`. For tables that grow, use `oper.load_checkpoint` instead.
 
     Raises:
-        InvalidInputError: the model has no sharded tables, a move is under way, or the re-map does
-            not fit the tables.
+        InvalidInputError: the model has no sharded tables, a move is under way, the re-map does not
+            fit the tables, or replica groups get `bytes_per_step` or different plans.
         PlanError: the plan does not fit; the old plan stays in use.
         OperError: memory does not suffice for the arenas of both plans; the old plan stays in use.
     """

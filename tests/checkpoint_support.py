@@ -68,8 +68,9 @@ def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
     return split_batch(random_kjt(ROWS, BATCH, step), world_size)[0][rank]
 
 
-def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
-    """The model under a random plan; plans from 100 on push and split tables by columns."""
+def sharded(world_size: int, plan_seed: int, seed: int = 0, **options: Any) -> Model:
+    """The model under a random plan for `world_size` ranks; plans from 100 on push and split tables
+    by columns. `options`: of `oper.shard`."""
     model = Model(seed)
     kinds = {n: o.name for n, o in OPTIMIZERS.items()}
     specs = [*table_specs(model.bags, kinds), *table_specs(model.items, kinds),
@@ -80,7 +81,7 @@ def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
             tag(parameter, table)
     plan = (mixed_plan(specs, world_size, plan_seed) if plan_seed < 100 else
             rich_plan(specs, world_size, plan_seed, columns=True))
-    return oper.shard(model, plan=plan, optimizer=oper.Adagrad(lr=0.1, eps=1e-2))
+    return oper.shard(model, plan=plan, optimizer=oper.Adagrad(lr=0.1, eps=1e-2), **options)
 
 
 def tag(parameter: torch.Tensor, table: str) -> None:

@@ -279,6 +279,50 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
        {count, unit});
 }
 
+// The bytes of `rows`, float32 [n, width], in a message with `bits` bits per number.
+WireArray coded_array(const Tensor& rows, int64_t bits) {
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Float && rows.dim() == 2 &&
+                      rows.is_contiguous() && (bits == 32 || bits == 16 || bits == 8 || bits == 4),
+                  "internal: rows that cannot be coded");
+  return {rows.size(0), 4 * rows.size(1),
+          bits_of_row(static_cast<int32_t>(bits), rows.size(1))};
+}
+
+void check_coded(const Tensor& codes, const WireArray& array) {
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.is_contiguous() &&
+                      codes.numel() == array.n * entry_bytes(array.bits, array.unit),
+                  "internal: codes of the wrong size");
+}
+
+// Writes `rows`, float32 [n, width], to `to` as in a message with `bits` bits per number. `draws`:
+// empty, rounds to nearest; or the key (two words), the step, the sender and the first column, for
+// stochastic rounding of the rows with numbers `names`, uint32 [n] stored as int32.
+void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor names, Tensor to) {
+  WireArray array = coded_array(rows, bits);
+  check_coded(to, array);
+  Draws found{};
+  if (!draws.empty()) {
+    STD_TORCH_CHECK(draws.size() == 5 && names.scalar_type() == ScalarType::Int &&
+                        names.is_contiguous() && names.numel() == array.n,
+                    "internal: names of rows to round");
+    found = {{static_cast<uint32_t>(draws[0]), static_cast<uint32_t>(draws[1]),
+              static_cast<uint32_t>(draws[2]), static_cast<uint32_t>(draws[2] >> 32)},
+             kRoundingGroups + static_cast<uint32_t>(draws[3]), static_cast<uint32_t>(draws[4]) / 8,
+             static_cast<const uint32_t*>(names.data_ptr())};
+    array.draws = &found;
+  }
+  pack(static_cast<char*>(to.mutable_data_ptr()), static_cast<const char*>(rows.data_ptr()),
+       nullptr, array);
+}
+
+// Writes the rows that `code_rows` has written to `from` to `rows`, float32 [n, width].
+void decode_rows(Tensor from, int64_t bits, Tensor rows) {
+  const WireArray array = coded_array(rows, bits);
+  check_coded(from, array);
+  unpack(static_cast<char*>(rows.mutable_data_ptr()), static_cast<const char*>(from.data_ptr()),
+         array);
+}
+
 // Returns the sums of gradients of this rank's rows of a table that a step without update has kept:
 // slots, uint32 [n] stored as int32, and float32 [n, dim]; first of reduced rows, then of the rows of
 // pushed tiers.
@@ -343,6 +387,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");
   OPER_OPERATOR(context_take_changes, "(int handle, int table) -> Tensor");
   OPER_OPERATOR(copy_rows, "(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
+  OPER_OPERATOR(code_rows,
+                "(Tensor rows, int bits, int[] draws, Tensor names, Tensor(a!) to) -> ()");
+  OPER_OPERATOR(decode_rows, "(Tensor codes, int bits, Tensor(a!) rows) -> ()");
   OPER_OPERATOR(context_kept, "(int handle, int table) -> (Tensor, Tensor, Tensor, Tensor)");
   OPER_OPERATOR(context_keep,
                 "(int handle, int table, bool pushed, Tensor slots, Tensor rows) -> ()");

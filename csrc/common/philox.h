@@ -37,6 +37,7 @@ OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
 // Purposes of draws, which are part of the counter, so that different uses draw different numbers.
 constexpr uint32_t kRoundingRows = 0x4f504552u;
 constexpr uint32_t kRoundingMessages = 0x80000000u;  // lower 31 bits: sender, receiver and contents
+constexpr uint32_t kRoundingGroups = 0x47000000u;    // lower 24 bits: the replica group that sends
 
 // The source of random numbers for rounding one table's rows in one step.
 struct RoundingKey {

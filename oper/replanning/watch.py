@@ -122,7 +122,7 @@ class Replanner:
         self._tables = tables_of(model, "nothing to plan again")
         for t in self._tables:
             if t.replicas is not None:
-                t.replicas.refuse(_WHAT, "train with the plan as it is")
+                t.replicas.refuse(_WHAT, "make a plan for one group, and call oper.migrate")
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size)
         require(_WHAT, "create a Replanner for each part of the model that uses one group", (

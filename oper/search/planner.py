@@ -56,6 +56,7 @@ def make_plan(
     message_variance: float | None = None,
     synchronize_every: int | None = None,
     synchronize_delay: int = 0,
+    synchronize_bits: int = 32,
 ) -> Plan:
     """Return a plan of where every row lives, with a certified lower bound on the modelled step.
 
@@ -87,6 +88,8 @@ def make_plan(
             the ranks of one group; see `oper.search.replica_groups`. Default: one group.
         synchronize_delay: number of updates during which the rows of a synchronization are sent, at
             most `synchronize_every`, and 0 if that is 1; see `oper.shard`.
+        synchronize_bits: bits per number in messages between replica groups: 32, 16 or 8; see
+            `oper.shard`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -106,11 +109,13 @@ def make_plan(
 
     if synchronize_every is None:
         require("cannot plan replica groups", "give synchronize_every as well", (
-            "synchronize_delay", synchronize_delay, synchronize_delay == 0, "0 for one group"))
+            "synchronize_delay", synchronize_delay, synchronize_delay == 0, "0 for one group"), (
+            "synchronize_bits", synchronize_bits, synchronize_bits == 32, "32 for one group"))
         return plan_on(topology)
     require("cannot plan replica groups", "leave synchronize_every out", (
         "objective", objective, objective == "training", "training"))
-    return plan_groups(topology, (synchronize_every, synchronize_delay), stats, plan_on)
+    return plan_groups(topology, (synchronize_every, synchronize_delay), synchronize_bits, stats,
+                       plan_on)
 
 
 def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float | None = None,

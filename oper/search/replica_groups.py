@@ -10,6 +10,9 @@ where h is the time on the links of hosts and processors, which these updates us
 between racks are hidden. With the plan's certified bound b, and the least time of a synchronization
 for s, ((K - d) b + max(d b, s)) / K is a lower bound. With d = 0 these are p + s / K and b + s / K.
 
+Numbers take the bits that are given for messages between groups. A row takes at least as many
+bytes in column pieces as it does whole, so that the bound holds with fewer bits, too.
+
 The G with the shortest modelled step is chosen. The smallest of the lower bounds holds for all G
 that were compared.
 """
@@ -23,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, require
-from oper.plan import Plan, check_delay
+from oper.messages import number_bytes
+from oper.plan import Plan, check_synchronization
 from oper.search.cost.model import is_ordered
 from oper.search.cost.tally import owned_features, row_bytes
 from oper.search.problem.statement import TOUCHED_ALL, TableProblem, make_table
@@ -34,32 +38,33 @@ from oper.topology import Topology
 _SLOT_BYTES = 4  # of a row's slot in a synchronization
 
 
-def plan_groups(topology: Topology, interval: tuple[int, int], stats: AccessStats | None,
-                make: Callable[[Topology], Plan]) -> Plan:
+def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
+                stats: AccessStats | None, make: Callable[[Topology], Plan]) -> Plan:
     """Return a plan for the ranks of one group, for the best number of groups.
 
     Args:
         topology: all hosts.
         interval: number of updates between two synchronizations, and number of updates during which
             rows are sent, see `oper.shard`.
+        bits: bits per number in messages between groups, see `oper.shard`.
         stats: access statistics; None = all rows of a table are equally hot.
         make: returns a training plan for a topology.
 
     Returns:
-        The plan, with `replica_groups`, `synchronize_every` and `synchronize_delay`. Its `step_us`
-        and `lower_bound_us` exclude synchronization. The note ``replica_groups`` lists ``groups``
-        (their number), ``step_us`` and ``bound_us`` with synchronization, and
-        ``synchronization_us``.
+        The plan, with `replica_groups`, `synchronize_every`, `synchronize_delay` and
+        `synchronize_bits`. Its `step_us` and `lower_bound_us` exclude synchronization. The note
+        ``replica_groups`` lists ``groups`` (their number), ``step_us`` and ``bound_us`` with
+        synchronization, and ``synchronization_us``.
 
     Raises:
-        InvalidInputError: `interval` is not valid, or `make` raises this for one group.
+        InvalidInputError: `interval` or `bits` is not valid, or `make` raises this for one group.
         PlanInfeasibleError: no plan fits, whatever the number of groups.
     """
     every, delay = interval
     what = "cannot plan replica groups"
     require(what, "pass an integer >= 1",
             ("synchronize_every", every, type(every) is int and every >= 1, ">= 1"))
-    check_delay(what, every, delay)
+    check_synchronization(what, topology.num_hosts, every, delay, bits)
     plans: dict[int, Plan] = {}
     compared: list[dict[str, Any]] = []
     infeasible: PlanInfeasibleError | None = None
@@ -73,7 +78,8 @@ def plan_groups(topology: Topology, interval: tuple[int, int], stats: AccessStat
             if count == 1:
                 raise
             continue  # unequal groups, or constraints that name ranks outside a group
-        took_us, shared_us, least_us = synchronization_us(plan, topology, count, every, stats)
+        took_us, shared_us, least_us = synchronization_us(plan, topology, (count, every, bits),
+                                                          stats)
         plans[count] = plan
         compared.append({
             "groups": count, "synchronization_us": took_us,
@@ -88,6 +94,7 @@ def plan_groups(topology: Topology, interval: tuple[int, int], stats: AccessStat
     return replace(plan, topology=topology.name, replica_groups=best,
                    synchronize_every=every if best > 1 else 1,
                    synchronize_delay=delay if best > 1 else 0,
+                   synchronize_bits=bits if best > 1 else 32,
                    notes={**plan.notes, "replica_groups": compared})
 
 
@@ -105,7 +112,7 @@ def _with_synchronization(step_us: float, took_us: float, shared_us: float,
     return step_us + (max(hidden + shared_us, took_us) - hidden) / every
 
 
-def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
+def synchronization_us(plan: Plan, topology: Topology, groups: tuple[int, int, int],
                        stats: AccessStats | None) -> tuple[float, float, float]:
     """Return the modelled microseconds of a synchronization with this plan, the part of them during
     which links of hosts or processors are busy, and the least time of a synchronization with any
@@ -119,10 +126,11 @@ def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
     Args:
         plan: the plan of a group.
         topology: all hosts.
-        count: number of groups; with 1, all times are 0.
-        every: number of updates between two synchronizations.
+        groups: number of groups, with 1 of which all times are 0; number of updates between two
+            synchronizations; and bits per number in messages between groups.
         stats: access statistics; None = all rows of a table are equally hot.
     """
+    count, every, bits = groups
     if count == 1:
         return 0.0, 0.0, 0.0
     size = plan.world_size
@@ -131,9 +139,9 @@ def synchronization_us(plan: Plan, topology: Topology, count: int, every: int,
         t = make_table(entry.table, stats, _samples(plan, entry.table.optimizer, count, every),
                        size)
         ordered = is_ordered(t, entry)
-        total += float(t.total[TOUCHED_ALL]) * _bytes(t, t.spec.dim, every)
+        total += float(t.total[TOUCHED_ALL]) * _bytes(t, t.spec.dim, every, bits)
         for piece in entry.pieces:
-            width = _bytes(t, piece.stop - piece.start, every)
+            width = _bytes(t, piece.stop - piece.start, every, bits)
             for tier in piece.tiers:
                 sent += owned_features(t, tier, size, ordered)[TOUCHED_ALL] * width
     within_racks = replace(topology, racks=())
@@ -149,10 +157,14 @@ def _samples(plan: Plan, optimizer: str, count: int, every: int) -> int:
     return plan.batch_size * every * union
 
 
-def _bytes(t: TableProblem, width: int, every: int) -> float:
+def _bytes(t: TableProblem, width: int, every: int, bits: int) -> float:
     """Return the bytes of `width` columns of one row, and of its slot, in a synchronization."""
     weights, gradient, state = row_bytes(t, width)
-    return _SLOT_BYTES + (gradient if every == 1 else weights + state)
+    if every == 1:
+        return _SLOT_BYTES + (gradient if bits == 32 else number_bytes(bits, width))
+    if t.spec.dtype == "float32" and bits < 32:
+        weights = number_bytes(bits, width)
+    return _SLOT_BYTES + weights + state
 
 
 def _time_us(sent: np.ndarray, topology: Topology, count: int, every: int,

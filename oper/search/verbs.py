@@ -12,7 +12,7 @@ from typing import Any
 
 from oper.errors import InvalidInputError, UsageError
 from oper.messages import EXACT, MessageBits
-from oper.plan import OBJECTIVES, Plan
+from oper.plan import OBJECTIVES, SYNCHRONIZE_BITS, Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.presets import topology_preset
@@ -53,6 +53,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synchronize-delay", type=whole(0), default=0, metavar="D",
                         help="number of updates made while the rows of a synchronization are sent, "
                              "at most K, and 0 if K is 1 (default 0: training waits)")
+    parser.add_argument("--synchronize-bits", type=int, default=32, choices=SYNCHRONIZE_BITS,
+                        help="bits per number of the rows (if K is 1, gradients) that groups send "
+                             "to each other (default 32, exact)")
     add_machine(parser)
     _add_tables(parser)
     _add_dynamic(parser)
@@ -123,9 +126,10 @@ def run_plan(args: argparse.Namespace) -> int:
                             message_variance=args.message_variance)
 
     if args.synchronize_every is None:
-        if args.synchronize_delay:
-            raise UsageError("cannot plan replica groups", "--synchronize-delay",
-                             args.synchronize_delay, "0 for one group",
+        given = args.synchronize_delay, args.synchronize_bits
+        if given != (0, 32):
+            raise UsageError("cannot plan replica groups", "--synchronize-delay, "
+                             "--synchronize-bits", given, "(0, 32) for one group",
                              "pass --synchronize-every as well")
         plan = plan_on(topology)
     elif args.objective != "training" or args.start is not None:
@@ -133,8 +137,8 @@ def run_plan(args: argparse.Namespace) -> int:
                          (args.objective, args.start), "training, and no start",
                          "leave out --synchronize-every")
     else:
-        plan = plan_groups(topology, (args.synchronize_every, args.synchronize_delay), stats,
-                           plan_on)
+        plan = plan_groups(topology, (args.synchronize_every, args.synchronize_delay),
+                           args.synchronize_bits, stats, plan_on)
     problem = replace(problem_on(topology.divided(plan.replica_groups)),
                       message_bits=plan.message_bits)
     plan = _noted(plan, stats, dynamic)

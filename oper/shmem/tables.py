@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from oper.shmem.passes import HeldPasses
 from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
+from oper.shmem.replica_groups.moves import begin_move
 from oper.shmem.settings import deadline_s
 from oper.shmem.updates import TableUpdates
 
@@ -407,19 +409,22 @@ class ShardedTables(TableUpdates, MeasuredTables):
         Raises:
             PlanError: the plan does not fit, or cannot be executed here; the old plan stays in use.
             OperError: memory does not suffice for the new arenas; the old plan stays in use.
-            InvalidInputError: another move is under way, or `micro_batches` is active.
+            InvalidInputError: another move is under way, `micro_batches` is active, or in replica
+                groups `bytes_per_step` is not None or the groups' plans differ.
         """
         refuse_in_parts(self, "cannot move tables to another plan")
-        if self.replicas is not None:
-            self.replicas.refuse("cannot move tables to another plan",
-                                 "save a checkpoint, and load it in a model with the new plan")
         if self._migration is not None:
             raise InvalidInputError("cannot move tables to another plan", "plan",
                                     "a move is under way", "one at a time",
                                     "wait until `migration` is None, or stop_migration()")
+        make = partial(self._begin_migration, plan, bytes_per_step)
+        self._migration = make() if self.replicas is None else begin_move(
+            self, plan, bytes_per_step, make)
+
+    def _begin_migration(self, plan: Plan, bytes_per_step: int | None) -> Migration:
         with phase_of(self, MIGRATION):
             self.barrier()
-            self._migration = Migration(self, plan, bytes_per_step)
+            return Migration(self, plan, bytes_per_step)
 
     @in_turn
     def finish_migration(self) -> None:
@@ -427,6 +432,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if self._migration is not None:
             self._migration.finish()
             self._migration = None
+            if self.replicas is not None:
+                self.replicas.end_move()
 
     @property
     def migration(self) -> Migration | None:

@@ -74,9 +74,35 @@ def test_a_synchronization_sends_the_expected_rows(optimizer: str, samples: int)
     owned = [max((ids % 2 == r).sum() for r in range(2)) for ids in drawn]
     row_bytes = 4 * 32 + 4 + (4 if optimizer == "rowwise_adagrad" else 0)
     want_us = float(np.mean(owned)) * row_bytes / 1.25 * 1e-3
-    took_us, shared_us, least_us = synchronization_us(plan, topology, 2, every, stats)
+    took_us, shared_us, least_us = synchronization_us(plan, topology, (2, every, 32), stats)
     assert took_us == pytest.approx(want_us, rel=0.03)
     assert 0.8 * took_us < least_us <= took_us == shared_us
+
+
+@pytest.mark.parametrize(("every", "bits"), [(8, 8), (8, 16), (1, 8)])
+def test_fewer_bits_shorten_a_synchronization(every: int, bits: int) -> None:
+    """In proportion to the bytes of a row, its slot and its state; in pieces a row has a step each.
+    """
+    topology = Topology.of_domains([0, 1, 2, 3])
+    topology = replace(topology, costs=replace(topology.costs, phase_us=0.0, wire_ns=0.0))
+    whole = replace(uniform_plan(TABLES[:1], 2, "striped"), batch_size=BATCH)
+    halves = replace(whole, tables=(replace(whole.tables[0], pieces=tuple(
+        replace(p, start=at, stop=at + 16) for p in whole.tables[0].pieces for at in (0, 16))),))
+    rest = 4 + 4 * (every > 1)
+    for plan, pieces in ((whole, 1), (halves, 2)):
+        exact, fewer = (synchronization_us(plan, topology, (2, every, b), skewed())
+                        for b in (32, bits))
+        row = (4 * 32 if bits == 16 else 2 * (32 + 8 * pieces)) // 2
+        assert fewer[0] / exact[0] == pytest.approx(
+            (row + rest * pieces) / (4 * 32 + rest * pieces))
+        assert fewer[2] <= fewer[0] * (1 + 1e-9) and fewer[2] < exact[2] / 1.5
+    plan = make_plan(TABLES, skewed(), racks(0.005), batch_size=BATCH, synchronize_every=8,
+                     synchronize_bits=bits)
+    assert (plan.replica_groups, plan.synchronize_bits) == (2, bits)
+    assert Plan.from_text(plan.to_text()).synchronize_bits == bits
+    with pytest.raises(InvalidInputError, match="synchronize_bits=4, expected one of"):
+        make_plan(TABLES, skewed(), racks(0.005), batch_size=BATCH, synchronize_every=8,
+                  synchronize_bits=4)
 
 
 def test_some_ranks_have_their_counterparts_in_their_own_rack() -> None:
@@ -86,7 +112,7 @@ def test_some_ranks_have_their_counterparts_in_their_own_rack() -> None:
     assert topology.divided(2).racks == (Rack((0, 1), 1e-3), Rack((2, 3), 1e-3))
     for placement in ("owned", "striped"):
         plan = replace(uniform_plan(TABLES[:1], 4, placement), batch_size=BATCH)
-        took_us, shared_us, least_us = synchronization_us(plan, topology, 2, 8, skewed())
+        took_us, shared_us, least_us = synchronization_us(plan, topology, (2, 8, 32), skewed())
         assert 0 < least_us <= took_us
         assert (took_us == shared_us) == (placement == "owned")
 
@@ -101,7 +127,7 @@ def test_uplinks_are_hidden_by_the_steps_made_meanwhile() -> None:
                          synchronize_delay=delay)
         assert (plan.replica_groups, plan.synchronize_delay) == (2, delay)
         assert Plan.from_text(plan.to_text()).synchronize_delay == delay
-        took_us, shared_us, least_us = synchronization_us(plan, topology, 2, every, stats)
+        took_us, shared_us, least_us = synchronization_us(plan, topology, (2, every, 32), stats)
         assert shared_us < took_us / 50  # the hosts' links are 250 times as fast
         x = {x["groups"]: x for x in plan.notes["replica_groups"]}[2]
         step, bound = plan.step_us, plan.lower_bound_us
@@ -147,7 +173,10 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([str(x) for x in [*arguments[:-1], "--objective", "inference"]]) == 2
     assert main([str(x) for x in [*arguments, "--synchronize-delay", 2]]) == 0
     assert Plan.load(tmp_path / "plan.json").synchronize_delay == 2
+    assert main([str(x) for x in [*arguments, "--synchronize-bits", 8]]) == 0
+    assert Plan.load(tmp_path / "plan.json").synchronize_bits in (8, 32)
     alone = [x for x in arguments if x not in ("--synchronize-every", 4)]
     assert main([str(x) for x in [*alone, "--synchronize-delay", 2]]) == 2
+    assert main([str(x) for x in [*alone, "--synchronize-bits", 8]]) == 2
     with pytest.raises(PlanError, match="replica_groups=0"):
         replace(plan, replica_groups=0)

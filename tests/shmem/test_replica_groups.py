@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event
@@ -13,190 +13,30 @@ import pytest
 import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
-from oper.plan import Plan, uniform_plan
+from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.micro_batches import MicroBatches
-from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
-from oper.shmem.replica_groups.groups import Background, ReplicaGroups
+from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.synchronizer import Synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from oper.tracing import trace
-from tests.optimizer_formulas import first_states
+from tests.replica_groups_support import PLANS, run_groups, simulated, train, trained
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
-    Batch,
-    Case,
     Result,
-    apply_optimizer,
     assert_exact,
     assert_near,
     dlrm_case,
-    initial_weights,
     make_steps,
-    mixed_plan,
-    rank_loss,
-    reference_forward,
     references,
-    rich_plan,
     run_ranks,
     same_bits,
-    touched_rows,
     with_tables,
 )
-
-Body = Callable[[ShardedTables, int], Any]
-
-
-def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
-               count: int = 2, domains: Sequence[int] | None = None, delay: int = 0) -> list[Any]:
-    """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
-    size = plan.world_size
-    mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
-    across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
-    own = case.with_optimizer(optimizer.name)
-
-    def on_rank(whole: ThreadGroup) -> Any:
-        number, rank = divmod(whole.rank, size)
-        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
-                               Background(behind[rank][number]) if delay else None)
-        tables = ShardedTables(with_tables(plan, own.tables), case.features, groups.mine, optimizer,
-                               groups.gradient_scale(1.0 / whole.world_size))
-        Synchronizer(tables, groups)
-        for name, weight in initial_weights(case).items():
-            tables.write(name, weight + number)  # the first group's are used
-        tables.publish()
-        try:
-            return body(tables, whole.rank)
-        finally:
-            tables.close()
-
-    return run_ranks(size * count, on_rank)
-
-
-def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
-    out = tables.lookup(batch.lookup(case))
-    rank_loss(out, batch.target).backward()
-    return out.detach().clone()
-
-
-def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
-            **options: Any) -> Result:
-    """Train in groups; asserts that after a synchronization all groups are bitwise equal."""
-    def body(tables: ShardedTables, rank: int) -> Result:
-        outputs = [[train(tables, case, batches[rank])] for batches in steps]
-        tables.replicas.synchronize()
-        tables.barrier()
-        result = Result(
-            outputs, {t.name: tables.read(t.name) for t in case.tables},
-            {f"{t.name} {part}": tables.read(t.name, part=part)
-             for t in case.tables for part, _ in STATE_PARTS[optimizer.name]},
-            {(t.name, 0): tables.replica(t.name, tables.group.rank).clone() for t in case.tables})
-        tables.barrier()
-        return result
-
-    ranks = run_groups(case, plan, optimizer, every, body, **options)
-    for k, other in enumerate(ranks[1:], 1):
-        first = ranks[k % plan.world_size]  # a rank has its own replicas
-        same_bits(Result([], other.weights, other.states, other.replicas),
-                  Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
-    return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
-                  ranks[0].weights, ranks[0].states)
-
-
-@torch.no_grad()
-def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.Tensor],
-            of_all: bool) -> torch.Tensor:
-    """The mean of each row over all groups, or over those that changed it."""
-    weight = torch.stack([torch.ones_like(c) if of_all else c for c in changed]).float()
-    stacked = torch.stack(values)
-    weight = weight.reshape(*weight.shape, *[1] * (stacked.dim() - 2))
-    mean = (stacked * weight).sum(0) / weight.sum(0).clamp(min=1)
-    any_changed = torch.stack(changed).any(0)
-    return torch.where(any_changed.reshape(-1, *[1] * (base.dim() - 1)), mean, base)
-
-
-# Sums or averages of squared gradients, which are never negative.
-SQUARES = {"rowwise_adagrad": "momentum1", "adagrad": "momentum1", "adam": "momentum2"}
-
-
-def replaced(now: torch.Tensor, sent: torch.Tensor, mean: torch.Tensor, is_squares: bool
-             ) -> torch.Tensor:
-    """The average of values that were `sent`, with what has changed since then: in proportion for
-    squares that have decayed, otherwise as a difference."""
-    if is_squares:
-        return torch.where(now < sent, mean * now / sent, mean + now - sent)
-    return mean + now - sent
-
-
-def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
-              count: int, delay: int = 0) -> Result:
-    """Groups that train by themselves and are averaged after every `every` updates; averages
-    arrive `delay` updates later."""
-    size = len(steps[0]) // count
-    of_all = optimizer.name in ("sgd", "momentum_sgd")
-    groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
-              for _ in range(count)]
-    states = [{n: first_states(optimizer, w.detach()) for n, w in g.items()} for g in groups]
-    changed = [{t.name: torch.zeros(t.num_rows, dtype=torch.bool) for t in case.tables}
-               for _ in range(count)]
-    outputs = []
-    sent: list[Any] = []  # (table, part, mean, rows in it, values of the groups when sent)
-    due = 0  # the update after which they arrive
-
-    def values(name: str, part: str) -> list[torch.Tensor]:
-        return [g[name].detach() if part == "rows" else s[name][part]
-                for g, s in zip(groups, states, strict=True)]
-
-    def send() -> None:
-        for name in groups[0]:
-            marks = [c[name].clone() for c in changed]
-            for part in ("rows", *states[0][name]):
-                before = [x.clone() for x in values(name, part)]
-                mean = average(before[0], marks, before, of_all)
-                sent.append((name, part, mean, torch.stack(marks).any(0), before))
-            for c in changed:
-                c[name].zero_()
-
-    def arrive() -> None:
-        for name, part, mean, rows, before in sent:
-            for x, y in zip(values(name, part), before, strict=True):
-                x[rows] = replaced(x, y, mean, SQUARES.get(optimizer.name) == part)[rows]
-        sent.clear()
-
-    for step, batches in enumerate(steps, 1):
-        outputs.append([])
-        for g, weights in enumerate(groups):
-            mine = batches[g * size:(g + 1) * size]
-            outs = [reference_forward(case, weights, b) for b in mine]
-            outputs[-1] += [o.detach() for o in outs]
-            (sum(rank_loss(o, b.target) for o, b in zip(outs, mine, strict=True)) / size).backward()
-            for name, w in weights.items():
-                touched = touched_rows(case, case.table(name), mine)
-                changed[g][name] |= touched
-                apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
-                w.grad = None
-        if step == due:
-            arrive()
-        if step % every == 0:
-            send()
-            due = step + delay
-            if not delay:
-                arrive()
-    arrive()
-    send()
-    arrive()
-    return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
-                  {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
-
-
-PLANS: dict[str, Callable[[Case], Plan]] = {
-    "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
-    "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
-    "mixed": lambda case: mixed_plan(case.tables, 2, 1),
-    "rich": lambda case: rich_plan(case.tables, 2, 1, columns=True)}
 
 
 @pytest.mark.parametrize(("plan", "optimizer", "domains"), [
@@ -437,9 +277,9 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
                for x, y in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("refused", [2, 3])
-def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) -> None:
+@pytest.mark.parametrize(("refused", "delay", "bits"), [
+    (2, 0, 32), (2, 1, 32), (3, 0, 8), (3, 1, 8)])
+def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bits: int) -> None:
     """Rows are averaged after steps 1, 3 and 5. A group that skips step 3, or the step at which
     averages arrive, averages after its next update. Otherwise the skipped step has the result of
     an empty batch."""
@@ -466,7 +306,8 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int) ->
         return found
 
     bad, empty = (run_groups(case, PLANS["mixed"](case), ALL_OPTIMIZERS["sgd"], 2,
-                             lambda t, r, is_bad=is_bad: body(t, r, is_bad), delay=delay)
+                             lambda t, r, is_bad=is_bad: body(t, r, is_bad), delay=delay,
+                             bits=bits)
                   for is_bad in (True, False))
     for others in (bad[1:], *([empty] if (refused, delay) == (2, 0) else [])):
         assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
@@ -526,8 +367,8 @@ def test_what_replica_groups_do_not_support() -> None:
     case = dlrm_case()
 
     def body(tables: ShardedTables, rank: int) -> None:
-        with pytest.raises(InvalidInputError, match="replica groups=2"):
-            tables.migrate(tables.plan)
+        with pytest.raises(InvalidInputError, match="None in replica groups"):
+            tables.start_migration(tables.plan, 1 << 20)
         with pytest.raises(InvalidInputError, match="are in replica groups"), \
                 MicroBatches([tables]):
             pass
@@ -536,4 +377,77 @@ def test_what_replica_groups_do_not_support() -> None:
         with pytest.raises(InvalidInputError, match="replica groups=2"):
             trace(SimpleNamespace(modules=lambda: [SimpleNamespace(tables=tables)]), "t.json")
 
+    run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 2, body)
+
+
+@pytest.mark.parametrize(("every", "delay", "bits", "domains"), [
+    (1, 0, 32, (0, 1)), (3, 0, 32, None), (3, 2, 8, (0, 1))])
+def test_groups_move_to_another_plan(every: int, delay: int, bits: int,
+                                     domains: Sequence[int] | None) -> None:
+    """The numbers are those of a run that is synchronized instead; rows that change under the new
+    plan are averaged as well."""
+    case = dlrm_case()
+    steps = make_steps(case, 4, 8)
+    before, after = PLANS["striped"](case), PLANS["rich"](case)
+
+    def body(tables: ShardedTables, rank: int, moves: bool) -> Result:
+        outputs = []
+        changed = tables.replicas.changed_rows()
+        for k, batches in enumerate(steps):
+            outputs.append([train(tables, case, batches[rank])])
+            if k == 3:
+                tables.replicas.synchronize()
+                assert changed.take() is not None
+            if k == 3 and moves:
+                tables.migrate(with_tables(after, [*tables.specs.values()]))
+                assert changed.take() is None  # a delta would not be enough
+                changed.restart()
+        tables.replicas.synchronize()
+        tables.barrier()
+        assert any(x.size for x in changed.take().values())
+        found = Result(outputs, {n: tables.read(n) for n in tables.specs},
+                       {n: tables.read(n, part="momentum1") for n in tables.specs})
+        tables.barrier()
+        return found
+
+    moved, stayed = (run_groups(case, before, RowWiseAdagrad(), every,
+                                lambda t, r, moves=moves: body(t, r, moves),
+                                domains=domains, delay=delay, bits=bits)
+                     for moves in (True, False))
+    for of in moved[1:]:
+        same_bits(Result([], of.weights, of.states), Result([], moved[0].weights, moved[0].states),
+                  "groups", True)
+    tolerance = 2e-5 if bits == 32 else 1e-2  # codes may differ where plans split columns
+    for got, want in zip(moved, stayed, strict=True):
+        assert_near(vars(got) | {"replicas": {}}, vars(want) | {"replicas": {}}, "moved", tolerance)
+
+
+def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dlrm_case()
+    steps = make_steps(case, 4, 2)
+    begin = ShardedTables._begin_migration
+
+    def fails(tables: ShardedTables, *arguments: Any) -> Any:
+        if getattr(tables, "is_full", False):
+            raise OperError("no room")
+        return begin(tables, *arguments)
+
+    def body(tables: ShardedTables, rank: int) -> torch.Tensor:
+        train(tables, case, steps[0][rank])
+        other = with_tables(PLANS["mixed"](case), [*tables.specs.values()])
+        with pytest.raises(InvalidInputError, match="construct other tables"):
+            tables.migrate(other if rank < 2 else tables.plan)
+        tables.is_full = rank > 1
+        with pytest.raises(OperError, match="no room" if rank > 1 else r"that cannot=\[1\]"):
+            tables.migrate(other)
+        tables.is_full = False
+        tables.start_migration(other)
+        with pytest.raises(InvalidInputError, match="cannot train while tables move"):
+            train(tables, case, steps[1][rank])
+        tables.finish_migration()
+        out = train(tables, case, steps[1][rank])
+        assert [t.pieces for t in tables.plan.tables] == [t.pieces for t in other.tables]
+        return out
+
+    monkeypatch.setattr(ShardedTables, "_begin_migration", fails)
     run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 2, body)

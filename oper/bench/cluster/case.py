@@ -42,7 +42,7 @@ HEADER_BYTES = 66  # headers of a packet: Ethernet, IPv4 and TCP with time stamp
 _SCREENED_STEPS = 3
 _TIMED_SHARE = 1.5  # contenders up to this times slower than the fastest are timed
 _NEAR_SHARE = 1.15  # as are TorchRec's plans up to this times slower than its fastest
-_COUNTED_STEPS = 2
+COUNTED_STEPS = 2
 _PER_ROUND = 4  # timed steps per contender and round
 _ROUNDS = (3, 10)  # minimum and maximum
 
@@ -335,13 +335,13 @@ def wire(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains:
     dist.barrier()
     before = record.interface_counters(INTERFACE)
     dist.barrier()  # no rank sends before all counters have been read
-    for k in range(_COUNTED_STEPS):
+    for k in range(COUNTED_STEPS):
         step(k)
     dist.barrier()
-    every = gather((record.interface_counters(INTERFACE) - before) * is_first / _COUNTED_STEPS)
+    every = gather((record.interface_counters(INTERFACE) - before) * is_first / COUNTED_STEPS)
     if run.rank:
         return {}
-    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, _COUNTED_STEPS)))
+    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, COUNTED_STEPS)))
     sent, packets = np.sum(every, axis=0)
     hosts = every[::links.ranks_per_host]
     return {"counted_bytes": round(sent),

@@ -95,15 +95,9 @@ class Contender:
                                   self.name.removeprefix(_TORCHREC), ranks()[1], machine)
         if self.plan is None:
             return build_data_parallel(work), None
-        hides = self.runtime == "oper in parts"
-        dense = Dense(bucket_mb=_BUCKET_MB) if hides else Dense()
-        side = build_plan(work, self.plan, objective, dense if whole_model else None)
-        if hides:
-            from oper.pipeline import MicroBatchPipeline
-
-            side.name = IN_PARTS
-            side.pipeline = MicroBatchPipeline(side.model, side.optimizers[0], _COMPARED_PARTS)
-        return side, None
+        if self.runtime == "oper in parts":
+            return build_in_parts(work, self.plan, _COMPARED_PARTS), None
+        return build_plan(work, self.plan, objective, Dense() if whole_model else None), None
 
 
 @dataclass(slots=True)
@@ -178,6 +172,16 @@ def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: D
                ) -> Side:
     """OPER's side of a workload under a plan, with the dense part `dense` if any. Collective."""
     return build_oper(work, dense, plan, False, objective, _collection(work))[0]
+
+
+def build_in_parts(work: Workload, plan: Plan, num_parts: int) -> Side:
+    """OPER's side of a whole DLRM that trains in micro-batches. Collective."""
+    from oper.pipeline import MicroBatchPipeline
+
+    side = build_plan(work, plan, dense=Dense(bucket_mb=_BUCKET_MB))
+    side.name = IN_PARTS
+    side.pipeline = MicroBatchPipeline(side.model, side.optimizers[0], num_parts)
+    return side
 
 
 class PlannedRun(Run):

@@ -15,6 +15,7 @@ from oper.bench.cluster.case import Case
 from oper.bench.cluster.fewer_bits import EXACT, FEWER, FewerBits
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, check_possible, why_no_quota
+from oper.bench.cluster.overlap import Overlap
 from oper.bench.cluster.quality import LOG, LogQuality
 from oper.bench.cluster.replica_groups import ReplicaGroupsCase
 from oper.bench.core.launch import measured
@@ -32,12 +33,12 @@ _DIFFERENT = 1.05  # ratio of executed steps above which the order of two conten
 _CALIBRATED = 2  # processes with which the constants of this machine are measured
 FIGURES = (
     ("oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms", "ratio_step",
-     "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts",
-     "ratio_groups", "ratio_delayed"),
+     "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_limit",
+     "overlap_parts", "ratio_groups", "ratio_delayed", "ratio_rounded"),
     ("fewer_bytes", "fewer_bits_speedup",
      *(f"contenders.{name}.{key}" for key in ("executed_ms", "predicted_ms", "bytes_ratio")
        for name in (EXACT, FEWER)), "log_loss_difference", "auc_difference",
-     *(f"models.{name}.{key}" for name in ("groups", "delayed")
+     *(f"models.{name}.{key}" for name in ("groups", "delayed", "rounded")
        for key in ("log_loss_difference", "auc_difference")), "num_seeds"),
     ("median_error", "worst_error", "ordered", "num_predicted", "num_ordered_pairs"))
 NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRec's best plan / "
@@ -76,6 +77,7 @@ def cases(quick: bool) -> list[Any]:
     found += [Case(f"training/{name}/mixed", links, workload("mixed"))
               for name, links in others.items()]
     found += [Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"), whole_model=True),
+              Overlap("overlap/4x400-dlrm/mixed", Links(4, 400), workload("mixed")),
               LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")),
               *(ReplicaGroupsCase(f"replica-groups/4x400-two-racks-100/1/every-{every}",
                                   Links(4, 400, uplink_mbits=100), workload("1"), every=every)
@@ -88,7 +90,9 @@ def cases(quick: bool) -> list[Any]:
             f"quality/4x400-replica-groups/movietweetings/every-{every}", Links(4, 400),
             {"one": {}, "groups": {"replica_groups": 2, "synchronize_every": every},
              "delayed": {"replica_groups": 2, "synchronize_every": every,
-                         "synchronize_delay": every}}) for every in (4, 16)]
+                         "synchronize_delay": every},
+             "rounded": {"replica_groups": 2, "synchronize_every": every,
+                         "synchronize_bits": 8}}) for every in (4, 16)]
     shapes = list(dict.fromkeys(c.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.shape))
 

@@ -24,7 +24,8 @@ _TOLERANCE = 1e-4  # of rows, relative to the table's largest; the order of addi
 @dataclass(frozen=True, slots=True)
 class ReplicaGroupsCase(WithWorkload):
     """OPER's plan for all hosts as one group against its plans for replica groups that wait for
-    synchronizations, and that continue with the next steps (``delayed``).
+    synchronizations, that continue with the next steps (``delayed``), and that wait and send rows
+    of 8 bits per number (``rounded``).
 
     Attributes:
         every: number of steps between two synchronizations, and number of steps during which the
@@ -41,10 +42,12 @@ class ReplicaGroupsCase(WithWorkload):
         topology, measured = measured_topology(links, self.constants)
         run = PlannedRun(self, progress)
         stats = joint_stats(self.work, self.num_stats_batches)
-        delays = {"groups": 0, "delayed": self.every}
+        options: dict[str, dict[str, int]] = {
+            "groups": {}, "delayed": {"synchronize_delay": self.every},
+            "rounded": {"synchronize_bits": 8}}
         plans = {"one": planned(self.work, stats, "training", topology)[0], **{
             name: planned(self.work, stats, "training", topology, synchronize_every=self.every,
-                          synchronize_delay=delay)[0] for name, delay in delays.items()}}
+                          **given)[0] for name, given in options.items()}}
         progress("comparing rows with those of one group")
         limit(links, False)
         exact = run.trained(replace(plans["groups"], synchronize_every=1), _CHECKED)
@@ -76,7 +79,7 @@ class ReplicaGroupsCase(WithWorkload):
         if run.rank:
             return {}
         compared = {name: {x["groups"]: x for x in plans[name].notes["replica_groups"]}
-                    for name in delays}
+                    for name in options}
         found: dict[str, Any] = {}
         for name, of in compared.items():
             ratio, best = paired(rounds["one"], rounds[name]), of[plans[name].replica_groups]
@@ -89,8 +92,8 @@ class ReplicaGroupsCase(WithWorkload):
         return {
             "objective": "training", "hosts": links.num_hosts, "in_grid": False,
             "links": asdict(links), "workload": asdict(self.work), "measured": measured,
-            "synchronize_every": self.every, "synchronize_delay": delays,
-            "replica_groups": {name: plans[name].replica_groups for name in delays},
+            "synchronize_every": self.every, "options": options,
+            "replica_groups": {name: plans[name].replica_groups for name in options},
             "verified": error <= _TOLERANCE, "largest_difference": error,
             "step_one_group_ms": round(float(rounds["one"].mean()), 3),
             "predicted_one_group_ms": round(compared["groups"][1]["step_us"] / 1e3, 3), **found,

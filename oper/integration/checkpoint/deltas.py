@@ -44,8 +44,10 @@ from oper.integration.checkpoint.saving import (
     restore,
     save_checkpoint,
     state_of,
+    synchronize,
     tables_of,
 )
+from oper.integration.checkpoint.table_state import all_ranks
 from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedKeys, ChangedRows
 from oper.shmem.optim.optimizers import STATE_PARTS
@@ -74,7 +76,7 @@ class DeltaCheckpoints:
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
-            read-only, in replica groups or not in host memory; or `memory_bytes` is below 1.
+            read-only or not in host memory; or `memory_bytes` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -87,10 +89,8 @@ class DeltaCheckpoints:
             raise InvalidInputError(
                 _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
                 "at least one collection, at least a byte", "save full checkpoints")
-        for t in found:
-            if t.replicas is not None:
-                t.replicas.refuse(_WHAT, "save full checkpoints")
-        self._changed = [ChangedRows(t) for t in found]
+        self._changed: list[ChangedRows] = [
+            ChangedRows(t) if t.replicas is None else t.replicas.changed_rows() for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # two more parts are being filled, written
         self._free: list[torch.Tensor] = []  # buffers of parts that have been written
@@ -155,7 +155,9 @@ class DeltaCheckpoints:
 
         Call it on all ranks after the same step; ranks do not wait for each other. If there is no
         full checkpoint yet, or rows were changed other than by training, a full checkpoint is saved
-        instead, which is collective.
+        instead, which is collective. With replica groups the call is collective, too: it first
+        synchronizes the groups (`oper.synchronize`), so that the delta has the rows that all groups
+        have after this step.
 
         Args:
             step: number of the step, >= 0, chosen by the caller.
@@ -165,6 +167,7 @@ class DeltaCheckpoints:
             OperError: an earlier delta could not be written; call `save_full`.
         """
         self._raise_problem()
+        synchronize(self._model)
         taken = [c.take() for c in self._changed] if self._folder is not None else [None]
         if any(slots is None for slots in taken):
             self.save_full(step, extra)
@@ -174,8 +177,9 @@ class DeltaCheckpoints:
         assert folder is not None
         parts = _Parts(self, folder / f"{self._number:06d}", (step, self._since))
         for k, (changed, slots) in enumerate(zip(self._changed, taken, strict=True)):
+            replicas = changed.tables.replicas
             for piece, mine in (slots or {}).items():
-                parts.add(k, changed, piece, mine)
+                parts.add(k, changed, piece, mine if replicas is None else replicas.share(mine))
             for keys in changed.take_keys():
                 parts.add_keys(k, keys)
         parts.end(extra)
@@ -183,9 +187,9 @@ class DeltaCheckpoints:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Rank of this process, and the number of ranks."""
-        group = self._changed[0].tables.group
-        return group.rank, group.world_size
+        """Rank of this process, and the number of ranks, of all replica groups."""
+        whole = all_ranks(self._changed[0].tables)
+        return whole.rank, whole.world_size
 
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
         """Copy all values to save other than table rows."""
@@ -307,7 +311,8 @@ class _Parts:
                        "rank": rank, "world_size": world_size, "part": 0,
                        "time_us": int(time.time() * 1e6)}
         self._arrays: dict[str, np.ndarray] = {}
-        self._slots: dict[str, tuple[TableDirectory, np.ndarray]] = {}  # by array of ids
+        # By array of ids: the directory, the rank that owns the rows, and their slots.
+        self._slots: dict[str, tuple[TableDirectory, int, np.ndarray]] = {}
         self._state: dict[str, Any] | None = None
         self._items: list[list[Any]] = []
         self._bytes = 0
@@ -340,7 +345,7 @@ class _Parts:
             done += some.size
             k = len(self._items)
             self._items.append([collection, d.table.name, int(d.column), names])
-            self._slots[f"{k}.ids"] = d, some
+            self._slots[f"{k}.ids"] = d, tables.group.rank, some
             for part, view in zip(names, views, strict=True):
                 room = self._room(some.size, view)
                 changed.copy(part, piece, some, room)
@@ -385,9 +390,8 @@ def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray]
               ) -> tuple[Any, ...]:
     """Add ids and the serialised state to a part; return the arguments of `write_part`."""
     slots, state = rest
-    for name, (d, some) in slots.items():
-        arrays[name] = d.ids_at(d.positions_at(where["rank"], some.astype(np.int64))
-                                ).astype(np.uint32)
+    for name, (d, owner, some) in slots.items():
+        arrays[name] = d.ids_at(d.positions_at(owner, some.astype(np.int64))).astype(np.uint32)
     if state is not None:
         arrays["state"] = pack_state(state)
     return folder, where, arrays, meta

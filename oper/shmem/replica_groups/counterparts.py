@@ -93,18 +93,3 @@ class Counterparts:
             return parts
 
         return run
-
-
-class Reader:
-    """Reads consecutive matrices from a uint8 tensor."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next matrix [rows, columns], of `dtype`."""
-        begin, self._at = self._at, self._at + rows * columns * dtype.itemsize
-        part = self._data[begin:self._at]
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).view(rows, columns)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oper.errors import require
-from oper.plan import check_delay
+from oper.plan import check_synchronization
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import Group, ProcessGroup
 
@@ -48,6 +48,7 @@ class ReplicaGroups:
         every: number of updates between two synchronizations.
         delay: number of updates made while a synchronization is under way, at most `every`.
         background: exchanges rows during these updates; None if `delay` is 0.
+        bits: bits per number of rows (with ``every = 1``, of gradients) sent to counterparts.
     """
 
     whole: Group
@@ -56,6 +57,7 @@ class ReplicaGroups:
     every: int
     delay: int = 0
     background: Background | None = None
+    bits: int = 32
 
     @property
     def count(self) -> int:
@@ -72,7 +74,8 @@ class ReplicaGroups:
         return scale if self.every == 1 else scale * self.count
 
 
-def split(whole: Group, count: int, every: int, delay: int = 0) -> ReplicaGroups | None:
+def split(whole: Group, count: int, every: int, delay: int = 0, bits: int = 32
+          ) -> ReplicaGroups | None:
     """Divide ranks into groups of consecutive ranks; returns None if `count` is 1. Collective.
 
     Args:
@@ -80,11 +83,13 @@ def split(whole: Group, count: int, every: int, delay: int = 0) -> ReplicaGroups
         count: number of groups, the same on all ranks.
         every: number of updates between two synchronizations, the same on all ranks.
         delay: number of updates made while a synchronization is under way, the same on all ranks.
+        bits: see `ReplicaGroups`, the same on all ranks.
 
     Raises:
         InvalidInputError: `count` or `every` is below 1, `count` does not divide the number of
-            ranks, `every` is not 1 although `count` is, `delay` is not allowed with `every`, or the
-            groups' ranks are not divided into memory domains in the same way.
+            ranks, `every` is not 1 although `count` is, `delay` is not allowed with `every`, `bits`
+            is not one of `SYNCHRONIZE_BITS`, or not 32 although `count` is 1, or the groups' ranks
+            are not divided into memory domains in the same way.
     """
     what = "cannot form replica groups"
     for name, value in (("replica_groups", count), ("synchronize_every", every)):
@@ -96,7 +101,7 @@ def split(whole: Group, count: int, every: int, delay: int = 0) -> ReplicaGroups
             ("replica_groups", count, size % count == 0,
              f"a divisor of {size}, the number of ranks"),
             ("synchronize_every", every, count > 1 or every == 1, "1 without replica groups"))
-    check_delay(what, every, delay)
+    check_synchronization(what, count, every, delay, bits)
     if count == 1:
         return None
     import torch.distributed as dist
@@ -123,4 +128,4 @@ def split(whole: Group, count: int, every: int, delay: int = 0) -> ReplicaGroups
         again = group_of(slice(place, None, each), "background")
         background = known.get((count, Background)) or Background(again)
         known[count, Background] = background
-    return ReplicaGroups(whole, mine, counterparts, every, delay, background)
+    return ReplicaGroups(whole, mine, counterparts, every, delay, background, bits)

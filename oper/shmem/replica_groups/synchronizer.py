@@ -9,6 +9,11 @@
   (overlapped local SGD). After these updates, a row becomes average + (row - row that was sent), so
   that the group keeps what it has learnt meanwhile. The number of updates is fixed, so that results
   do not depend on timing.
+
+With fewer than 32 bits per number, sums of gradients are rounded as other gradients (see
+`oper.messages`). Rows are rounded to nearest, with error feedback: a row becomes average + (row -
+row as sent), so that the group keeps the error, and sends it with the row's next change.
+`synchronize` sends these rows again, exactly. Optimizer states are always exact.
 """
 
 from __future__ import annotations
@@ -17,24 +22,29 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from oper.errors import DesyncError, InvalidInputError, OperError, PeerLostError, require
+from oper.messages import number_bytes
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.group.agreement import check_agreement
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.passes import Backward
 from oper.shmem.replica_groups.averages import corrected, mean, places, union_of, within
-from oper.shmem.replica_groups.counterparts import Counterparts, Reader
+from oper.shmem.replica_groups.changes import SynchronizedRows
+from oper.shmem.replica_groups.counterparts import Counterparts
+from oper.shmem.replica_groups.gradients import add_up
 from oper.shmem.replica_groups.groups import ReplicaGroups
+from oper.shmem.replica_groups.messages import Reader, coded
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
 # Purposes of `_exchange_numbers`; _REFUSED: this rank's group skips the update.
-_GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)
+_GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED = range(5)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 60
@@ -48,14 +58,16 @@ class _Part:
     Attributes:
         slots: by directory, the slots to average, uint32, ascending.
         contributed: by directory and group, those of them whose rows that group sends.
-        before: this rank's rows and states at `slots` when they were sent, by view; empty if no
-            update is made before they are replaced.
+        bits: bits per number of a row.
+        before: this rank's rows and states at `slots` when they were sent, by view; None where
+            they are neither rounded nor updated before they are replaced.
         received: waits for the exchange and yields what `_send_rows` describes.
     """
 
     slots: list[np.ndarray]
     contributed: list[list[np.ndarray]]
-    before: list[torch.Tensor]
+    bits: int
+    before: list[torch.Tensor | None]
     received: Callable[[], _Rows]
 
 
@@ -102,6 +114,7 @@ class Synchronizer:
         self.name, self.specs = tables.name, tables.specs
         self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
+        self.followers: set[SynchronizedRows] = set()
         # Updates that no synchronization has included yet. Updates that the group has skipped are
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
@@ -110,6 +123,10 @@ class Synchronizer:
         self._is_inside = self._has_refused = self._is_broken = False
         self._accumulates = False  # of the update that is under way, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
+        # Since the last exact synchronization: the number of updates that others have included, and
+        # by directory the slots of the rows that this rank has rounded for them and not replaced.
+        self._rounded = 0
+        self._inexact: list[np.ndarray] = []
         if groups.every > 1:
             tables.on_update.append(self._count)
         tables.turns.is_alone, tables.meets_peers = False, True  # also for groups of one rank
@@ -130,10 +147,21 @@ class Synchronizer:
         operation that replica groups do not support. Not collective."""
         raise InvalidInputError(what, "replica groups", self.groups.count, "one", todo)
 
+    def changed_rows(self) -> ChangedRows:
+        """Return a tracker of the rows that differ between two synchronizations. Not collective."""
+        return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self._tables)
+
+    def share(self, slots: np.ndarray) -> np.ndarray:
+        """Return the part of `slots` that this rank saves, when all groups have the same rows:
+        counterparts divide them. Not collective."""
+        group, count = self.groups.counterparts.rank, self.groups.count
+        return slots[slots.size * group // count:slots.size * (group + 1) // count]
+
     def check_synchronized(self, what: str) -> None:
         """Raise OperError, which begins with `what`, if there were updates since the last
         complete synchronization, so that rows may differ between groups. Not collective."""
-        updates = self._since + (0 if self._under_way is None else self._under_way.updates)
+        updates = self._since + self._rounded + (
+            0 if self._under_way is None else self._under_way.updates)
         if updates:
             raise OperError(what, "updates since the last synchronization of replica groups",
                             updates, "0, after which all groups have the same rows",
@@ -151,6 +179,8 @@ class Synchronizer:
             Whether the update was made here. False, without any effect, if `step` is to continue:
             with ``every > 1``, without `updates`, and when this method itself calls `step`.
         """
+        if self._tables.migration is not None:
+            self.refuse("cannot train while tables move to another plan", "finish the move first")
         if self.groups.every > 1 or self._is_inside or not updates:
             return False
         tables = self._tables
@@ -164,7 +194,8 @@ class Synchronizer:
                     self.refuse_update()
                 raise
             try:
-                self._add_up()
+                add_up(tables, self._counterparts, self.groups.counterparts.rank, self.groups.bits,
+                       partial(self._exchange_numbers, _GRADIENTS))
             except BaseException:
                 torch.ops.oper.lookup_forget(tables.handle)
                 tables.drop_in_family()
@@ -182,31 +213,6 @@ class Synchronizer:
             # The caller raises the error for which the batch was refused.
             with contextlib.suppress(OperError):
                 self._exchange_numbers(_REFUSED, [])
-
-    def _add_up(self) -> None:
-        """Replace this rank's sums of gradients, which `step` has kept for the update, by the sums
-        over all groups."""
-        tables = self._tables
-        kept = [torch.ops.oper.context_kept(tables.handle, t)
-                for t in range(len(tables.directories))]
-        counts = self._exchange_numbers(_GRADIENTS, [x.numel() for of in kept for x in of[::2]])
-        widths = [d.dim for d in tables.directories for _ in range(2)]
-        found = self._counterparts.exchange(
-            [x.reshape(-1).view(torch.uint8) for of in kept for x in of],
-            [sum(n * (4 + 4 * dim) for n, dim in zip(theirs, widths, strict=True))
-             for theirs in counts])
-        readers = [Reader(x) for x in found]
-        for k, dim in enumerate(widths):
-            parts = [(reader.take(n, 1, torch.int32)[:, 0], reader.take(n, dim, torch.float32))
-                     for reader, theirs in zip(readers, counts, strict=True)
-                     for n in (theirs[k],)]
-            slots = union_of([s.numpy().view(np.uint32) for s, _ in parts])
-            total = torch.zeros(slots.size, dim)
-            for some, rows in parts:
-                at = places(slots, some.numpy().view(np.uint32))
-                total.index_copy_(0, at, total.index_select(0, at) + rows)
-            torch.ops.oper.context_keep(tables.handle, k // 2, bool(k % 2),
-                                        torch.from_numpy(slots.view(np.int32)), total)
 
     # ---- every > 1: rows -------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class Synchronizer:
             self._finish()
         while self._since >= self.groups.every:
             self._finish()
-            self._begin()
+            self._begin(self.groups.bits)
 
     def synchronize(self) -> None:
         """Average the rows that have changed since the last synchronization, and their optimizer
@@ -244,16 +250,20 @@ class Synchronizer:
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
-        and rounded to nearest for rows of 16 bits.
+        and rounded to nearest for rows of 16 bits. Rows are sent exactly, also those that have been
+        rounded for earlier synchronizations.
         """
         self._finish()
-        while self._since:
-            self._begin()
+        while self._since or self._rounded:
+            # Other groups are still at the synchronization for which this group is late.
+            self._begin(self.groups.bits if self._is_late else 32)
             self._finish()
 
-    def _begin(self) -> None:
+    def _begin(self, bits: int) -> None:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
         only their slots have been exchanged on return; otherwise they are averaged, too.
+
+        With `bits` of 32, also send the rows that are rounded in earlier synchronizations.
 
         If the group has skipped the update after which the synchronization was due, it begins after
         the next one, and the other groups wait; that update counts for the next synchronization.
@@ -267,7 +277,10 @@ class Synchronizer:
         if self._taken is not None:
             mine = [union_of(x) for x in zip(mine, self._taken, strict=True)]
         self._taken = mine  # their marks are cleared; if settings differ, the next call sends them
-        counts = self._exchange_numbers(_ROWS, [x.size for x in mine])
+        is_exact = bits == 32
+        if is_exact and self._rounded:
+            mine = [union_of(x) for x in zip(mine, self._inexact, strict=True)]
+        counts = self._exchange_numbers(_EXACT_ROWS if is_exact else _ROWS, [x.size for x in mine])
         self._taken, self._is_broken = None, True
         found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
@@ -279,16 +292,22 @@ class Synchronizer:
         slots = [[union] * len(x)
                  if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
                  for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
+        if not is_exact:
+            self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots])
         included = min(self._since, self.groups.every) if self._is_late else self._since
         self._under_way = _UnderWay(included, unions, [])
+        if is_exact:
+            self._rounded, self._inexact = 0, []
         self._since -= included
         self._is_late = self._since >= self.groups.every
         for some in self._chunks(unions):
             contributed = [[within(x, union) for x in of]
                            for union, of in zip(some, slots, strict=True)]
-            before = [self._copied(view, some[k]) for k in range(len(some))
-                      for view in self._views(k)] if self.groups.delay else []
-            part = _Part(some, contributed, before, self._send_rows(contributed))
+            before = [self._copied(view, some[k])
+                      if self.groups.delay or self._bits_of(view, name, bits) < 32 else None
+                      for k in range(len(some))
+                      for view, name in zip(self._views(k), self._parts(k), strict=True)]
+            part = _Part(some, contributed, bits, before, self._send_rows(contributed, bits))
             if self.groups.delay:
                 self._under_way.parts.append(part)
             else:
@@ -316,8 +335,13 @@ class Synchronizer:
             tables.barrier()  # see `_begin`
         for part in self._under_way.parts:
             self._average(part)
+        current = [x for x in self.followers if x.is_current()]
         tables.publish_some(self._under_way.slots)
         self._changed.accept()
+        for x in current:
+            x.add(self._under_way.slots)
+        if self._inexact:
+            self._rounded += self._under_way.updates
         self._under_way, self._is_broken = None, False
 
     def _average(self, part: _Part) -> None:
@@ -325,11 +349,15 @@ class Synchronizer:
         changes since they were sent are added."""
         is_squares = [name == OPTIMIZERS[d.table.optimizer].squares
                       for k, d in enumerate(self._tables.directories) for name in self._parts(k)]
+        own = self.groups.counterparts.rank
+        names = [name for k in range(len(part.slots)) for name in self._parts(k)]
         for n, (view, k, rows) in enumerate(part.received()):
-            means = mean(part.slots[k], part.contributed[k], rows)
-            if part.before:
-                means = corrected(means, part.before[n], self._copied(view, part.slots[k]),
-                                  is_squares[n])
+            means, before = mean(part.slots[k], part.contributed[k], rows), part.before[n]
+            if before is not None:
+                if self._bits_of(view, names[n], part.bits) < 32:  # what the other groups have
+                    before.index_copy_(0, places(part.slots[k], part.contributed[k][own]),
+                                       rows[own])
+                means = corrected(means, before, self._copied(view, part.slots[k]), is_squares[n])
             view.index_copy_(0, _index(part.slots[k]), means.to(view.dtype))
 
     def _chunks(self, slots: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -358,11 +386,24 @@ class Synchronizer:
         torch.ops.oper.copy_rows(view, torch.from_numpy(slots.view(np.int32)), rows)
         return rows
 
-    def _send_rows(self, slots: list[list[np.ndarray]]) -> Callable[[], _Rows]:
+    def _bits_of(self, view: torch.Tensor, name: str, bits: int) -> int:
+        """Return the bits per number of a view, of the part `name`, in messages of `bits`: states
+        and rows of 16 bits are sent as they are stored."""
+        return bits if name == "rows" and view.dtype == torch.float32 else 32
+
+    def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray]) -> None:
+        """Note, by directory, that the rows at `unions` are replaced, and that those `sent` by this
+        rank keep its rounding errors."""
+        before = self._inexact or [x[:0] for x in unions]
+        self._inexact = [union_of([np.setdiff1d(old, union, assume_unique=True), new])
+                         for old, union, new in zip(before, unions, sent, strict=True)]
+
+    def _send_rows(self, slots: list[list[np.ndarray]], bits: int = 32) -> Callable[[], _Rows]:
         """Begin to exchange rows and states with the counterparts, see `Counterparts.begin`.
 
         Args:
             slots: by directory and group, the slots whose rows that group sends.
+            bits: bits per number of a row.
 
         Returns:
             A function that waits for the exchange and yields, for each view of `_views` of all
@@ -370,16 +411,18 @@ class Synchronizer:
             [number of slots, columns].
         """
         rank = self.groups.counterparts.rank
-        views = [(view, k) for k in range(len(slots)) for view in self._views(k)]
+        views = [(view, k, self._bits_of(view, name, bits)) for k in range(len(slots))
+                 for view, name in zip(self._views(k), self._parts(k), strict=True)]
         wait = self._counterparts.begin(
-            [self._copied(view, slots[k][rank]).reshape(-1).view(torch.uint8) for view, k in views],
-            [sum(slots[k][g].size * v.shape[1] * v.element_size() for v, k in views)
+            [coded(self._copied(view, slots[k][rank]), b) for view, k, b in views],
+            [sum(slots[k][g].size * (v.shape[1] * v.element_size() if b == 32 else
+                                     number_bytes(b, v.shape[1])) for v, k, b in views)
              for g in range(self.groups.count)])
 
         def received() -> _Rows:
             readers = [Reader(x) for x in wait()]
-            for view, k in views:
-                yield view, k, [reader.take(x.size, view.shape[1], view.dtype)
+            for view, k, b in views:
+                yield view, k, [reader.take(x.size, view.shape[1], view.dtype, b)
                                 for reader, x in zip(readers, slots[k], strict=True)]
 
         return received
@@ -408,6 +451,13 @@ class Synchronizer:
                 view.index_copy_(0, _index(some[k]), rows[0])
         if any(tables.all_gather(sums[self.groups.counterparts.rank] != sums[0])):
             refresh()
+        if self._changed is not None:
+            self._changed.restart()
+
+    # ---- another plan ----------------------------------------------------------------------------
+
+    def end_move(self) -> None:
+        """Track the changes of rows under the new plan. Not collective."""
         if self._changed is not None:
             self._changed.restart()
 
@@ -442,7 +492,7 @@ class Synchronizer:
                     "make the same calls in the same order on all ranks")
                 error.rank = rank_of(g)
                 raise error
-        if purpose in (_GRADIENTS, _ROWS):
+        if purpose in (_GRADIENTS, _ROWS, _EXACT_ROWS):
             require("cannot synchronize replica groups",
                     "set lr and requires_grad, and enter no_sync, by one rule on every rank", *(
                         (f"learning rates, frozen tables and no_sync of rank {rank_of(g)}",

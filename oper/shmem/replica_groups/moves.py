@@ -1,0 +1,51 @@
+"""Moves of all replica groups to another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError, require
+from oper.plan import Plan
+from oper.shmem.group.agreement import check_agreement
+from oper.shmem.migration import Migration
+
+
+def begin_move(tables: Any, plan: Plan, bytes_per_step: int | None, make: Callable[[], Migration]
+               ) -> Migration:
+    """Begin to move the tables of all replica groups to another plan. Collective over all groups.
+
+    The groups are synchronized first. Either all groups begin, or all raise an error and stay with
+    the old plan.
+
+    Args:
+        tables: this group's tables.
+        plan, bytes_per_step: as for `ShardedTables.start_migration`.
+        make: begins the move of this group, collectively, and returns it.
+
+    Raises:
+        InvalidInputError: `bytes_per_step` is given, or the groups pass different plans.
+        OperError: another group cannot move; also the errors of `make`.
+    """
+    what, groups = "cannot move tables to another plan", tables.replicas.groups
+    require(what, "move all rows at once", (
+        "bytes_per_step", bytes_per_step, bytes_per_step is None,
+        "None in replica groups, which do not change the same rows in a step"))
+    check_agreement(groups.counterparts, plan, {"world_size": [plan.world_size]})
+    tables.replicas.synchronize()
+    problem: OperError | None = None
+    try:
+        move = make()
+    except (PeerLostError, DeadlineError, DesyncError):
+        raise
+    except OperError as error:
+        problem = error
+    able = groups.counterparts.all_gather(problem is None)
+    if problem is not None:
+        raise problem
+    if not all(able):
+        move.stop()
+        raise OperError(what, "replica groups that cannot",
+                        [g for g, x in enumerate(able) if not x], "none",
+                        "see the error of these groups")
+    return move

@@ -1,0 +1,203 @@
+"""Replica groups on virtual ranks, and runs that simulate the groups in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from oper.plan import Plan, uniform_plan
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.replica_groups.groups import Background, ReplicaGroups
+from oper.shmem.replica_groups.synchronizer import Synchronizer
+from oper.shmem.tables import ShardedTables
+from tests.optimizer_formulas import first_states
+from tests.runtime_support import (
+    Batch,
+    Case,
+    Result,
+    apply_optimizer,
+    initial_weights,
+    mixed_plan,
+    rank_loss,
+    reference_forward,
+    rich_plan,
+    run_ranks,
+    same_bits,
+    touched_rows,
+    with_tables,
+)
+
+Body = Callable[[ShardedTables, int], Any]
+
+
+def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
+               count: int = 2, domains: Sequence[int] | None = None, delay: int = 0,
+               bits: int = 32) -> list[Any]:
+    """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
+    size = plan.world_size
+    mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
+    across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
+    own = case.with_optimizer(optimizer.name)
+
+    def on_rank(whole: ThreadGroup) -> Any:
+        number, rank = divmod(whole.rank, size)
+        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], every, delay,
+                               Background(behind[rank][number]) if delay else None, bits)
+        tables = ShardedTables(with_tables(plan, own.tables), case.features, groups.mine, optimizer,
+                               groups.gradient_scale(1.0 / whole.world_size))
+        Synchronizer(tables, groups)
+        for name, weight in initial_weights(case).items():
+            tables.write(name, weight + number)  # the first group's are used
+        tables.publish()
+        try:
+            return body(tables, whole.rank)
+        finally:
+            tables.close()
+
+    return run_ranks(size * count, on_rank)
+
+
+def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
+    out = tables.lookup(batch.lookup(case))
+    rank_loss(out, batch.target).backward()
+    return out.detach().clone()
+
+
+def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
+            **options: Any) -> Result:
+    """Train in groups; asserts that after a synchronization all groups are bitwise equal."""
+    def body(tables: ShardedTables, rank: int) -> Result:
+        outputs = [[train(tables, case, batches[rank])] for batches in steps]
+        tables.replicas.synchronize()
+        tables.barrier()
+        result = Result(
+            outputs, {t.name: tables.read(t.name) for t in case.tables},
+            {f"{t.name} {part}": tables.read(t.name, part=part)
+             for t in case.tables for part, _ in STATE_PARTS[optimizer.name]},
+            {(t.name, 0): tables.replica(t.name, tables.group.rank).clone() for t in case.tables})
+        tables.barrier()
+        return result
+
+    ranks = run_groups(case, plan, optimizer, every, body, **options)
+    for k, other in enumerate(ranks[1:], 1):
+        first = ranks[k % plan.world_size]  # a rank has its own replicas
+        same_bits(Result([], other.weights, other.states, other.replicas),
+                  Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
+    return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
+                  ranks[0].weights, ranks[0].states)
+
+
+@torch.no_grad()
+def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.Tensor],
+            of_all: bool) -> torch.Tensor:
+    """The mean of each row over all groups, or over those that changed it."""
+    weight = torch.stack([torch.ones_like(c) if of_all else c for c in changed]).float()
+    stacked = torch.stack(values)
+    weight = weight.reshape(*weight.shape, *[1] * (stacked.dim() - 2))
+    mean = (stacked * weight).sum(0) / weight.sum(0).clamp(min=1)
+    any_changed = torch.stack(changed).any(0)
+    return torch.where(any_changed.reshape(-1, *[1] * (base.dim() - 1)), mean, base)
+
+
+# Sums or averages of squared gradients, which are never negative.
+SQUARES = {"rowwise_adagrad": "momentum1", "adagrad": "momentum1", "adam": "momentum2"}
+
+
+def replaced(now: torch.Tensor, sent: torch.Tensor, mean: torch.Tensor, is_squares: bool
+             ) -> torch.Tensor:
+    """The average of values that were `sent`, with what has changed since then: in proportion for
+    squares that have decayed, otherwise as a difference."""
+    if is_squares:
+        return torch.where(now < sent, mean * now / sent, mean + now - sent)
+    return mean + now - sent
+
+
+def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows [n, dim] in a message with `bits` bits per number."""
+    if bits == 32:
+        return rows.clone()
+    if bits == 16:
+        return rows.bfloat16().float()
+    least = rows.min(dim=1, keepdim=True).values
+    step = (rows.max(dim=1, keepdim=True).values - least) / 255
+    codes = torch.where(step > 0, (rows - least) / step, torch.zeros_like(rows))
+    return least + step * (codes + 0.5).floor()
+
+
+def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
+              count: int, delay: int = 0, bits: int = 32) -> Result:
+    """Groups that train by themselves and are averaged after every `every` updates; averages
+    arrive `delay` updates later. Rows are sent with `bits` bits per number, at the end exactly."""
+    size = len(steps[0]) // count
+    of_all = optimizer.name in ("sgd", "momentum_sgd")
+    groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
+              for _ in range(count)]
+    states = [{n: first_states(optimizer, w.detach()) for n, w in g.items()} for g in groups]
+    changed = [{t.name: torch.zeros(t.num_rows, dtype=torch.bool) for t in case.tables}
+               for _ in range(count)]
+    inexact = [{name: torch.zeros_like(x) for name, x in c.items()} for c in changed]
+    outputs = []
+    sent: list[Any] = []  # (table, part, mean, rows in it, values of the groups when sent)
+    due = 0  # the update after which they arrive
+
+    def values(name: str, part: str) -> list[torch.Tensor]:
+        return [g[name].detach() if part == "rows" else s[name][part]
+                for g, s in zip(groups, states, strict=True)]
+
+    def send(bits: int) -> None:
+        for name in groups[0]:
+            marks = [c[name] | (of[name] & (bits == 32))
+                     for c, of in zip(changed, inexact, strict=True)]
+            union = torch.stack(marks).any(0)
+            senders = [union if of_all else x for x in marks]
+            for part in ("rows", *states[0][name]):
+                before = [x.clone() for x in values(name, part)]
+                if part == "rows":
+                    before = [torch.where(x[:, None], rounded(rows, bits), rows)
+                              for rows, x in zip(before, senders, strict=True)]
+                mean = average(before[0], marks, before, of_all)
+                sent.append((name, part, mean, union, before))
+            for c, of, x in zip(changed, inexact, senders, strict=True):
+                c[name].zero_()
+                of[name] = (of[name] & ~union | x) & (bits < 32)
+
+    def arrive() -> None:
+        for name, part, mean, rows, before in sent:
+            for x, y in zip(values(name, part), before, strict=True):
+                x[rows] = replaced(x, y, mean, SQUARES.get(optimizer.name) == part)[rows]
+        sent.clear()
+
+    for step, batches in enumerate(steps, 1):
+        outputs.append([])
+        for g, weights in enumerate(groups):
+            mine = batches[g * size:(g + 1) * size]
+            outs = [reference_forward(case, weights, b) for b in mine]
+            outputs[-1] += [o.detach() for o in outs]
+            (sum(rank_loss(o, b.target) for o, b in zip(outs, mine, strict=True)) / size).backward()
+            for name, w in weights.items():
+                touched = touched_rows(case, case.table(name), mine)
+                changed[g][name] |= touched
+                apply_optimizer(optimizer, step, w, states[g][name], w.grad, touched)
+                w.grad = None
+        if step == due:
+            arrive()
+        if step % every == 0:
+            send(bits)
+            due = step + delay
+            if not delay:
+                arrive()
+    arrive()
+    send(32)
+    arrive()
+    return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
+                  {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
+
+
+PLANS: dict[str, Callable[[Case], Plan]] = {
+    "striped": lambda case: uniform_plan(case.tables, 2, "striped"),
+    "replicated": lambda case: uniform_plan(case.tables, 2, "replicated"),
+    "mixed": lambda case: mixed_plan(case.tables, 2, 1),
+    "rich": lambda case: rich_plan(case.tables, 2, 1, columns=True)}

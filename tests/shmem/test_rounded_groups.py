@@ -1,0 +1,131 @@
+"""Replica groups that send rows and gradients to each other with fewer bits per number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oper.errors import OperError
+from oper.messages import number_bytes
+from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.optim.optimizers import SGD
+from oper.shmem.replica_groups import synchronizer
+from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
+from tests.replica_groups_support import PLANS, run_groups, simulated, trained
+from tests.runtime_support import ALL_OPTIMIZERS, Case, dlrm_case, initial_weights, make_steps
+
+ROWS, DIM, LR = 40, 16, 0.1
+CASE = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="sgd")], (2,))
+
+
+def gradient(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, and the gradients of their rows, which do not depend on the rows."""
+    g = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, ROWS, (6,), generator=g), torch.randn(6, DIM, generator=g)
+
+
+def train(tables: ShardedTables, step: int, rank: int) -> None:
+    ids, of = gradient(step, rank)
+    lengths, key = torch.ones(6, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    tables.lookup(Lookup(ids, lengths, key, 6)).backward(of)
+
+
+def unsharded(steps: int, ranks: int) -> torch.Tensor:
+    rows = initial_weights(CASE)["t"].clone()
+    for step in range(steps):
+        for rank in range(ranks):
+            ids, of = gradient(step, rank)
+            rows.index_add_(0, ids, of, alpha=-LR / ranks)
+    return rows
+
+
+@pytest.mark.parametrize(("plan", "optimizer", "delay", "bits"), [
+    ("mixed", "sgd", 0, 8), ("striped", "rowwise_adagrad", 2, 8), ("mixed", "adam", 0, 16)])
+def test_rounded_rows_are_averaged(plan: str, optimizer: str, delay: int, bits: int,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that lies between two codes may be rounded differently in plain torch."""
+    monkeypatch.setattr(synchronizer, "CHUNK_BYTES", 1 << 18)  # several exchanges
+    case = dlrm_case(optimizer)
+    steps, chosen = make_steps(case, 4, 8), ALL_OPTIMIZERS[optimizer]
+    got = trained(case, PLANS[plan](case), steps, chosen, 3, delay=delay, bits=bits)
+    rounded, exact = (simulated(case, steps, chosen, 3, 2, delay, b) for b in (bits, 32))
+
+    def share_off(name: str, want: torch.Tensor) -> float:
+        found = (got.weights | got.states)[name]
+        return float(((found - want).abs() > 2e-5 * want.abs().max()).float().mean())
+
+    assert all(share_off(n, x) < 0.01 for n, x in (rounded.weights | rounded.states).items())
+    assert any(share_off(n, x) > 0.1 for n, x in exact.weights.items())
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_errors_of_rounding_are_fed_back(delay: int) -> None:
+    """The mean over the groups stays exact, and the groups differ by about a step of the codes."""
+    def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, ...]:
+        for step in range(6):
+            train(tables, step, rank)
+        tables.barrier()
+        before = tables.read("t")
+        tables.barrier()
+        with pytest.raises(OperError, match="updates since the last"):
+            tables.write("t", before)
+        tables.replicas.synchronize()
+        tables.barrier()
+        found = before, tables.read("t")
+        tables.write("t", found[1])
+        tables.publish()
+        return found
+
+    ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 3, body,
+                       delay=delay, bits=8)
+    want = unsharded(6, 4)
+    assert all(torch.allclose(rows, want, rtol=0, atol=1e-6) for _, rows in ranks)
+    if not delay:
+        ours, theirs = ranks[0][0], ranks[2][0]
+        apart = (ours - theirs).abs() / ((ours.amax(1) - ours.amin(1))[:, None] / 255)
+        assert 0.1 < apart.max() < 1.1
+
+
+@pytest.mark.parametrize(("every", "bits"), [(1, 8), (1, 16), (2, 8), (2, 16)])
+def test_bytes_sent(every: int, bits: int) -> None:
+    """Slots, and rows or gradients in the form of messages; what else is sent has a fixed size."""
+    def body(tables: ShardedTables, rank: int) -> int:
+        before = tables.replicas.sent_bytes
+        for step in range(every):
+            train(tables, step, rank)
+        sent: int = tables.replicas.sent_bytes - before
+        return sent
+
+    exact, fewer = (run_groups(CASE, uniform_plan(CASE.tables, 1), SGD(lr=LR), every, body,
+                               bits=b)[0] for b in (32, bits))
+    # With SGD, groups send the rows that any group has changed, but gradients of their own.
+    distinct = torch.cat([gradient(step, rank)[0] for step in range(every)
+                          for rank in range(2 if every > 1 else 1)]).unique().numel()
+    assert exact - fewer == distinct * (number_bytes(32, DIM) - number_bytes(bits, DIM)) > 0
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
+    """Rounded stochastically with 8 bits: errors of many steps average out."""
+    steps = 64
+
+    def body(tables: ShardedTables, rank: int) -> torch.Tensor:
+        for _ in range(steps):
+            train(tables, 0, rank)
+        tables.barrier()
+        rows = tables.read("t")
+        tables.barrier()
+        return rows
+
+    start = initial_weights(CASE)["t"]
+    ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 1, body,
+                       bits=bits)
+    assert all(torch.equal(rows, ranks[0]) for rows in ranks)
+    mean, want = (ranks[0] - start) / steps, unsharded(1, 4) - start
+    assert not torch.equal(mean, want)
+    # A step of the codes of a row's gradient, times the learning rate and the mean over ranks.
+    step = LR / 4 * 8 / 255
+    limit = 5 * step / (4 * steps) ** 0.5 if bits == 8 else 2**-8 * float(want.abs().max())
+    assert float((mean - want).abs().max()) < limit
