@@ -135,7 +135,7 @@ def test_layers_of_a_fused_dlrm_are_exported_for_any_batch_size(
     class Exported(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fused = fused_interaction._layers(layers)
+            self.layers, self.fused = layers, fused_interaction._layers(layers)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fused(x)

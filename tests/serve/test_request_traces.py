@@ -203,7 +203,7 @@ def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
 
 
 def test_a_length_without_a_file_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="trace_s=5.0, expected None without trace"):
+    with pytest.raises(InvalidInputError, match=r"trace_s=.*, expected None without trace"):
         ServeOptions(trace_s=5.0)
 
 

@@ -38,8 +38,8 @@ _GRADIENTS, _ROWS, _COPIES, _REFUSED = range(4)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 59
-# In place of a checksum of settings: this rank's group is late (`_is_late`), or its ranks have frozen
-# different tables.
+# In place of a checksum of settings: this rank's group is late (`_is_late`), or its ranks have
+# frozen different tables.
 _LATE, _DIFFERED = -1, -2
 _Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
 
