@@ -228,7 +228,8 @@ class Synchronizer:
                         key=lambda tables: tables.number)
         all_frozen: list[Any] = [[tables.frozen] for tables in family]
         if differ and self._tables.is_one_domain:  # else no rank can continue
-            all_frozen = list(zip(*self._tables.all_gather([t.frozen for t in family]), strict=True))
+            all_frozen = list(zip(*self._tables.all_gather([t.frozen for t in family]),
+                                  strict=True))
         for tables, frozen in zip(family, all_frozen, strict=True):
             # Other collections may have been updated already, or may not be trained by this batch.
             if tables.replicas._since == since:
