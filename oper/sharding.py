@@ -327,8 +327,10 @@ def _join(earlier: list[ShardedTables], new: list[ShardedTables]) -> None:
     alike = [t for t in earlier
              if register_of(t.group) is some and (t.optimizers is not None) == trains]
     family = weakref.WeakSet(x for t in (*alike, *new) for x in t.family)
-    for tables in family:
+    for tables in sorted(family, key=lambda tables: tables.number):
         tables.family = family
+        if tables.replicas is not None:  # from now on, all synchronize after the same batches
+            tables.replicas.synchronize()
 
 
 def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:

@@ -128,9 +128,10 @@ class _Perceptrons:
 
 def _is_large(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN should multiply float32 x [B, I] by a weight [O, I]. On AMD processors it does
-    so up to twice as fast as MKL, which torch uses otherwise, but a call takes 10 us longer."""
-    return (x.shape[0] * weight.numel() >= _LARGE and _HAS_ONEDNN
-            and bool(torch.backends.mkldnn.enabled)
+    so up to twice as fast as MKL, which torch uses otherwise, but a call takes 10 us longer.
+    Exported programs, whose batch size may vary, use MKL."""
+    return (not torch.compiler.is_exporting() and x.shape[0] * weight.numel() >= _LARGE
+            and _HAS_ONEDNN and bool(torch.backends.mkldnn.enabled)
             and x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"))
 
 

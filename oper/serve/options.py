@@ -47,7 +47,7 @@ class ServeOptions:
             Polling avoids the latency of waking up a core but keeps it busy.
         trace: the file to which SIGUSR1 makes a server record a trace, see `oper.serve.Server.
             trace`; "" = none.
-        trace_s: length of such a trace, seconds.
+        trace_s: length of such a trace, seconds; None = 5.
         max_bytes: maximum size of a request's body.
         max_connections: maximum connections per worker; beyond it, new connections replace idle
             ones.
@@ -73,7 +73,12 @@ class ServeOptions:
     start_s: float = 300.0
     spin_us: float = 0.0
     trace: str = ""
-    trace_s: float = 5.0
+    trace_s: float | None = None
+
+    @property
+    def traced_s(self) -> float:
+        """`trace_s`, or its default."""
+        return 5.0 if self.trace_s is None else self.trace_s
 
     def __post_init__(self) -> None:
         what = "invalid serving options"
@@ -82,7 +87,10 @@ class ServeOptions:
         require_fields(self, what, "choose a lower port, or 0 for any free one",
                        ("port", self.port <= 65535, "<= 65535"))
         if self.trace:
-            check_trace(self.trace, self.trace_s)
+            check_trace(self.trace, self.traced_s)
+        else:
+            require_fields(self, what, "name a file for the trace, or leave its length out",
+                           ("trace_s", self.trace_s is None, "None without trace"))
 
 
 def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> None:

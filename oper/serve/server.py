@@ -272,8 +272,8 @@ class Server:
             if not options.trace:
                 log.error("no trace: the server was started without a file for traces")
                 return
-            log.info("tracing for %g s", options.trace_s)
-            log.info("wrote %d requests to %s", self.trace(options.trace, options.trace_s),
+            log.info("tracing for %g s", options.traced_s)
+            log.info("wrote %d requests to %s", self.trace(options.trace, options.traced_s),
                      options.trace)
         except (OperError, OSError) as error:
             log.error("no trace: %s", error)

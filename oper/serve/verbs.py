@@ -61,7 +61,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", default="",
                         help="where SIGUSR1 makes the server write a timeline of requests, batches "
                              "and publications, for ui.perfetto.dev")
-    parser.add_argument("--trace-s", type=number(above=True), default=5.0, metavar="S",
+    parser.add_argument("--trace-s", type=number(above=True), metavar="S",
                         help="length of the timeline in seconds (default 5)")
     parser.add_argument("--watch", action="store_true", help="publish newer weights of the "
                         "folder as they appear; only the changed rows if the run saves deltas "

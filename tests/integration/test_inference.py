@@ -125,6 +125,28 @@ def test_large_layers_of_a_fused_dlrm_use_onednn(large, monkeypatch: pytest.Monk
     assert torch.allclose(found, expected(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_of_a_fused_dlrm_are_exported_for_any_batch_size(
+        strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    load()
+    monkeypatch.setattr(fused_interaction, "_LARGE", 5 * 42)
+
+    class Exported(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.fused = layers, fused_interaction._layers(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fused(x)
+
+    with torch.no_grad():
+        program = torch.export.export(Exported(), (torch.randn(4, 6),), strict=strict,
+                                      dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+        x = torch.randn(9, 6)
+        assert torch.allclose(program.module()(x), layers(x), rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_not_a_plain_dlrm_is_left_alone(name, batch) -> None:
     class Own(DLRM):
         """A subclass that overrides the forward pass, which must not be fused."""

@@ -202,6 +202,11 @@ def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
         ServeOptions(trace=str(tmp_path / "t.json"), trace_s=seconds)
 
 
+def test_a_length_without_a_file_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"trace_s=.*, expected None without trace"):
+        ServeOptions(trace_s=5.0)
+
+
 @pytest.mark.parametrize("path", ["", "pages"])
 def test_files_that_cannot_be_written_are_refused(
         path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import uniform_plan
+from oper.sharding import _join
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.micro_batches import MicroBatches
@@ -281,13 +282,14 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
     (2, 0, 32), (2, 1, 32), (3, 0, 8), (3, 1, 8)])
 def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bits: int) -> None:
     """Rows are averaged after steps 1, 3 and 5. A group that skips step 3, or the step at which
-    averages arrive, averages after its next update. Otherwise the skipped step has the result of
-    an empty batch."""
+    averages arrive, averages after its next update, which has another learning rate. Otherwise
+    the skipped step has the result of an empty batch."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 4, 6)
 
     def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
         for k, batches in enumerate(steps):
+            tables.param_groups[0]["lr"] = 0.1 * (k + 1)
             batch = steps[0][rank].lookup(case)
             if k != refused or rank > 1:
                 train(tables, case, batches[rank])
@@ -313,19 +315,62 @@ def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bi
         assert all(torch.equal(x, y) for of in others for x, y in zip(bad[0], of, strict=True))
 
 
+def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -> None:
+    """The collection sharded later has been updated less often."""
+    mine, across = ([ThreadGroup.create(2, 30.0) for _ in range(2)] for _ in range(2))
+
+    def step(trained: list[ShardedTables], shift: int = 0) -> None:
+        ids = torch.tensor([1]) + shift
+        batch = Lookup(ids, torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1)
+        torch.stack([t.lookup(batch).sum() for t in trained]).sum().backward()
+
+    def on_rank(whole: ThreadGroup) -> None:
+        number, rank = divmod(whole.rank, 2)
+        groups = ReplicaGroups(whole, mine[number][rank], across[rank][number], 3)
+        both: list[ShardedTables] = []
+        for k in range(2):
+            spec = TableSpec(f"t{k}", 20, 4, ("f",), "sum", optimizer="sgd")
+            tables = ShardedTables(uniform_plan([spec], 2, "striped"), [("f", spec.name)],
+                                   groups.mine, SGD(lr=1.0),
+                                   groups.gradient_scale(1.0 / whole.world_size))
+            Synchronizer(tables, groups)
+            tables.publish()
+            _join(both, [tables])
+            both.append(tables)
+            step(both)
+        with pytest.raises(InvalidInputError if rank else PeerLostError) if number else \
+                nullcontext():
+            step(both, 100 * rank * number)
+        step(both)
+        for tables in both:
+            tables.replicas.synchronize()
+        assert [t.num_steps for t in both] == [4, 3]
+        for tables in both:
+            tables.barrier()
+            tables.close()
+
+    run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("rank_freezes", [True, False], ids=["freezes", "does not freeze"])
 @pytest.mark.parametrize("names", [["tiny"], None], ids=["one table", "all tables"])
-def test_a_rank_that_alone_freezes_tables_keeps_its_group_in_step(names: list[str] | None) -> None:
+def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
+        names: list[str] | None, rank_freezes: bool) -> None:
     case = dlrm_case("sgd")
     steps = make_steps(case, 4, 6)
+    # Ranks that have frozen all tables make no further updates.
+    refused = (2, 3) if rank_freezes or names else (2,)
 
     def body(tables: ShardedTables, rank: int) -> list[torch.Tensor]:
         for k, batches in enumerate(steps):
-            tables.frozen = frozenset((names or tables.specs) if k in (2, 3) and rank == 3 else ())
-            refuses = k in (2, 3) and rank > 1
+            tables.frozen = frozenset((names or tables.specs) if k in refused and
+                                      (rank == 3) == rank_freezes else ())
+            refuses = k in refused and rank > 1
             with pytest.raises(InvalidInputError) if refuses else nullcontext():
                 train(tables, case, batches[rank])
         tables.replicas.synchronize()
         assert tables.num_steps == len(steps)
+        assert tables.table_steps("tiny") == len(steps) - (0 if rank_freezes else len(refused))
         tables.barrier()
         return [tables.read(name) for name in tables.specs]
 

@@ -47,7 +47,10 @@ CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exc
 _GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED = range(5)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
-_FIRST = 60
+_FIRST = 59
+# In place of a checksum of settings: this rank's group is late (`_is_late`), or its ranks have
+# frozen different tables.
+_LATE, _DIFFERED = -1, -2
 _Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
 
 
@@ -119,6 +122,9 @@ class Synchronizer:
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
         self._is_late = False  # whether the group has skipped the update that should synchronize
+        # Whether ranks of this group have frozen different tables, so that another group has to
+        # tell how often tables were frozen.
+        self._has_differed = False
         self._under_way: _UnderWay | None = None
         self._is_inside = self._has_refused = self._is_broken = False
         self._accumulates = False  # of the update that is under way, see `Backward`
@@ -223,18 +229,20 @@ class Synchronizer:
         the tables that all of them have frozen are then found first."""
         if self.groups.every == 1:
             return
-        number = self._tables.num_steps
-        family = sorted(self._tables.family, key=lambda tables: tables.number)
-        frozen = [tables.frozen for tables in family]
+        since = self._since  # of all collections that no batch has left out, see `sharding._join`
+        family = sorted((t for t in self._tables.family if t.replicas is not None),
+                        key=lambda tables: tables.number)
+        all_frozen: list[Any] = [[tables.frozen] for tables in family]
         if differ and self._tables.is_one_domain:  # else no rank can continue
-            frozen = [frozenset.intersection(*names) for names in
-                      zip(*self._tables.all_gather(frozen), strict=True)]
-        for tables, names in zip(family, frozen, strict=True):
+            all_frozen = list(zip(*self._tables.all_gather([t.frozen for t in family]),
+                                  strict=True))
+        for tables, frozen in zip(family, all_frozen, strict=True):
             # Other collections may have been updated already, or may not be trained by this batch.
-            if tables.replicas is not None and tables.num_steps == number:
-                tables.count_step(names)  # as in the other groups
+            if tables.replicas._since == since:
+                tables.count_step(frozenset.intersection(*frozen))  # as in the other groups
                 tables.replicas._since += 1
                 tables.replicas._is_late |= tables.replicas._since >= self.groups.every
+                tables.replicas._has_differed |= len({*frozen}) > 1
 
     def _count(self) -> None:
         self._since += 1
@@ -473,10 +481,16 @@ class Synchronizer:
                 differ between the counterparts.
         """
         tables = self._tables
-        settings = repr((sorted(tables.frozen), sorted(tables._skipped.items()), self._accumulates,
+        settings = repr((sorted(tables.frozen), self._accumulates,
                          [float(group["lr"]) for group in tables.param_groups]))
+        skipped = repr(sorted(tables._skipped.items()))
+        checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
+        if self._has_differed:
+            checksums[1] = _DIFFERED
+        if self._is_late:  # the others wait in an earlier update, which may have other settings
+            checksums = [_LATE, _LATE]
         step = tables.num_steps - max(0, self._since - self.groups.every)
-        head = [purpose, self._counterparts.number, step, zlib.crc32(settings.encode())]
+        head = [purpose, self._counterparts.number, step, *checksums]
         rank_of = self._counterparts.rank_of
         found = self._all_numbers(head + numbers[:_FIRST] + [0] * (_FIRST - len(numbers)))
         for g, theirs in enumerate(found):
@@ -493,14 +507,28 @@ class Synchronizer:
                 error.rank = rank_of(g)
                 raise error
         if purpose in (_GRADIENTS, _ROWS, _EXACT_ROWS):
+            self._adopt_skipped([theirs[4] for theirs in found])
             require("cannot synchronize replica groups",
                     "set lr and requires_grad, and enter no_sync, by one rule on every rank", *(
                         (f"learning rates, frozen tables and no_sync of rank {rank_of(g)}",
-                         "different", theirs[3] == head[3], "equal to those of this rank")
+                         "different", all(x == y or x < 0 or y < 0 for x, y in
+                                          zip(theirs[3:5], checksums, strict=False)),
+                         "equal to those of this rank")
                         for g, theirs in enumerate(found)))
         rest = self._all_numbers(numbers[_FIRST:]) if len(numbers) > _FIRST else [[]] * len(found)
-        return [[*theirs[4:], *more][:len(numbers)]
+        return [[*theirs[5:], *more][:len(numbers)]
                 for theirs, more in zip(found, rest, strict=True)]
+
+    def _adopt_skipped(self, checksums: Sequence[int]) -> None:
+        """If ranks of this group have differed in which tables they froze, adopt from another group
+        how often each table was frozen, unless a group is late. `checksums` are by group."""
+        if _DIFFERED in checksums and _LATE not in checksums:
+            first = next((g for g, checksum in enumerate(checksums) if checksum >= 0), 0)
+            skipped = self._tables._skipped
+            theirs = self._all_numbers([*skipped.values()])[first]
+            if self._has_differed:
+                skipped.update(zip(skipped, theirs, strict=True))
+                self._has_differed = False
 
     def _all_numbers(self, mine: list[int]) -> list[list[int]]:
         """Return the numbers, as many as `mine`, that every group has sent."""
