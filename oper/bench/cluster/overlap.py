@@ -57,7 +57,7 @@ class Overlap(WithWorkload):
             side.close()
         if run.rank:
             return {}
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, seconds in times.items():
             link_ms = max(8e-3 * x / rate for x, rate in zip(
                 sent[name], measured["link_mbits"], strict=True))
