@@ -4,11 +4,14 @@
 #   TORCH_SPEC  requirement that pip installs if .venv has no torch yet, e.g. "torch==2.13.0"
 #   DATA        make demo: a click log in the Criteo format (.txt or .gz) instead of a synthetic one
 #   JOBS        test files that make test runs in parallel
+#   SET         newest or oldest: the versions of torch, torchrec and fbgemm in requirements/SET.txt
+#               instead of the usual ones, in a virtual environment of its own
 #   ARGS        more arguments for pytest (make test), `oper demo` (make demo), or the fault injection
 #               (make test-faults, e.g. ARGS="--tries 3 --only kill")
 
 PYTHON ?= python3
-VENV ?= .venv
+SET ?=
+VENV ?= $(if $(SET),build/venv-$(SET),.venv)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DATA ?=
@@ -24,19 +27,23 @@ BESIDE = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadf
 # A machine without a GPU must not download gigabytes of CUDA libraries. On x86-64 Linux, the plain
 # version means the CUDA build, so request the CPU build by its full version there.
 KIND := $(if $(wildcard /dev/nvidiactl),gpu,cpu)
+ifneq ($(SET),)
+TORCH_SPEC := $(shell grep '^torch==' requirements/$(SET).txt)
+endif
 ifeq ($(KIND)-$(shell uname -sm),cpu-Linux x86_64)
 TORCH_SPEC ?= torch==2.13.0+cpu
 else
 TORCH_SPEC ?= torch==2.13.0
 endif
 
-.PHONY: help setup build demo test test-nightly test-faults test-sanitizers lint docs wheel-test sdist wheels clean
+.PHONY: help setup build demo test test-nightly test-versions test-faults test-sanitizers lint docs wheel-test sdist wheels clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [DATA=train.txt]  statistics, plan and training, compared with TorchRec"
 	@echo "make test [ARGS=...]        the tests"
 	@echo "make test-nightly           the tests that take too long for every change"
+	@echo "make test-versions SET=...  TorchRec's modules, plans and checkpoints with other versions"
 	@echo "make test-faults            kill, stop, slow down, fill up, damage; prints a table"
 	@echo "make test-sanitizers        the native libraries under the compiler's sanitizers"
 	@echo "make lint                   ruff, mypy and codespell"
@@ -65,7 +72,7 @@ $(VENV)/.oper-installed: Makefile pyproject.toml $(wildcard requirements/*.txt) 
 	       "shows, then run make again; or name one with TORCH_SPEC=..." >&2; exit 1; }
 	@echo "== what OPER and its tests need ($(KIND))"
 	@$(PIP) install --quiet -r requirements/$(KIND).txt
-	@$(PIP) install --quiet --no-deps -r requirements/torchrec.txt
+	@$(PIP) install --quiet --no-deps -r requirements/$(or $(SET),torchrec).txt
 	@echo "== OPER itself (compiles the host library)"
 	@$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
@@ -93,6 +100,11 @@ test-nightly: setup
 	$(BESIDE) -m "not slow" --hypothesis-profile=nightly $(RANDOM_PROBLEMS) || status=1; \
 	$(BIN)/python -m pytest -m "slow and alone" $(ALONE) || [ $$? = 5 ] || status=1; \
 	exit $$status
+
+# What depends most on the versions of torch, torchrec and fbgemm; SET=newest or SET=oldest.
+test-versions: setup
+	$(BESIDE) $$($(BIN)/python -c 'from tests.schedule import VERSIONS; print(*VERSIONS)') $(ARGS)
+	$(BIN)/oper bench train --quick
 
 test-faults: setup
 	@$(BIN)/python -W ignore -m tests.faults $(ARGS)

@@ -26,6 +26,11 @@ RANDOM_PROBLEMS = (
     "tests/search/test_unequal_links.py", "tests/search/test_properties.py",
 )
 
+# What depends most on the versions of torch, torchrec and fbgemm: `make test-versions`.
+VERSIONS = tuple(f"tests/integration/test_{name}.py" for name in (
+    "torchrec_modules", "torchrec_plans", "torchrec_world", "torch_modules", "inside_torch",
+    "fused_optimizer", "managed_collision", "checkpoint", "checkpoint_torchrec", "inference"))
+
 # They take longest: no worker should be left with one of their files at the end.
 FIRST = tuple(f"tests/{name}" for name in (
     "train/", "bench/", "cuda/", "faults/", "integration/", "programs/", "test_demo", "test_docs",
