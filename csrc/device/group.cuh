@@ -100,6 +100,11 @@ template <class S>
 using Halved = std::conditional_t<S::V == 1 && S::E * sizeof(typename S::T) == 16 && (S::G >= 8),
                                   Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
+// For kernels in which rows of 16-bit elements do not gain: groups that are not in lockstep, or
+// whose shared memory holds too few of the longer parts.
+template <class S>
+using HalvedIf32 = std::conditional_t<sizeof(typename S::T) == 4, Halved<S>, S>;
+
 // Blocks of 256 threads that a multiprocessor must hold: two if a row takes few registers.
 template <class Shape>
 constexpr int kBlocks = Shape::V * Shape::E <= 16 ? 2 : 1;

@@ -335,10 +335,8 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
           static_cast<int32_t>(std::clamp<int64_t>(std::min(kIdsPerGroup / mean, turns), 1, S::G));
       if (batch.pooled) {
         launch_bags<S>(args, on.stream);
-      } else if constexpr (sizeof(typename S::T) == 4) {
-        launch_ids<S>(args, on.stream);
-      } else {  // groups that are not in lockstep: no more of them to a warp
-        launch_ids<decltype(shape)>(args, on.stream);
+      } else {
+        launch_ids<HalvedIf32<decltype(shape)>>(args, on.stream);
       }
     });
   }

@@ -185,7 +185,7 @@ void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const G
     };
     // If rows repeat, the groups of a warp end their runs at different times: use whole shapes.
     if constexpr (kTo == To::kRowWiseAdagrad) {
-      if (!on.rows_repeat) return reduce_in(Halved<decltype(shape)>{});
+      if (!on.rows_repeat) return reduce_in(HalvedIf32<decltype(shape)>{});
     }
     reduce_in(shape);
   });
