@@ -92,7 +92,7 @@ def _copies(arch: str, kernel: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("shape", ["IfLi4ELi16ELi2E", "IfLi4ELi8ELi2E",
-                                   "INS_7Float16ELi8ELi16ELi1E"])
+                                   "INS_7Float16ELi8ELi8ELi2E"])
 def test_rows_are_fetched_in_parts_of_16_bytes(arch: str, shape: str) -> None:
     # Eight rows in flight: the first ones' copies stand together, all 128 bits wide.
     widths = _copies(arch, f"pool_bagsINS0_5Shape{shape}")
