@@ -25,7 +25,7 @@ from oper.bench.core.workload import data_files
 from oper.bench.quality import kept, trials
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
-from oper.errors import InvalidInputError, require
+from oper.errors import InvalidInputError, UsageError, require
 from oper.rl_rec.data.interactions import DataOptions, Interactions, load_interactions
 from oper.rl_rec.data.protocols import (
     HELD_OUT_USERS,
@@ -266,7 +266,8 @@ class Case:
         """The case with the settings that are best for the validation users, and the record of the
         search; test users have no part in the choice. A trial that cannot be trained is recorded as
         failed; raises its InvalidInputError if none can."""
-        valid, tried, problem = f"valid_{self.fit.chosen_by}", [], None
+        valid, problem = f"valid_{self.fit.chosen_by}", None
+        tried: list[dict[str, Any]] = []
         for k in range(self.num_trials):
             tried.append({"settings": trials.settings(self.model, k)})
             try:
@@ -313,8 +314,8 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     with ranges of settings, with `seeds` = 0 only those with stored runs. Raises InvalidInputError
     if there are none."""
     if search and models:
-        raise InvalidInputError("no ranges of settings to search", "--models", models,
-                                "none with --search", "give one of the two")
+        raise UsageError("no ranges of settings to search", "--models", models,
+                         "no value with --search", "leave out one of the two")
     earlier: dict[tuple[str, str], dict[str, Runs]] = {}
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, model, quick, seeds, runs,
                   search or 0, earlier)
