@@ -85,7 +85,8 @@ class DynamicRows:
                  f"one of {KEY_EVICTIONS}"),
                 *((name, getattr(self, name),
                    getattr(self, name) is None or getattr(self, name) > 0, "None or > 0")
-                  for name in ("half_life", "time_to_live")),
+                  for name in ("half_life", "time_to_live")))
+        require("cannot forecast a dynamic table", "leave it out, or choose another eviction",
                 ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",
                  "None with eviction='lru', which does not use counts"))
 
