@@ -273,8 +273,10 @@ def test_a_trial_that_cannot_be_trained_does_not_end_the_search(
     assert calls == 3 + 1 and recommenders.seeds_of(dataclasses.replace(whole, seeds=0)) == [1]
     assert calls == 3 + 1  # failed trials are not trained again
     bad.add(0)
+    failed = dataclasses.replace(whole, runs=str(tmp_path / "failed"))
     with pytest.raises(InvalidInputError, match="cannot train: loss=nan"):
-        dataclasses.replace(whole, runs=None).measure(lambda text: None)
+        failed.measure(lambda text: None)
+    assert recommenders.seeds_of(dataclasses.replace(failed, seeds=0)) == []
 
 
 def test_a_record_of_another_search_is_not_resumed(tmp_path: Path) -> None:

@@ -354,7 +354,10 @@ def seeds_of(case: Case) -> list[int]:
     if case.num_trials:
         if not all(_stored(case.trial(k), data, trials.SEED) for k in range(case.num_trials)):
             return []
-        case, _ = case.searched(data, lambda text: None)
+        try:
+            case, _ = case.searched(data, lambda text: None)
+        except InvalidInputError:  # no trial could be trained
+            return []
     return [seed for seed in range(1, MOST_SEEDS + 1)
             if _stored(case, data, seed)]
 
