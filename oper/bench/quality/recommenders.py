@@ -371,10 +371,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="ablations: train only CDT4Rec, with every combination of returns, "
                              "reward head, backbone and loss, and every state")
     parser.add_argument("--search", type=whole(1), metavar="N",
-                        help="first search for the settings of every model: N trials, one "
-                             "with its own settings and N - 1 with settings drawn at random from "
-                             "fixed ranges; then train with the settings that are best on "
-                             "validation, from all seeds")
+                        help="first search for the settings of every model that has ranges of "
+                             "settings, and leave out the others: N trials, one with the model's "
+                             "own settings and N - 1 with settings drawn at random; then train "
+                             "with the settings that are best on validation, from all seeds")
     parser.add_argument("--runs", metavar="DIR",
                         help="save every training run in this folder, and its state after every "
                              "validation; continue and reuse saved runs of the same data and "
