@@ -320,9 +320,8 @@ class Plan:
 
 
 def check_synchronization(what: str, count: int, every: int, delay: Any, bits: Any) -> None:
-    """Raise InvalidInputError, which begins with `what`, if `count` replica groups that are
-    synchronized after `every` updates cannot make `delay` updates while rows are sent, or cannot
-    send numbers of `bits` bits."""
+    """Raise InvalidInputError, which begins with `what`, unless `delay` and `bits` are allowed for
+    `count` replica groups that are synchronized after `every` updates, see `oper.shard`."""
     most = every if every > 1 else 0  # with 1, gradients are added up before the update
     allowed = SYNCHRONIZE_BITS if count > 1 else (32,)
     require(what, "pass other numbers, or leave them out", (

@@ -92,6 +92,8 @@ def run_bench(args: argparse.Namespace) -> int:
                                 f"a pattern for {[c.name for c in every]}",
                                 "change the pattern, or leave --only out to run all cases")
     known = record.resumed(args.resume, args.json, args.benchmark)
+    if hasattr(module, "check_resumed"):
+        module.check_resumed(known, chosen)
     left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)

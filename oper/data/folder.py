@@ -221,8 +221,8 @@ class Folder:
 
     def read_columns(self, columns: tuple[str, ...], splits: Sequence[str] = SPLITS
                      ) -> dict[str, np.ndarray]:
-        """Read columns without lists of all parts of `splits`, [rows] each; raises the errors of
-        `read_part`."""
+        """Read columns that are not lists, from all parts of `splits`: by name, [rows]. Raises the
+        errors of `read_part`."""
         parts = [self.read_part(part, columns) for split in splits for part in self.parts(split)]
         return {name: np.concatenate([part.column(name).to_numpy() for part in parts])
                 if parts else np.zeros(0) for name in columns}

@@ -366,12 +366,16 @@ def run_analyze(args: argparse.Namespace) -> int:
     check_target(args.output)
     rule = {name: getattr(args, name) for name in KEY_RULES if getattr(args, name) is not None}
     if rule and not args.capacity:
-        raise UsageError("cannot analyze", "arguments", [*rule], "none without --capacity",
-                         "add --capacity N")
-    if {"half_life", "time_to_live"} & rule.keys() and args.update_samples is None:
+        raise UsageError("cannot analyze", "options", [f"--{n.replace('_', '-')}" for n in rule],
+                         "none of these without --capacity", "add --capacity N")
+    has_times = bool({"half_life", "time_to_live"} & rule.keys())
+    if has_times and args.update_samples is None:
         raise UsageError("cannot analyze", "--update-samples", None,
-                         "the samples of an update, by which times of keys are measured",
+                         "a number with --half-life or --time-to-live, which are in updates",
                          "add --update-samples N, the batch size of all ranks together")
+    if args.update_samples is not None and not has_times:
+        raise UsageError("cannot analyze", "--update-samples", args.update_samples,
+                         "no value without --half-life and --time-to-live", "leave it out")
     return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
 
 

@@ -35,10 +35,11 @@ def row_stats(model: nn.Module, stats: AccessStats) -> AccessStats:
     ranks or on the plan.
 
     A row's number of accesses is the count of its key, halved as `DynamicTable.half_life` states;
-    without a half-life it covers the time since the key got the row. For the default row it is the
-    number of lookups that read it, relative to the others since the tables were made. Only ratios
-    of a table's numbers mean anything: their sum is not that of the bags' lengths, which are from
-    `stats`. The 65,536 hottest rows are listed one by one.
+    without a half-life it covers the time since the key got the row. The number of the
+    default row is such that its share of the table's accesses is the share of lookups that have
+    read it since the tables were made. Only ratios of a table's numbers mean anything: their sum is
+    not that of the bags' lengths, which are from `stats`. The 65,536 hottest rows are listed one by
+    one.
 
     Args:
         model: the result of `oper.shard`, or a model that contains it.

@@ -11,8 +11,9 @@ row if it was seen within the last n T lookups, since its score is then at least
 With a time to live of t lookups, a key has a row only if it was also seen within the last t. A key
 that has lost its row must be counted `admit_after` times again: if s is the probability that it was
 seen lately, s / (s + (1 - s) admit_after) of its lookups find its row. With a half-life of h
-lookups, a count is about that of the last 1.5 h lookups, a Poisson variable: ``"lfu"`` keeps the
-keys with the highest counts, and keys whose counts have all become 0 in the order of ``"lru"``.
+lookups, a count is about the number of occurrences in the last 1.5 h lookups, a Poisson variable.
+``"lfu"`` keeps the keys with the highest counts and, among keys whose counts have become 0, those
+seen last.
 """
 
 from __future__ import annotations
@@ -84,12 +85,13 @@ class DynamicRows:
                  f"one of {KEY_EVICTIONS}"),
                 *((name, getattr(self, name),
                    getattr(self, name) is None or getattr(self, name) > 0, "None or > 0")
-                  for name in ("half_life", "time_to_live")),
+                  for name in ("half_life", "time_to_live")))
+        require("cannot forecast a dynamic table", "leave it out, or choose another eviction",
                 ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",
                  "None with eviction='lru', which does not use counts"))
 
     def per_update(self, lookups: float) -> DynamicRows:
-        """Return the settings with times in lookups, if they are now in updates of `lookups`."""
+        """Return the settings with times in lookups; theirs are in updates of `lookups` each."""
         return replace(self, **{name: max(1.0, value * lookups)
                                 for name in ("half_life", "time_to_live")
                                 if (value := getattr(self, name)) is not None})

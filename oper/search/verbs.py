@@ -410,8 +410,8 @@ def _add_dynamic(parser: argparse.ArgumentParser) -> None:
 
 
 def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str, Any]]:
-    """Return by table the fields of `DynamicRows` that ``--dynamic-rows`` and the options beside it
-    state, and ``samples_per_update``."""
+    """Return by table the fields of `DynamicRows` that ``--dynamic-rows`` and `KEY_RULES` state,
+    with times in updates, and ``samples_per_update``."""
     if args.dynamic_rows is None:
         for name in KEY_RULES:
             if getattr(args, name) is not None:

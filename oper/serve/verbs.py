@@ -78,6 +78,9 @@ def run_serve(args: argparse.Namespace) -> int:
     """Run ``oper serve``; return the exit code, or raise OperError."""
     from oper.serve.signals import Signals
 
+    if args.trace_s is not None and not args.trace:
+        raise UsageError(f"cannot serve {args.model}", "--trace-s", args.trace_s,
+                         "no value without --trace", "add --trace FILE")
     with Signals() as signals:  # before the imports, which take seconds
         from oper.serve.options import BatchOptions, ServeOptions
         from oper.serve.server import Server

@@ -246,6 +246,49 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert found == whole
 
 
+def test_a_trial_that_cannot_be_trained_does_not_end_the_search(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recorded, and stored like others; if no trial can be trained, its error is raised."""
+    write_log(tmp_path)
+    monkeypatch.setenv("OPER_DATA", str(tmp_path))
+    train, bad, calls = recommenders._train_and_test, {1, 2}, 0
+
+    def failing(case: recommenders.Case, *rest: Any) -> harness.Runs:
+        nonlocal calls
+        calls += 1
+        if case.config in [whole.trial(k).config for k in bad]:
+            raise InvalidInputError("cannot train", "loss", float("nan"), "a finite number",
+                                    "lower the learning rate")
+        return train(case, *rest)
+
+    monkeypatch.setattr(recommenders, "_train_and_test", failing)
+    (whole,) = (c for c in recommenders.cases(True, runs=str(tmp_path / "runs"), search=3)
+                if c.name == "movietweetings/last-two/ease")
+    found = whole.measure(lambda text: None)
+    tried = found["search"]["trials"]
+    assert found["search"]["chosen"] == 0 and [k for k, t in enumerate(tried) if "failed" in t
+                                               ] == [1, 2] and "loss=nan" in tried[1]["failed"]
+    assert recommenders.totals([found]).keys() <= {"search_processor_hours"}
+    assert "trial 0 of 3 chosen" in recommenders.remarks([{"name": "ease", **found}])
+    assert calls == 3 + 1 and recommenders.seeds_of(dataclasses.replace(whole, seeds=0)) == [1]
+    assert calls == 3 + 1  # failed trials are not trained again
+    bad.add(0)
+    failed = dataclasses.replace(whole, runs=str(tmp_path / "failed"))
+    with pytest.raises(InvalidInputError, match="cannot train: loss=nan"):
+        failed.measure(lambda text: None)
+    assert recommenders.seeds_of(dataclasses.replace(failed, seeds=0)) == []
+
+
+def test_a_record_of_another_search_is_not_resumed(tmp_path: Path) -> None:
+    """Its entries would have had another number of trials than the new ones."""
+    write_log(tmp_path)
+    run(tmp_path, "movietweetings/last-two/ease", "--search", "2", "--seeds", "1")
+    for search, problem in ((["--search", "3"], "=2, expected 3"), ([], "=2, expected 0")):
+        done = run_here("bench", "recommenders", "--resume", str(tmp_path / "record.json"),
+                        "--only", "*/last-two/e*", *search, env={"OPER_DATA": str(tmp_path)})
+        assert done.returncode == 1 and problem in done.stderr and "--search" in done.stderr
+
+
 def test_ranges_of_settings_suit_their_models() -> None:
     """Every trial has a valid configuration, and the first ten of a model differ."""
     for name, space in trials.SPACES.items():

@@ -20,7 +20,7 @@ from oper.serve import Client, ServeOptions, Server, metrics, tracing
 from oper.serve.signals import Signals
 from oper.support.trace_events import write_trace
 from tests.serve_support import Sums, random_request
-from tests.support import read_trace
+from tests.support import read_trace, run_here
 
 STAGES = list(metrics.STAGES)
 
@@ -205,6 +205,8 @@ def test_bad_lengths_are_refused(seconds: float, tmp_path: Path) -> None:
 def test_a_length_without_a_file_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"trace_s=.*, expected None without trace"):
         ServeOptions(trace_s=5.0)
+    done = run_here("serve", "model", "--trace-s", "5")
+    assert done.returncode == 2 and "no value without --trace; add" in done.stderr
 
 
 @pytest.mark.parametrize("path", ["", "pages"])

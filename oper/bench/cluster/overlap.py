@@ -28,8 +28,8 @@ _ROUNDS = (6, 4)  # rounds, and steps per side and round
 @dataclass(frozen=True, slots=True)
 class Overlap(WithWorkload):
     """Steps of a whole DLRM in whole batches and in micro-batches, on limited and on unlimited
-    links. No schedule of a side's work can be shorter than the time for which its bytes keep the
-    busiest link busy, or than its step on unlimited links."""
+    links. If messages overlapped all other work, a side's step would take the longer of two times:
+    that for which its bytes keep the busiest link busy, and its step on unlimited links."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make, compare and time all sides; rank 0 returns the record's entry. Collective."""

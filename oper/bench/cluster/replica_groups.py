@@ -35,7 +35,7 @@ class ReplicaGroupsCase(WithWorkload):
     every: int = 4
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Make both plans, compare their rows and time them; rank 0 returns the record's entry.
+        """Make the plans, compare rows and time steps; rank 0 returns the record's entry.
         Collective."""
         progress("measuring the links")
         links = self.links

@@ -25,7 +25,7 @@ from oper.bench.core.workload import data_files
 from oper.bench.quality import kept, trials
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, UsageError, require
 from oper.rl_rec.data.interactions import DataOptions, Interactions, load_interactions
 from oper.rl_rec.data.protocols import (
     HELD_OUT_USERS,
@@ -264,30 +264,47 @@ class Case:
 
     def searched(self, data: Interactions, progress: Progress) -> tuple[Case, dict[str, Any]]:
         """The case with the settings that are best for the validation users, and the record of the
-        search; test users have no part in the choice."""
-        valid, tried = f"valid_{self.fit.chosen_by}", []
+        search; test users have no part in the choice. A trial that cannot be trained is recorded as
+        failed; raises its InvalidInputError if none can."""
+        valid, problem = f"valid_{self.fit.chosen_by}", None
+        tried: list[dict[str, Any]] = []
         for k in range(self.num_trials):
-            told = self.trial(k)._run(data, trials.SEED, progress).fitted[0]
-            tried.append({"settings": trials.settings(self.model, k), valid: told[valid],
-                          "epochs": told["epochs"], "seconds": told["seconds"]})
-        best = max(range(self.num_trials), key=lambda k: float(tried[k][valid]))
+            tried.append({"settings": trials.settings(self.model, k)})
+            try:
+                told = self.trial(k)._run(data, trials.SEED, progress).fitted[0]
+                tried[k] |= {key: told[key] for key in (valid, "epochs", "seconds")}
+            except InvalidInputError as error:
+                tried[k]["failed"], problem = str(error), error
+        able = [k for k in range(self.num_trials) if "failed" not in tried[k]]
+        if problem is not None and not able:
+            raise problem
+        best = max(able, key=lambda k: float(tried[k][valid]))
         return self.trial(best), {
             "trials": tried, "chosen": best, "seed": trials.SEED,
             "space": {name: dataclasses.asdict(values)
                       for name, values in trials.SPACES[self.model].items()}}
 
     def _run(self, data: Interactions, seed: int, progress: Progress) -> Runs:
-        """Load a stored run, or train and test the model."""
+        """Load a stored run, or train and test the model. The InvalidInputError of a trial is
+        stored, too, and raised again."""
         place = _place(self, data, seed)
 
         def trained() -> dict[str, np.ndarray]:
-            found = _train_and_test(self, data, seed, place and place.with_suffix(".unfinished"))
+            try:
+                found = _train_and_test(self, data, seed,
+                                        place and place.with_suffix(".unfinished"))
+            except InvalidInputError as error:
+                if seed != trials.SEED:
+                    raise
+                return {"about": np.array(json.dumps({"failed": str(error)}))}
             return {"about": np.array(json.dumps(found.fitted[0])), **found.per_user}
 
         arrays = kept.once(place, trained)
         told, by = json.loads(str(arrays.pop("about"))), self.fit.chosen_by
+        if "failed" in told:
+            raise InvalidInputError(told["failed"])
         progress(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
-                 f"{told['epochs']} epochs, {told['seconds']:.0f} s")
+                 f"{told['epochs']} epochs, {told['seconds']:.0f} s of processor time")
         return Runs(self.model, (seed,), arrays, (told,))
 
 
@@ -297,8 +314,8 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     with ranges of settings, with `seeds` = 0 only those with stored runs. Raises InvalidInputError
     if there are none."""
     if search and models:
-        raise InvalidInputError("no ranges of settings to search", "--models", models,
-                                "none with --search", "give one of the two")
+        raise UsageError("no ranges of settings to search", "--models", models,
+                         "no value with --search", "leave out one of the two")
     earlier: dict[tuple[str, str], dict[str, Runs]] = {}
     found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, model, quick, seeds, runs,
                   search or 0, earlier)
@@ -317,6 +334,16 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
     return found
 
 
+def check_resumed(known: Mapping[str, Mapping[str, Any]], chosen: Sequence[Case]) -> None:
+    """Raise InvalidInputError if a resumed record has searched with another number of trials."""
+    for name, entry in known.items():
+        number = len(entry.get("search", {}).get("trials", ()))
+        require("cannot resume from a record", "give the same --search as for the record, or give "
+                "--runs instead of --resume", (
+                    f"trials of {name}", number, number == chosen[0].num_trials,
+                    f"{chosen[0].num_trials} (0 without --search)"))
+
+
 def seeds_of(case: Case) -> list[int]:
     """The seeds to train with; if `case.seeds` is 0, those of stored runs."""
     if case.seeds:
@@ -327,7 +354,10 @@ def seeds_of(case: Case) -> list[int]:
     if case.num_trials:
         if not all(_stored(case.trial(k), data, trials.SEED) for k in range(case.num_trials)):
             return []
-        case, _ = case.searched(data, lambda text: None)
+        try:
+            case, _ = case.searched(data, lambda text: None)
+        except InvalidInputError:  # no trial could be trained
+            return []
     return [seed for seed in range(1, MOST_SEEDS + 1)
             if _stored(case, data, seed)]
 
@@ -341,14 +371,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="ablations: train only CDT4Rec, with every combination of returns, "
                              "reward head, backbone and loss, and every state")
     parser.add_argument("--search", type=whole(1), metavar="N",
-                        help="first search for the settings of every model, among its own and "
-                             "N - 1 drawn at random from fixed ranges; the best on validation is "
-                             "trained from all seeds")
+                        help="first search for the settings of every model that has ranges of "
+                             "settings, and leave out the others: N trials, one with the model's "
+                             "own settings and N - 1 with settings drawn at random; then train "
+                             "with the settings that are best on validation, from all seeds")
     parser.add_argument("--runs", metavar="DIR",
                         help="save every training run in this folder, and its state after every "
                              "validation; continue and reuse saved runs of the same data and "
                              "source files")
-    parser.epilog = "Logs are read from the folder in OPER_DATA."
+    parser.epilog = ("Logs are read from the folder in OPER_DATA. To continue an interrupted run, "
+                     "repeat it with the same --runs: with --resume, the record lacks differences "
+                     "between models that were run before and after the interruption.")
 
 
 def load(name: str, protocol: str) -> Interactions:
@@ -435,8 +468,9 @@ def _about(data: Interactions) -> dict[str, Any]:
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The processor hours of all trials of a search, if there was one."""
-    seconds = [t["seconds"] for e in entries if "search" in e for t in e["search"]["trials"]]
+    """The processor hours of all trials of a search that did not fail, if there was one."""
+    seconds = [t["seconds"] for e in entries if "search" in e for t in e["search"]["trials"]
+               if "failed" not in t]
     return {"search_processor_hours": round(sum(seconds) / 3600, 3)} if seconds else {}
 
 

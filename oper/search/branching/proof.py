@@ -41,8 +41,8 @@ def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float
         tree: the tree.
         part: a part of a proof for the same kinds of plans, perhaps of another problem. Branchings
             on tables that this one lacks, and loads that it does not have, are left out.
-        step_us: cutoff, the step of a known plan without barriers; only faster plans are bounded.
-        scale: by which loads of pieces in the proof are multiplied.
+        step_us: cutoff: the known plan's step, without barriers; only faster plans are bounded.
+        scale: factor for the loads at which the proof branches.
     """
     first, relaxation = tree.root.bound, tree.bound.relaxation
     names = {t.spec.name: k for k, t in enumerate(relaxation.tables)}

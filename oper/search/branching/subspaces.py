@@ -131,8 +131,9 @@ class Subspace:
                  deadline=deadline)
 
     def grow_as(self, proof: dict[str, Any], step_us: float, scale: float) -> None:
-        """Branch as a proof of a similar problem did, to bound plans faster than `step_us`. Loads
-        are multiplied by `scale`, the ratio of the problems' steps."""
+        """Branch as a proof of a similar problem did, to bound plans faster than `step_us`. The
+        loads at which it branched are multiplied by `scale`, the ratio of a plan's step in this
+        problem to its step there."""
         self.cutoff_us = min(self.cutoff_us, step_us)
         for part in proof["parts"]:
             if set(part["plans"]) == set(self.plans) and part["apart"] is None:

@@ -271,7 +271,7 @@ class Synchronizer:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
         only their slots have been exchanged on return; otherwise they are averaged, too.
 
-        With `bits` of 32, also send the rows that are rounded in earlier synchronizations.
+        With 32 `bits`, also send the rows that earlier synchronizations have rounded.
 
         If the group has skipped the update after which the synchronization was due, it begins after
         the next one, and the other groups wait; that update counts for the next synchronization.
