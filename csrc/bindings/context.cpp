@@ -307,7 +307,7 @@ void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor nam
                     "internal: names of rows to round");
     found = {{static_cast<uint32_t>(draws[0]), static_cast<uint32_t>(draws[1]),
               static_cast<uint32_t>(draws[2]), static_cast<uint32_t>(draws[2] >> 32)},
-             kRoundingGroups + static_cast<uint32_t>(draws[3]), static_cast<uint32_t>(draws[4]) / 8,
+             kRoundingGroups + static_cast<uint32_t>(draws[3]), static_cast<uint32_t>(draws[4]),
              static_cast<const uint32_t*>(names.data_ptr())};
     array.draws = &found;
   }
