@@ -13,7 +13,8 @@
 With fewer than 32 bits per number, sums of gradients are rounded as other gradients (see
 `oper.messages`). Rows are rounded to nearest, with error feedback: a row becomes average + (row -
 row as sent), so that the group keeps the error, and sends it with the row's next change.
-`synchronize` sends these rows again, exactly. Optimizer states are always exact.
+`synchronize` averages changed rows exactly, as without rounding, and then sends those rows again,
+exactly, that were rounded before and have not changed. Optimizer states are always exact.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class Synchronizer:
         self._is_inside = self._has_refused = self._is_broken = False
         self._accumulates = False  # of the update that is under way, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
-        # Since the last exact synchronization: the number of updates that others have included, and
-        # by directory the slots of the rows that this rank has rounded for them and not replaced.
+        # Since rows were last sent again exactly: the number of updates of other synchronizations,
+        # and by directory the slots of rows that this rank has rounded for them and not replaced.
         self._rounded = 0
         self._inexact: list[np.ndarray] = []
         if groups.every > 1:
@@ -166,8 +167,8 @@ class Synchronizer:
     def check_synchronized(self, what: str) -> None:
         """Raise OperError, which begins with `what`, if there were updates since the last
         complete synchronization, so that rows may differ between groups. Not collective."""
-        updates = self._since + self._rounded + (
-            0 if self._under_way is None else self._under_way.updates)
+        updates = self._since + (  # `_rounded` includes those of a synchronization under way
+            self._rounded or (0 if self._under_way is None else self._under_way.updates))
         if updates:
             raise OperError(what, "updates since the last synchronization of replica groups",
                             updates, "0, after which all groups have the same rows",
@@ -258,8 +259,9 @@ class Synchronizer:
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
-        and rounded to nearest for rows of 16 bits. Rows are sent exactly, also those that have been
-        rounded for earlier synchronizations.
+        and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that have been
+        rounded for earlier synchronizations, and have not changed since, follow separately: a group
+        that has not updated a row since then has no part in the average of its updates.
         """
         self._finish()
         while self._since or self._rounded:
@@ -271,7 +273,7 @@ class Synchronizer:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
         only their slots have been exchanged on return; otherwise they are averaged, too.
 
-        With `bits` of 32, also send the rows that are rounded in earlier synchronizations.
+        Without an update since then, send the rows again that earlier synchronizations rounded.
 
         If the group has skipped the update after which the synchronization was due, it begins after
         the next one, and the other groups wait; that update counts for the next synchronization.
@@ -286,8 +288,8 @@ class Synchronizer:
             mine = [union_of(x) for x in zip(mine, self._taken, strict=True)]
         self._taken = mine  # their marks are cleared; if settings differ, the next call sends them
         is_exact = bits == 32
-        if is_exact and self._rounded:
-            mine = [union_of(x) for x in zip(mine, self._inexact, strict=True)]
+        if not self._since:
+            mine = self._inexact
         counts = self._exchange_numbers(_EXACT_ROWS if is_exact else _ROWS, [x.size for x in mine])
         self._taken, self._is_broken = None, True
         found = [Reader(x) for x in self._counterparts.exchange(
@@ -300,12 +302,13 @@ class Synchronizer:
         slots = [[union] * len(x)
                  if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
                  for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
-        if not is_exact:
-            self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots])
         included = min(self._since, self.groups.every) if self._is_late else self._since
         self._under_way = _UnderWay(included, unions, [])
-        if is_exact:
+        if not included:
             self._rounded, self._inexact = 0, []
+        elif self._rounded or not is_exact:
+            self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots], bits)
+            self._rounded += 0 if is_exact else included
         self._since -= included
         self._is_late = self._since >= self.groups.every
         for some in self._chunks(unions):
@@ -348,8 +351,6 @@ class Synchronizer:
         self._changed.accept()
         for x in current:
             x.add(self._under_way.slots)
-        if self._inexact:
-            self._rounded += self._under_way.updates
         self._under_way, self._is_broken = None, False
 
     def _average(self, part: _Part) -> None:
@@ -399,12 +400,14 @@ class Synchronizer:
         and rows of 16 bits are sent as they are stored."""
         return bits if name == "rows" and view.dtype == torch.float32 else 32
 
-    def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray]) -> None:
+    def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray], bits: int) -> None:
         """Note, by directory, that the rows at `unions` are replaced, and that those `sent` by this
-        rank keep its rounding errors."""
+        rank keep its rounding errors if messages of `bits` round them."""
         before = self._inexact or [x[:0] for x in unions]
+        kept = [x if self._bits_of(self._views(k)[0], "rows", bits) < 32 else x[:0]
+                for k, x in enumerate(sent)]
         self._inexact = [union_of([np.setdiff1d(old, union, assume_unique=True), new])
-                         for old, union, new in zip(before, unions, sent, strict=True)]
+                         for old, union, new in zip(before, unions, kept, strict=True)]
 
     def _send_rows(self, slots: list[list[np.ndarray]], bits: int = 32) -> Callable[[], _Rows]:
         """Begin to exchange rows and states with the counterparts, see `Counterparts.begin`.
