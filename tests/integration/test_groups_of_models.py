@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import oper
+from oper.integration.checkpoint import deltas
 from oper.plan import Plan, uniform_plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -200,6 +201,21 @@ def start_again(rank: int, world_size: int, store: str) -> None:
 
 def test_process_groups_that_end_while_rows_are_sent(tmp_path: Path) -> None:
     run_world(2, start_again, str(tmp_path / "store"), env={"OPER_DEADLINE_S": "20"})
+
+
+def test_a_rank_that_cannot_write_a_delta_is_synchronized_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for it."""
+    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), batch_size=8)
+    with oper.DeltaCheckpoints(tmp_path / "run", model) as saver:
+        saver.save(0)
+        saver._problem = OSError("no space left")
+        synchronized: list[Any] = []
+        monkeypatch.setattr(deltas, "synchronize", synchronized.append)
+        with pytest.raises(oper.OperError, match="no space left"):
+            saver.save(1)
+        assert synchronized == [model]
+        saver.wait()
 
 
 def lose(rank: int, world_size: int, every: int, delay: int) -> str:
