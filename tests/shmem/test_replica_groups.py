@@ -480,7 +480,7 @@ def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         train(tables, case, steps[0][rank])
         other = with_tables(PLANS["mixed"](case), [*tables.specs.values()])
-        for ranks in ((0, 1), (0, 1, 2)):  # one group, and one rank that shares a group with another
+        for ranks in ((0, 1), (0, 1, 2)):  # one group, and one rank in a group
             with pytest.raises(InvalidInputError, match="construct other tables"):
                 tables.migrate(other if rank in ranks else tables.plan)
         with pytest.raises(InvalidInputError, match=r"ranks \[3\] pass other arguments"):

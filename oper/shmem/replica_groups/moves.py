@@ -28,13 +28,13 @@ def begin_move(tables: Any, plan: Plan, bytes_per_step: int | None, make: Callab
         OperError: another group cannot move; also the errors of `make`.
     """
     what, groups = "cannot move tables to another plan", tables.replicas.groups
+    tables.replicas.synchronize()  # first, since other groups may wait for this one in an update
     # Of all ranks, since a rank that stops here must not leave its group waiting.
     check_same_arguments(groups.whole, what, {"bytes_per_step": [bytes_per_step]})
     require(what, "move all rows at once", (
         "bytes_per_step", bytes_per_step, bytes_per_step is None,
         "None in replica groups, which do not change the same rows in a step"))
     check_agreement(groups.whole, plan, {"world_size": [plan.world_size]})
-    tables.replicas.synchronize()
     problem: OperError | None = None
     try:
         move = make()

@@ -40,6 +40,7 @@ from oper.shmem.replica_groups.changes import SynchronizedRows
 from oper.shmem.replica_groups.counterparts import Counterparts
 from oper.shmem.replica_groups.gradients import add_up
 from oper.shmem.replica_groups.groups import ReplicaGroups
+from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
 from oper.tables import OPTIMIZERS
 
@@ -49,7 +50,7 @@ _GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED = range(5)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 59
-# In place of a checksum of settings: this rank's group is late (`_is_late`), or its ranks have
+# In place of a checksum of settings: this rank's group is late (`is_late`), or its ranks have
 # frozen different tables.
 _LATE, _DIFFERED = -1, -2
 _Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
@@ -122,7 +123,8 @@ class Synchronizer:
         # Updates that no synchronization has included yet. Updates that the group has skipped are
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
-        self._is_late = False  # whether the group has skipped the update that should synchronize
+        self.is_late = False  # whether the group has skipped the update that should synchronize
+        self.last_update = -self._counterparts.number  # see `late`; at first in the usual order
         # Whether ranks of this group have frozen different tables, so that another group has to
         # tell how often tables were frozen.
         self._has_differed = False
@@ -242,14 +244,14 @@ class Synchronizer:
             if tables.replicas._since == since:
                 tables.count_step(frozenset.intersection(*frozen))  # as in the other groups
                 tables.replicas._since += 1
-                tables.replicas._is_late |= tables.replicas._since >= self.groups.every
+                tables.replicas.is_late |= tables.replicas._since >= self.groups.every
                 tables.replicas._has_differed |= len({*frozen}) > 1
 
     def _count(self) -> None:
-        self._since += 1
+        self._since, self.last_update = self._since + 1, next(UPDATES)
         if self._since >= self.groups.delay:
             self._finish()
-        while self._since >= self.groups.every:
+        if self._since >= self.groups.every:  # only once even if late by more, see `late`
             self._finish()
             self._begin(self.groups.bits)
 
@@ -259,22 +261,26 @@ class Synchronizer:
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
-        and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that have been
-        rounded for earlier synchronizations, and have not changed since, follow separately: a group
-        that has not updated a row since then has no part in the average of its updates.
+        and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that earlier
+        synchronizations rounded, and no group has updated since, follow in an exchange of their own.
         """
+        catch_up(self._tables.family)
         self._finish()
         while self._since or self._rounded:
-            # Other groups are still at the synchronization for which this group is late.
-            self._begin(self.groups.bits if self._is_late else 32)
+            self._begin(32)
             self._finish()
+
+    def catch_up(self) -> None:
+        """Begin the first synchronization for which the group is late, if any; see `late`."""
+        if self.is_late:
+            self._finish()
+            self._begin(self.groups.bits)
 
     def _begin(self, bits: int) -> None:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
         only their slots have been exchanged on return; otherwise they are averaged, too.
 
         Without an update since then, send the rows again that earlier synchronizations rounded.
-
         If the group has skipped the update after which the synchronization was due, it begins after
         the next one, and the other groups wait; that update counts for the next synchronization.
         """
@@ -302,7 +308,7 @@ class Synchronizer:
         slots = [[union] * len(x)
                  if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
                  for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
-        included = min(self._since, self.groups.every) if self._is_late else self._since
+        included = min(self._since, self.groups.every) if self.is_late else self._since
         self._under_way = _UnderWay(included, unions, [])
         if not included:
             self._rounded, self._inexact = 0, []
@@ -310,7 +316,7 @@ class Synchronizer:
             self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots], bits)
             self._rounded += 0 if is_exact else included
         self._since -= included
-        self._is_late = self._since >= self.groups.every
+        self.is_late = self._since >= self.groups.every
         for some in self._chunks(unions):
             contributed = [[within(x, union) for x in of]
                            for union, of in zip(some, slots, strict=True)]
@@ -449,9 +455,9 @@ class Synchronizer:
         """
         tables = self._tables
         sums = self._exchange_numbers(_COPIES, [
-            zlib.crc32(b"".join(zlib.crc32(_bytes(view)).to_bytes(4, "little")
-                                for view in self._views(k)))
-            for k in range(len(tables.directories))])
+            zlib.crc32(b"".join(
+                zlib.crc32(view.reshape(-1).view(torch.uint8).numpy().data).to_bytes(4, "little")
+                for view in self._views(k))) for k in range(len(tables.directories))])
         wanted = [np.arange(self._views(k)[0].shape[0], dtype=np.uint32)
                   if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
                   for k in range(len(tables.directories))]
@@ -490,7 +496,7 @@ class Synchronizer:
         checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
         if self._has_differed:
             checksums[1] = _DIFFERED
-        if self._is_late:  # the others wait in an earlier update, which may have other settings
+        if self.is_late:  # the others wait in an earlier update, which may have other settings
             checksums = [_LATE, _LATE]
         step = tables.num_steps - max(0, self._since - self.groups.every)
         head = [purpose, self._counterparts.number, step, *checksums]
@@ -538,10 +544,6 @@ class Synchronizer:
         data = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
         return [x.view(torch.int64).tolist()
                 for x in self._counterparts.exchange([data], [data.numel()] * self.groups.count)]
-
-
-def _bytes(view: torch.Tensor) -> memoryview:
-    return view.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _index(slots: np.ndarray) -> torch.Tensor:
