@@ -2,7 +2,9 @@
 
 The other groups wait within that update, in one collection after the other, in the order in which
 the backward pass updates them. A late group therefore has to synchronize its collections in that
-order before it makes any other collective call with the other groups.
+order before it makes any other collective call with the other groups; in training, each update
+makes one of these synchronizations. The order is that of the last updates, and before the first
+ones the reverse order of the collections, in which backward passes usually update them.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Synchronizer:
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
         and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that earlier
-        synchronizations rounded, and no group has updated since, follow in an exchange of their own.
+        synchronizations rounded, and no group has updated since, follow in another exchange.
         """
         catch_up(self._tables.family)
         self._finish()
