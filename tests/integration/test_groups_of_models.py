@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 import oper
 from oper.integration.checkpoint import deltas
 from oper.plan import Plan, uniform_plan
+from oper.shmem.group import agreement
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -216,6 +218,30 @@ def test_a_rank_that_cannot_write_a_delta_is_synchronized_first(
             saver.save(1)
         assert synchronized == [model]
         saver.wait()
+
+
+def test_a_late_group_is_synchronized_before_another_call_of_shard(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other groups are still in an update, and cannot compare the call's arguments."""
+    model = nn.ModuleDict({"a": table(), "b": table()})
+    oper.shard(model, modules=["a"], optimizer=oper.SGD(lr=LR))
+    calls: list[str] = []
+    compare = agreement.check_same_arguments
+    replicas = SimpleNamespace(is_late=True, last_update=0, close=lambda: None, synchronize=list)
+
+    def catch_up() -> None:
+        replicas.is_late = False
+        calls.append("catch up")
+
+    def compared(*arguments: Any) -> None:
+        calls.append("compare")
+        compare(*arguments)
+
+    replicas.catch_up = catch_up
+    model["a"].tables.replicas = replicas
+    monkeypatch.setattr(agreement, "check_same_arguments", compared)
+    oper.shard(model, modules=["b"], optimizer=oper.SGD(lr=LR))
+    assert calls[:2] == ["catch up", "compare"]
 
 
 def lose(rank: int, world_size: int, every: int, delay: int) -> str:
