@@ -145,6 +145,7 @@ def shard(
     from oper.shmem.group.agreement import check_same_arguments
     from oper.shmem.group.groups import default_group
     from oper.shmem.replica_groups.groups import split
+    from oper.shmem.replica_groups.late import catch_up
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
@@ -165,6 +166,8 @@ def shard(
     if synchronize_bits is None:
         synchronize_bits = 32 if plan is None or replica_groups == 1 else plan.synchronize_bits
     whole = default_group(process_group)
+    for tables_before in _held_by(module):
+        catch_up(tables_before.family)
     # These decide which collective calls follow.
     check_same_arguments(whole, "cannot shard", {
         "objective": [objective], "plan": [None if plan is None else "a plan"],

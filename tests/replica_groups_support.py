@@ -130,7 +130,8 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
               count: int, delay: int = 0, bits: int = 32) -> Result:
     """Groups that train by themselves and are averaged after every `every` updates; averages
-    arrive `delay` updates later. Rows are sent with `bits` bits per number, at the end exactly."""
+    arrive `delay` updates later. Rows are sent with `bits` bits per number, at the end exactly:
+    first those that have changed, then those that are only rounded."""
     size = len(steps[0]) // count
     of_all = optimizer.name in ("sgd", "momentum_sgd")
     groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}
@@ -147,10 +148,9 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
         return [g[name].detach() if part == "rows" else s[name][part]
                 for g, s in zip(groups, states, strict=True)]
 
-    def send(bits: int) -> None:
+    def send(bits: int, again: bool = False) -> None:
         for name in groups[0]:
-            marks = [c[name] | (of[name] & (bits == 32))
-                     for c, of in zip(changed, inexact, strict=True)]
+            marks = [of[name].clone() for of in (inexact if again else changed)]
             union = torch.stack(marks).any(0)
             senders = [union if of_all else x for x in marks]
             for part in ("rows", *states[0][name]):
@@ -162,7 +162,7 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
                 sent.append((name, part, mean, union, before))
             for c, of, x in zip(changed, inexact, senders, strict=True):
                 c[name].zero_()
-                of[name] = (of[name] & ~union | x) & (bits < 32)
+                of[name] = of[name] & ~union | x & (bits < 32)
 
     def arrive() -> None:
         for name, part, mean, rows, before in sent:
@@ -190,8 +190,9 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
             if not delay:
                 arrive()
     arrive()
-    send(32)
-    arrive()
+    for again in (False, True):
+        send(32, again)
+        arrive()
     return Result(outputs, {n: w.detach() for n, w in groups[0].items()},
                   {f"{n} {part}": x for n, of in states[0].items() for part, x in of.items()})
 

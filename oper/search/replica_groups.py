@@ -64,7 +64,7 @@ def plan_groups(topology: Topology, interval: tuple[int, int], bits: int,
     what = "cannot plan replica groups"
     require(what, "pass an integer >= 1",
             ("synchronize_every", every, type(every) is int and every >= 1, ">= 1"))
-    check_synchronization(what, topology.num_hosts, every, delay, bits)
+    check_synchronization(what, max(2, topology.num_hosts), every, delay, bits)  # 1 host: not used
     plans: dict[int, Plan] = {}
     compared: list[dict[str, Any]] = []
     infeasible: PlanInfeasibleError | None = None

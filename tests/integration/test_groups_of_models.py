@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 import oper
+from oper.integration.checkpoint import deltas
 from oper.plan import Plan, uniform_plan
+from oper.shmem.group import agreement
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -200,6 +203,45 @@ def start_again(rank: int, world_size: int, store: str) -> None:
 
 def test_process_groups_that_end_while_rows_are_sent(tmp_path: Path) -> None:
     run_world(2, start_again, str(tmp_path / "store"), env={"OPER_DEADLINE_S": "20"})
+
+
+def test_a_rank_that_cannot_write_a_delta_is_synchronized_first(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for it."""
+    model = oper.shard(table(), optimizer=oper.SGD(lr=LR), batch_size=8)
+    with oper.DeltaCheckpoints(tmp_path / "run", model) as saver:
+        saver.save(0)
+        saver._problem = OSError("no space left")
+        synchronized: list[Any] = []
+        monkeypatch.setattr(deltas, "synchronize", synchronized.append)
+        with pytest.raises(oper.OperError, match="no space left"):
+            saver.save(1)
+        assert synchronized == [model]
+        saver.wait()
+
+
+def test_a_late_group_is_synchronized_before_another_call_of_shard(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other groups are still in an update, and cannot compare the call's arguments."""
+    model = nn.ModuleDict({"a": table(), "b": table()})
+    oper.shard(model, modules=["a"], optimizer=oper.SGD(lr=LR))
+    calls: list[str] = []
+    compare = agreement.check_same_arguments
+    replicas = SimpleNamespace(is_late=True, last_update=0, close=lambda: None, synchronize=list)
+
+    def catch_up() -> None:
+        replicas.is_late = False
+        calls.append("catch up")
+
+    def compared(*arguments: Any) -> None:
+        calls.append("compare")
+        compare(*arguments)
+
+    replicas.catch_up = catch_up
+    model["a"].tables.replicas = replicas
+    monkeypatch.setattr(agreement, "check_same_arguments", compared)
+    oper.shard(model, modules=["b"], optimizer=oper.SGD(lr=LR))
+    assert calls[:2] == ["catch up", "compare"]
 
 
 def lose(rank: int, world_size: int, every: int, delay: int) -> str:

@@ -100,6 +100,9 @@ def test_fewer_bits_shorten_a_synchronization(every: int, bits: int) -> None:
                      synchronize_bits=bits)
     assert (plan.replica_groups, plan.synchronize_bits) == (2, bits)
     assert Plan.from_text(plan.to_text()).synchronize_bits == bits
+    alone = make_plan(TABLES, skewed(), Topology.of_domains([0]), batch_size=BATCH,
+                      synchronize_every=every, synchronize_bits=bits)  # not used, like the interval
+    assert (alone.replica_groups, alone.synchronize_every, alone.synchronize_bits) == (1, 1, 32)
     with pytest.raises(InvalidInputError, match="synchronize_bits=4, expected one of"):
         make_plan(TABLES, skewed(), racks(0.005), batch_size=BATCH, synchronize_every=8,
                   synchronize_bits=4)

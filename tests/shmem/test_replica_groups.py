@@ -480,8 +480,11 @@ def test_all_groups_move_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:
         train(tables, case, steps[0][rank])
         other = with_tables(PLANS["mixed"](case), [*tables.specs.values()])
-        with pytest.raises(InvalidInputError, match="construct other tables"):
-            tables.migrate(other if rank < 2 else tables.plan)
+        for ranks in ((0, 1), (0, 1, 2)):  # one group, and one rank in a group
+            with pytest.raises(InvalidInputError, match="construct other tables"):
+                tables.migrate(other if rank in ranks else tables.plan)
+        with pytest.raises(InvalidInputError, match=r"ranks \[3\] pass other arguments"):
+            tables.start_migration(other, 1 << 20 if rank == 3 else None)
         tables.is_full = rank > 1
         with pytest.raises(OperError, match="no room" if rank > 1 else r"that cannot=\[1\]"):
             tables.migrate(other)

@@ -9,7 +9,7 @@ from oper.errors import OperError
 from oper.messages import number_bytes
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.optim.optimizers import SGD
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.replica_groups import synchronizer
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -86,6 +86,28 @@ def test_errors_of_rounding_are_fed_back(delay: int) -> None:
         ours, theirs = ranks[0][0], ranks[2][0]
         apart = (ours - theirs).abs() / ((ours.amax(1) - ours.amin(1))[:, None] / 255)
         assert 0.1 < apart.max() < 1.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_only_groups_that_have_updated_a_row_have_a_part_in_its_average(dtype: str) -> None:
+    """Also if another group has sent the row rounded before, and has kept the error."""
+    case = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="rowwise_adagrad",
+                           dtype=dtype)], (1,))
+
+    def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        for row in ((0, 1), (2, 2), (1, 0)):  # by group; synchronized after the second update
+            ids, one = torch.tensor([row[rank]]), torch.ones(1, dtype=torch.int64)
+            tables.lookup(Lookup(ids, one, 0 * one, 1)).backward(torch.linspace(0.2, 1, DIM)[None])
+        tables.replicas.synchronize()
+        return tables.read("t").float(), tables.read("t", part="momentum1")
+
+    exact, fewer = (run_groups(case, uniform_plan(case.tables, 1), RowWiseAdagrad(lr=LR), 2, body,
+                               bits=bits) for bits in (32, 8))
+    assert all(torch.equal(x, y) for x, y in zip(*fewer, strict=True))
+    (rows, squares), (want, want_squares) = fewer[0], exact[0]
+    assert torch.equal(squares, want_squares)
+    step = (want.amax(1) - want.amin(1)).max() / 255
+    assert float((rows - want).abs().max()) <= (step if dtype == "float32" else 0)
 
 
 @pytest.mark.parametrize(("every", "bits"), [(1, 8), (1, 16), (2, 8), (2, 16)])

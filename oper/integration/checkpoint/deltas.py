@@ -166,8 +166,8 @@ class DeltaCheckpoints:
         Raises:
             OperError: an earlier delta could not be written; call `save_full`.
         """
+        synchronize(self._model)  # first, since the other ranks of replica groups wait for this one
         self._raise_problem()
-        synchronize(self._model)
         taken = [c.take() for c in self._changed] if self._folder is not None else [None]
         if any(slots is None for slots in taken):
             self.save_full(step, extra)

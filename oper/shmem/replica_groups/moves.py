@@ -7,7 +7,7 @@ from typing import Any
 
 from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError, require
 from oper.plan import Plan
-from oper.shmem.group.agreement import check_agreement
+from oper.shmem.group.agreement import check_agreement, check_same_arguments
 from oper.shmem.migration import Migration
 
 
@@ -24,15 +24,17 @@ def begin_move(tables: Any, plan: Plan, bytes_per_step: int | None, make: Callab
         make: begins the move of this group, collectively, and returns it.
 
     Raises:
-        InvalidInputError: `bytes_per_step` is given, or the groups pass different plans.
+        InvalidInputError: `bytes_per_step` is given, or ranks pass different arguments.
         OperError: another group cannot move; also the errors of `make`.
     """
     what, groups = "cannot move tables to another plan", tables.replicas.groups
+    tables.replicas.synchronize()  # first, since other groups may wait for this one in an update
+    # Of all ranks, since a rank that stops here must not leave its group waiting.
+    check_same_arguments(groups.whole, what, {"bytes_per_step": [bytes_per_step]})
     require(what, "move all rows at once", (
         "bytes_per_step", bytes_per_step, bytes_per_step is None,
         "None in replica groups, which do not change the same rows in a step"))
-    check_agreement(groups.counterparts, plan, {"world_size": [plan.world_size]})
-    tables.replicas.synchronize()
+    check_agreement(groups.whole, plan, {"world_size": [plan.world_size]})
     problem: OperError | None = None
     try:
         move = make()

@@ -13,7 +13,8 @@
 With fewer than 32 bits per number, sums of gradients are rounded as other gradients (see
 `oper.messages`). Rows are rounded to nearest, with error feedback: a row becomes average + (row -
 row as sent), so that the group keeps the error, and sends it with the row's next change.
-`synchronize` sends these rows again, exactly. Optimizer states are always exact.
+`synchronize` averages changed rows exactly, as without rounding, and then sends those rows again,
+exactly, that were rounded before and have not changed. Optimizer states are always exact.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from oper.shmem.replica_groups.changes import SynchronizedRows
 from oper.shmem.replica_groups.counterparts import Counterparts
 from oper.shmem.replica_groups.gradients import add_up
 from oper.shmem.replica_groups.groups import ReplicaGroups
+from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
 from oper.tables import OPTIMIZERS
 
@@ -48,7 +50,7 @@ _GRADIENTS, _ROWS, _EXACT_ROWS, _COPIES, _REFUSED = range(5)
 # Numbers of the first message. It has this size for all collections, since a group may refuse its
 # batch in another collection than the one whose update its counterparts make.
 _FIRST = 59
-# In place of a checksum of settings: this rank's group is late (`_is_late`), or its ranks have
+# In place of a checksum of settings: this rank's group is late (`is_late`), or its ranks have
 # frozen different tables.
 _LATE, _DIFFERED = -1, -2
 _Rows = Iterator[tuple[torch.Tensor, int, list[torch.Tensor]]]
@@ -121,7 +123,8 @@ class Synchronizer:
         # Updates that no synchronization has included yet. Updates that the group has skipped are
         # counted, so that all groups synchronize after the same batches.
         self._since = 0
-        self._is_late = False  # whether the group has skipped the update that should synchronize
+        self.is_late = False  # whether the group has skipped the update that should synchronize
+        self.last_update = -self._counterparts.number  # see `late`; at first in the usual order
         # Whether ranks of this group have frozen different tables, so that another group has to
         # tell how often tables were frozen.
         self._has_differed = False
@@ -129,8 +132,8 @@ class Synchronizer:
         self._is_inside = self._has_refused = self._is_broken = False
         self._accumulates = False  # of the update that is under way, see `Backward`
         self._taken: list[np.ndarray] | None = None  # slots of a synchronization that was refused
-        # Since the last exact synchronization: the number of updates that others have included, and
-        # by directory the slots of the rows that this rank has rounded for them and not replaced.
+        # Since rows were last sent again exactly: the number of updates of other synchronizations,
+        # and by directory the slots of rows that this rank has rounded for them and not replaced.
         self._rounded = 0
         self._inexact: list[np.ndarray] = []
         if groups.every > 1:
@@ -166,8 +169,8 @@ class Synchronizer:
     def check_synchronized(self, what: str) -> None:
         """Raise OperError, which begins with `what`, if there were updates since the last
         complete synchronization, so that rows may differ between groups. Not collective."""
-        updates = self._since + self._rounded + (
-            0 if self._under_way is None else self._under_way.updates)
+        updates = self._since + (  # `_rounded` includes those of a synchronization under way
+            self._rounded or (0 if self._under_way is None else self._under_way.updates))
         if updates:
             raise OperError(what, "updates since the last synchronization of replica groups",
                             updates, "0, after which all groups have the same rows",
@@ -241,14 +244,14 @@ class Synchronizer:
             if tables.replicas._since == since:
                 tables.count_step(frozenset.intersection(*frozen))  # as in the other groups
                 tables.replicas._since += 1
-                tables.replicas._is_late |= tables.replicas._since >= self.groups.every
+                tables.replicas.is_late |= tables.replicas._since >= self.groups.every
                 tables.replicas._has_differed |= len({*frozen}) > 1
 
     def _count(self) -> None:
-        self._since += 1
+        self._since, self.last_update = self._since + 1, next(UPDATES)
         if self._since >= self.groups.delay:
             self._finish()
-        while self._since >= self.groups.every:
+        if self._since >= self.groups.every:  # only once even if late by more, see `late`
             self._finish()
             self._begin(self.groups.bits)
 
@@ -258,21 +261,26 @@ class Synchronizer:
 
         The average is over all groups if the optimizer's step is proportional to the gradient
         (SGD), and otherwise over the groups that have updated the row. It is computed in float32
-        and rounded to nearest for rows of 16 bits. Rows are sent exactly, also those that have been
-        rounded for earlier synchronizations.
+        and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that earlier
+        synchronizations rounded, and no group has updated since, follow in another exchange.
         """
+        catch_up(self._tables.family)
         self._finish()
         while self._since or self._rounded:
-            # Other groups are still at the synchronization for which this group is late.
-            self._begin(self.groups.bits if self._is_late else 32)
+            self._begin(32)
             self._finish()
+
+    def catch_up(self) -> None:
+        """Begin the first synchronization for which the group is late, if any; see `late`."""
+        if self.is_late:
+            self._finish()
+            self._begin(self.groups.bits)
 
     def _begin(self, bits: int) -> None:
         """Send the rows that have changed since the last synchronization began. With ``delay > 0``
         only their slots have been exchanged on return; otherwise they are averaged, too.
 
-        With 32 `bits`, also send the rows that earlier synchronizations have rounded.
-
+        Without an update since then, send the rows again that earlier synchronizations rounded.
         If the group has skipped the update after which the synchronization was due, it begins after
         the next one, and the other groups wait; that update counts for the next synchronization.
         """
@@ -286,8 +294,8 @@ class Synchronizer:
             mine = [union_of(x) for x in zip(mine, self._taken, strict=True)]
         self._taken = mine  # their marks are cleared; if settings differ, the next call sends them
         is_exact = bits == 32
-        if is_exact and self._rounded:
-            mine = [union_of(x) for x in zip(mine, self._inexact, strict=True)]
+        if not self._since:
+            mine = self._inexact
         counts = self._exchange_numbers(_EXACT_ROWS if is_exact else _ROWS, [x.size for x in mine])
         self._taken, self._is_broken = None, True
         found = [Reader(x) for x in self._counterparts.exchange(
@@ -300,14 +308,15 @@ class Synchronizer:
         slots = [[union] * len(x)
                  if OPTIMIZERS[tables.directories[k].table.optimizer].is_proportional else x
                  for k, (union, x) in enumerate(zip(unions, slots, strict=True))]
-        if not is_exact:
-            self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots])
-        included = min(self._since, self.groups.every) if self._is_late else self._since
+        included = min(self._since, self.groups.every) if self.is_late else self._since
         self._under_way = _UnderWay(included, unions, [])
-        if is_exact:
+        if not included:
             self._rounded, self._inexact = 0, []
+        elif self._rounded or not is_exact:
+            self._note_rounded(unions, [of[self.groups.counterparts.rank] for of in slots], bits)
+            self._rounded += 0 if is_exact else included
         self._since -= included
-        self._is_late = self._since >= self.groups.every
+        self.is_late = self._since >= self.groups.every
         for some in self._chunks(unions):
             contributed = [[within(x, union) for x in of]
                            for union, of in zip(some, slots, strict=True)]
@@ -348,8 +357,6 @@ class Synchronizer:
         self._changed.accept()
         for x in current:
             x.add(self._under_way.slots)
-        if self._inexact:
-            self._rounded += self._under_way.updates
         self._under_way, self._is_broken = None, False
 
     def _average(self, part: _Part) -> None:
@@ -399,12 +406,14 @@ class Synchronizer:
         and rows of 16 bits are sent as they are stored."""
         return bits if name == "rows" and view.dtype == torch.float32 else 32
 
-    def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray]) -> None:
+    def _note_rounded(self, unions: list[np.ndarray], sent: list[np.ndarray], bits: int) -> None:
         """Note, by directory, that the rows at `unions` are replaced, and that those `sent` by this
-        rank keep its rounding errors."""
+        rank keep its rounding errors if messages of `bits` round them."""
         before = self._inexact or [x[:0] for x in unions]
+        kept = [x if self._bits_of(self._views(k)[0], "rows", bits) < 32 else x[:0]
+                for k, x in enumerate(sent)]
         self._inexact = [union_of([np.setdiff1d(old, union, assume_unique=True), new])
-                         for old, union, new in zip(before, unions, sent, strict=True)]
+                         for old, union, new in zip(before, unions, kept, strict=True)]
 
     def _send_rows(self, slots: list[list[np.ndarray]], bits: int = 32) -> Callable[[], _Rows]:
         """Begin to exchange rows and states with the counterparts, see `Counterparts.begin`.
@@ -446,9 +455,9 @@ class Synchronizer:
         """
         tables = self._tables
         sums = self._exchange_numbers(_COPIES, [
-            zlib.crc32(b"".join(zlib.crc32(_bytes(view)).to_bytes(4, "little")
-                                for view in self._views(k)))
-            for k in range(len(tables.directories))])
+            zlib.crc32(b"".join(
+                zlib.crc32(view.reshape(-1).view(torch.uint8).numpy().data).to_bytes(4, "little")
+                for view in self._views(k))) for k in range(len(tables.directories))])
         wanted = [np.arange(self._views(k)[0].shape[0], dtype=np.uint32)
                   if any(theirs[k] != sums[0][k] for theirs in sums) else np.zeros(0, np.uint32)
                   for k in range(len(tables.directories))]
@@ -487,7 +496,7 @@ class Synchronizer:
         checksums = [zlib.crc32(text.encode()) for text in (settings, skipped)]
         if self._has_differed:
             checksums[1] = _DIFFERED
-        if self._is_late:  # the others wait in an earlier update, which may have other settings
+        if self.is_late:  # the others wait in an earlier update, which may have other settings
             checksums = [_LATE, _LATE]
         step = tables.num_steps - max(0, self._since - self.groups.every)
         head = [purpose, self._counterparts.number, step, *checksums]
@@ -535,10 +544,6 @@ class Synchronizer:
         data = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
         return [x.view(torch.int64).tolist()
                 for x in self._counterparts.exchange([data], [data.numel()] * self.groups.count)]
-
-
-def _bytes(view: torch.Tensor) -> memoryview:
-    return view.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _index(slots: np.ndarray) -> torch.Tensor:
