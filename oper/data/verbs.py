@@ -372,6 +372,9 @@ def run_analyze(args: argparse.Namespace) -> int:
         raise UsageError("cannot analyze", "--update-samples", None,
                          "the samples of an update, by which times of keys are measured",
                          "add --update-samples N, the batch size of all ranks together")
+    if args.update_samples is not None and not {"half_life", "time_to_live"} & rule.keys():
+        raise UsageError("cannot analyze", "--update-samples", args.update_samples,
+                         "no value without --half-life or --time-to-live", "leave it out")
     return _save(_stats(args), args, args.capacity and DynamicRows(args.capacity, **rule))
 
 

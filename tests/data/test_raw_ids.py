@@ -239,6 +239,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for more, message in (([], "--capacity"), (["--capacity", "9"], "--update-samples")):
         with pytest.raises(UsageError, match=message):
             run(*words, *more)
+    with pytest.raises(UsageError, match="--update-samples"):  # was ignored
+        run(*words[:5], "--capacity", "9", "--update-samples", "2")
     assert run(*words, "--capacity", "9", "--update-samples", "2") == 0
     found = json.loads(capsys.readouterr().out)["tables"]["item"]["forecast"]
     samples = AccessStats.load(stats).num_samples
