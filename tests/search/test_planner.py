@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -137,6 +138,11 @@ def test_a_start_plan_is_kept_only_if_the_same_search_left_its_gap(no_search, mo
     kept = plan_problem(problem, target_gap=0.001, start=text)
     assert kept.notes["search_gap"] == left  # so that gaps do not grow from plan to plan
     assert plan_problem(problem, target_gap=0.001, start=kept).tables == kept.tables
+    # Prices that prove less than the root's here: the proof has the latter instead.
+    assert '"parts": [{"prices": {' in plan.to_text()
+    worse = re.sub(r'"prices": {[^}]*}', '"prices": {}', plan.to_text())
+    kept = plan_problem(problem, target_gap=1.0, start=Plan.from_text(worse))
+    assert verify_plan(kept, problem).certified and kept.lower_bound_us > 0
     better = {**plan.notes, "search_gap": left / 1.2}
     torn = {**plan.notes, "certificate": plan.notes["certificate"] | {"parts": [{}]}}
     for start, seed in ((loose, 0), (plan, 1), (replace(plan, notes=better), 0),
