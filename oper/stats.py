@@ -349,7 +349,11 @@ class TableStats:
                                     "use oper.analysis.merge_stats, which also merges sketches")
         ids, counts = _add_counts(
             [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
-        return TableStats.from_counts(self.num_rows, ids, counts, *self.merge_bags(other))
+        dynamic = [t for t in (self, other) if t.default_share is not None]
+        share = sum(t.num_accesses * (t.default_share or 0.0) for t in dynamic) / max(
+            1, sum(t.num_accesses for t in dynamic)) if dynamic else None
+        return replace(TableStats.from_counts(
+            self.num_rows, ids, counts, *self.merge_bags(other)), default_share=share)
 
     def merge_bags(self, other: TableStats) -> tuple[
             tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray],

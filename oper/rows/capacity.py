@@ -222,7 +222,7 @@ def _held(table: TableStats, of: DynamicRows) -> _Held:
     live = np.ones_like(share) if of.time_to_live is None else found(
         -np.expm1(-share * of.time_to_live))
     in_use = _rows_in_use(float(admitted @ live), of.num_rows - 1)
-    window = None if of.half_life is None else 1.5 * of.half_life
+    window = None if of.half_life in (None, np.inf) else 1.5 * of.half_life
     expires = of.time_to_live is not None and in_use >= 0.98 * float(admitted @ live)
     if expires:
         stays = live

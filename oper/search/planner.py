@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from oper.plan import Plan, uniform_plan
 from oper.search.branching.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import Evaluation, evaluate
+from oper.search.cost.space import outside_space
 from oper.search.explain.infeasible import explain_bound, explain_plan
 from oper.search.peers.baselines import replicate_or_partition
 from oper.search.problem.constraints import Constraints, check_constraints, violations
@@ -24,7 +26,7 @@ from oper.search.problem.space import used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.search.rounding.groups import plan_with_groups
-from oper.search.rounding.placing import plan_of
+from oper.search.rounding.placing import plan_of, table_plan
 from oper.search.rounding.search import EFFORTS, Effort, Found, search
 from oper.search.variance import MOST_PLANS, plan_within
 from oper.stats import AccessStats
@@ -32,9 +34,11 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _CLOSE = 1e-6  # a plan whose gap is at most this is not compared with simple plans
-_MORE = 1.1  # gap of a plan that is kept for a similar problem, relative to its gap before
+_MORE = 1.1  # most of the gap of a plan that is kept, relative to the gap that its search left
 _SHARE = 5  # of the work of raising a bound, when a proof of a similar problem is at hand
 _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time limit
+_LEFT = "search_gap"  # a plan's note: the gap, above `target_gap`, that an unhurried search left
+_OPTIONS = ("effort", "seed", "allow", "constraints")  # notes of the options of a search
 _Proof = dict[str, Any]  # see `_proof`
 
 
@@ -126,10 +130,11 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     Args:
         start: a plan of the same tables and ranks. If it uses only allowed features, fits the
             memory and satisfies the constraints, the result is never slower. Planning with more
-            memory, started from a plan made with less, therefore never gives a slower plan. If it
-            was planned with the same effort for a similar problem and is about as close to this
-            one's bound as it was to its own, it is returned with a new bound, without a search; the
-            branchings are those of its proof.
+            memory, started from a plan made with less, therefore never gives a slower plan. Of a
+            plan for other statistics, the tiers are taken, with the rows that are now hottest. If
+            its gap for this problem is at most `target_gap`, or hardly more than the gap that a
+            search with the same options left, it is returned with a new bound, without a search;
+            the branchings are those of its proof.
     """
     if message_variance is not None:
         require("cannot choose the bits of messages", "give one of the two",
@@ -151,7 +156,8 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
     if start is not None:
-        kept = _kept(start, problem, budget, target_gap, effort)
+        start = _restated(start, problem)
+        kept = _kept(start, problem, budget, target_gap, _options(problem, effort, seed))
         if kept is not None:
             plan, proof = kept
             return with_bound(_noted(plan, problem, effort, seed, time_budget_s), problem,
@@ -173,49 +179,85 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         plan = _not_slower(plan, simple, problem)
         if not problem.training:
             plan = _not_slower(plan, replicate_or_partition(problem), problem)
-    return with_bound(_not_slower(plan, start, problem), problem, lower_us, proof)
+    plan = with_bound(_not_slower(plan, start, problem), problem, lower_us, proof)
+    if plan.gap > target_gap and time_budget_s is None:
+        plan = replace(plan, notes={**plan.notes, _LEFT: plan.gap})
+    return plan
+
+
+def _options(problem: Problem, effort: str, seed: int) -> dict[str, Any]:
+    """Notes of the options of a search, without a time limit."""
+    found = {"effort": effort, "seed": seed, "allow": sorted(problem.allow)}
+    if problem.constraints != Constraints():
+        found["constraints"] = problem.constraints.to_json()
+    return found
 
 
 def _noted(plan: Plan, problem: Problem, effort: str, seed: int, time_budget_s: float | None
            ) -> Plan:
     """The plan with notes of how it was made."""
-    notes = {**plan.notes, "effort": effort, "seed": seed, "allow": sorted(problem.allow)}
+    notes = {**plan.notes, **_options(problem, effort, seed)}
     if time_budget_s is not None:
         notes["time_budget_s"] = time_budget_s
-    if problem.constraints != Constraints():
-        notes["constraints"] = problem.constraints.to_json()
     if problem.overlap:
         notes["overlap_us"] = overlap_to_json(problem.overlap)
     return replace(plan, notes=notes, message_bits=problem.message_bits)
 
 
-def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float, effort: str
-          ) -> tuple[Plan, _Proof] | None:
+def _restated(start: Plan, problem: Problem) -> Plan:
+    """`start` with the problem's hotness order: tiers hold as many rows, the now hottest first.
+
+    Evaluated by the problem's statistics, its tiers would else be taken to hold other rows than
+    they do.
+    """
+    start.check_for([t.spec for t in problem.tables], problem.machine.world_size)
+    tables = []
+    for t in problem.tables:
+        entry = start.table(t.spec.name)
+        new = table_plan(t, entry.pieces)
+        tables.append(entry if np.array_equal(entry.head_ids, new.head_ids) else new)
+    return replace(start, tables=tuple(tables), message_bits=problem.message_bits)
+
+
+def _kept(start: Plan, problem: Problem, budget: Effort, target_gap: float,
+          options: dict[str, Any]) -> tuple[Plan, _Proof] | None:
     """`start` with a proof for this problem, if that shows it to be as good as a search would.
 
-    That is, if its gap is at most `target_gap`, or at most a tenth larger than the gap that
-    remained when it was planned with the same effort and without a time limit.
+    That is, if its gap is at most `target_gap`, or if a search with the same options and without a
+    time limit left a gap that is about as large: at most a tenth smaller, and by `target_gap` at
+    most. The gap of a plan that was kept is not taken instead, so that it does not grow from plan
+    to plan, nor that of a search that ended because its own `target_gap` was reached.
     """
     found, proof = evaluate(start, problem), proof_of(start)
-    planned = start.notes.get("effort") == effort and "time_budget_s" not in start.notes
-    if not (proof and planned and start.gap >= 0 and _is_allowed(start, found, problem)):
+    planned = start.notes.get("effort") == options["effort"] and (
+        "time_budget_s" not in start.notes)
+    if not (proof and planned and start.gap >= 0 and _is_allowed(start, found, problem)
+            and not outside_space(start, problem)):
         return None
-    goal_us = found.step_us / (1 + max(target_gap, _MORE * start.gap))
+    left = start.notes.get(_LEFT)
+    if not isinstance(left, float) or json.dumps([start.notes.get(x) for x in _OPTIONS]) != (
+            json.dumps([options.get(x) for x in _OPTIONS])):
+        left = 0.0
+    goal_us = found.step_us / (1 + max(target_gap, min(_MORE * left, left + target_gap)))
     parts = subspaces(problem, budget.deadline)
     fitting = [x for x in parts if not x.bound.is_infeasible]
     if not fitting:
         return None
-    for part in fitting:
-        part.grow_as(proof, found.step_us, found.step_us / start.step_us)
+    try:
+        for part in fitting:
+            part.grow_as(proof, found.step_us, found.step_us / start.step_us)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None  # the notes of a plan that no planner wrote
     tighten(fitting, budget.max_work // _SHARE, found.step_us, goal_us, budget.deadline)
     lower_us = min(x.lower_bound_us for x in fitting)
-    if lower_us < goal_us:
+    if not lower_us >= goal_us:  # also if a price is not a number
         return None
     notes = {"constants": problem.topology.source, "bound_method": "branching",
              "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": min(x.root_us for x in fitting)}
-    tables = tuple(start.table(t.spec.name) for t in problem.tables)
-    return Plan(problem.machine.world_size, tables, problem.objective, problem.batch_size,
+    if left:
+        notes[_LEFT] = left
+    return Plan(problem.machine.world_size, start.tables, problem.objective, problem.batch_size,
                 problem.topology.name, found.step_us, notes=notes), _proof(parts)
 
 
@@ -232,8 +274,7 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
     found = evaluate(start, problem)
     if not (_is_allowed(start, found, problem) and found.step_us < plan.step_us):
         return plan
-    tables = tuple(start.table(t.spec.name) for t in problem.tables)
-    return replace(plan, tables=tables, step_us=found.step_us)
+    return replace(plan, tables=start.tables, step_us=found.step_us)
 
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:

@@ -453,7 +453,8 @@ def _of_rows(stats: Any, dynamic: Any) -> Any:
         raise InvalidInputError("cannot read the plan", f"notes.{_DYNAMIC}", dynamic,
                                 "num_rows, admit_after, eviction, half_life, time_to_live "
                                 "and samples_per_update by table",
-                                "pass a plan file that 'oper plan' wrote") from None
+                                "plan again: earlier versions of 'oper plan' wrote other notes"
+                                ) from None
     return stats_of_rows(stats, tables, samples)
 
 

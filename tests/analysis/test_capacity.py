@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,6 +157,24 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
         bag(torch.from_numpy(keys[:256])[:, None]).sum().backward()
         assert bag.tables.keys.counts("weight").occupied == np.unique(keys[:256]).size
     assert shares["new"] == 1.0 and shares["hot"] < 0.01
+
+
+def test_merged_statistics_of_rows_remain_those_of_a_dynamic_table() -> None:
+    """The share of misses was lost, and with it the cost of the directory."""
+    lengths = np.ones(1, np.int64), np.ones(1, np.int64)
+    one, other, static = (replace(TableStats.from_counts(
+        9, np.arange(2), np.array([n, n]), lengths), default_share=share)
+        for n, share in ((1, 0.5), (3, 0.1), (1, None)))
+    assert one.merge(other).default_share == pytest.approx(0.2)
+    assert static.merge(one).default_share == 0.5 and static.merge(static).default_share is None
+
+
+def test_an_endless_half_life_is_none() -> None:
+    """It gave NaN."""
+    keys = counted(log_of(50, size=100))
+    for eviction in ("lfu", "distance_lfu"):
+        assert forecast(keys, 20, 1, eviction, np.inf, np.inf).default_share == pytest.approx(
+            forecast(keys, 20, 1, eviction).default_share)
 
 
 def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:

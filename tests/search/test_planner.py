@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from search_cases import gpus, host, problem, tables_and_stats
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Plan, Tier, uniform_plan
+from oper.replanning import step_us
 from oper.search import (
     EXECUTABLE,
     Constraints,
@@ -23,6 +26,7 @@ from oper.search import (
 )
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
+from oper.search.rounding.search import EFFORTS, Effort
 from oper.tables import TableSpec
 
 
@@ -63,7 +67,16 @@ def test_one_memory_domain_stripes_and_buys_no_replicas():
     assert all(t.head_ids.size == 0 for t in plan.tables)
 
 
-def test_a_plan_of_a_similar_problem_is_kept_without_a_search(monkeypatch):
+@pytest.fixture
+def no_search(monkeypatch):
+    """Planning that does not keep its start plan raises AssertionError."""
+    def fails(*_):
+        raise AssertionError("searched")
+
+    return lambda: monkeypatch.setattr("oper.search.planner.search", fails)
+
+
+def test_a_plan_of_a_similar_problem_is_kept_without_a_search(no_search):
     """Its branchings and prices bound the other problem, whose root bound is far lower."""
     work, machine = plan_workloads.few_tables(0), plan_workloads.cluster(16, 702)
     one, other = (make_problem(
@@ -73,10 +86,7 @@ def test_a_plan_of_a_similar_problem_is_kept_without_a_search(monkeypatch):
     plan = plan_problem(one)
     assert plan.notes["bnb_nodes"] and plan.notes["relaxation_us"] < 0.8 * plan.lower_bound_us
 
-    def no_search(*_):
-        raise AssertionError("searched")
-
-    monkeypatch.setattr("oper.search.planner.search", no_search)
+    no_search()
     kept = plan_problem(other, start=plan)
     assert kept.tables == plan.tables and verify_plan(kept, other).certified
     assert kept.gap < 0.01 and kept.notes["bnb_nodes"] < plan.notes["bnb_nodes"]
@@ -85,6 +95,60 @@ def test_a_plan_of_a_similar_problem_is_kept_without_a_search(monkeypatch):
     for start in (slow, replace(plan, notes={}), plan_problem(one, start=plan, time_budget_s=9.0)):
         with pytest.raises(AssertionError, match="searched"):
             plan_problem(other, start=start)
+
+
+def small_problem(seed: int | None = None):
+    """A problem whose plan has a gap of several percent, with rows renumbered at random."""
+    specs, stats = tables_and_stats(6, 5)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        stats = replace(stats, ids_in_hotness_order=False, tables={
+            n: t.renumbered(rng.permutation(t.num_rows)) for n, t in stats.tables.items()})
+    return make_problem(specs, stats, gpus(8, per_host=2), batch_size=512, allow=EVERYTHING), stats
+
+
+def test_a_start_plan_gets_the_rows_that_are_now_hottest(no_search):
+    """Kept with the rows that were hottest before, it was certified, but 20 % slower."""
+    (one, _), (other, stats) = small_problem(1), small_problem(2)
+    plan = plan_problem(one, target_gap=0.15)
+    assert any(t.head_ids.size for t in plan.tables)
+    outdated = verify_plan(plan, other)  # the counts are the same, of other rows
+    assert not outdated.certified and "head of table" in outdated.why
+    no_search()
+    kept = plan_problem(other, target_gap=0.15, start=plan)
+    assert verify_plan(kept, other).certified
+    assert step_us(kept, stats, other.topology) == pytest.approx(kept.step_us, rel=0.01)
+    assert step_us(plan, stats, other.topology) > 1.05 * kept.step_us
+    for entry in kept.tables:
+        head = other.table(entry.table.name).head_ids[:entry.head_ids.size]
+        assert entry.head_ids.tolist() == head.tolist()
+
+
+def test_a_start_plan_is_kept_only_if_the_same_search_left_its_gap(no_search, monkeypatch):
+    """A gap that an earlier `target_gap` allowed was once kept, whatever the new one."""
+    monkeypatch.setitem(EFFORTS, "fast", Effort(1, 1, 4_000))
+    monkeypatch.setattr("oper.search.rounding.search._MOVES", 1_000_000)
+    problem = small_problem()[0]
+    loose, plan = plan_problem(problem, target_gap=1.0), plan_problem(problem, target_gap=0.001)
+    assert loose.gap > 0.1 and "search_gap" not in loose.notes
+    left = plan.notes["search_gap"]
+    assert left == plan.gap > 0.001
+    text = Plan.from_text(plan.to_text())
+    no_search()
+    kept = plan_problem(problem, target_gap=0.001, start=text)
+    assert kept.notes["search_gap"] == left  # so that gaps do not grow from plan to plan
+    assert plan_problem(problem, target_gap=0.001, start=kept).tables == kept.tables
+    # Prices that prove less than the root's here: the proof has the latter instead.
+    assert '"parts": [{"prices": {' in plan.to_text()
+    worse = re.sub(r'"prices": {[^}]*}', '"prices": {}', plan.to_text())
+    kept = plan_problem(problem, target_gap=1.0, start=Plan.from_text(worse))
+    assert verify_plan(kept, problem).certified and kept.lower_bound_us > 0
+    better = {**plan.notes, "search_gap": left / 1.2}
+    torn = {**plan.notes, "certificate": plan.notes["certificate"] | {"parts": [{}]}}
+    for start, seed in ((loose, 0), (plan, 1), (replace(plan, notes=better), 0),
+                        (replace(plan, notes=torn), 0)):
+        with pytest.raises(AssertionError, match="searched"):
+            plan_problem(problem, target_gap=0.001, start=start, seed=seed)
 
 
 def test_equal_seeds_give_equal_plans_and_order_of_tables_is_kept():

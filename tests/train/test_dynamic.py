@@ -314,10 +314,12 @@ def test_plans_from_statistics_of_keys(raw: Prepared, tmp_path: Path,
                            (["--dynamic-rows", "9", "--objective", "inference"], "--objective=")):
         assert main(["plan", raw.stats, "-o", plan, *machine, *words]) != 0
         assert message in capsys.readouterr().err
-    made.notes["dynamic"] = {"C1": 3}
-    made.save(plan)
-    assert main(["verify", plan, "--stats", raw.stats]) != 0
-    assert "notes.dynamic" in capsys.readouterr().err
+    for notes in ({"C1": 3}, {"C1": [600, 1, "lru"]}):  # the latter is of an earlier version
+        made.notes["dynamic"] = notes
+        made.save(plan)
+        assert main(["verify", plan, "--stats", raw.stats]) != 0
+        message = capsys.readouterr().err
+        assert "notes.dynamic" in message and "plan again" in message
 
 
 def test_page(raw: Prepared, tmp_path: Path) -> None:

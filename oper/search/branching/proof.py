@@ -58,8 +58,9 @@ def grow_as(tree: SearchTree, part: dict[str, Any], step_us: float, scale: float
                     prices[row] = price
             prices = relaxation.project_prices(prices)
             bound = node.bound_at(prices, node.price(prices).value) * (1 - _SLACK)
-            return TreeNode(Bound(max(bound, first.lower_bound_us), bound, prices, node, Pool(),
-                                  0.0, 0))
+            if not bound > first.lower_bound_us:  # the root's prices prove more
+                return TreeNode(replace(first, node=node, pool=Pool()))
+            return TreeNode(Bound(bound, bound, prices, node, Pool(), 0.0, 0))
         branching: int | tuple[int, int] | None
         if "table" in value:
             branching = names.get(value["table"])

@@ -4,7 +4,8 @@ A bound applies to the plans of one relaxed space of one problem. A plan therefo
 of the problem for which its bound was computed, and its gap is certified only if
 
 * the digest equals that of the problem that the plan is evaluated for,
-* the plan fits, satisfies the constraints and lies in the relaxed space, and
+* the plan fits, satisfies the constraints and lies in the relaxed space,
+* its hottest rows are those of the statistics, in their order, and
 * the bound is not above the plan's step. It is tested before it is capped, so an error shows.
 
 The plan also stores the proof, the tree and the prices of its leaves. `verify_plan` checks it
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
@@ -74,6 +77,12 @@ def _reason(plan: Plan, problem: Problem, lower_us: float) -> str:
     why = no_solution(plan, problem, found)
     if why:
         return why
+    for t in problem.tables:  # the model takes the head for the problem's hottest rows
+        head = plan.table(t.spec.name).head_ids
+        hottest = np.arange(head.size) if t.ids_are_positions else t.head_ids[:head.size]
+        if not np.array_equal(head, hottest):
+            return (f"the head of table {t.spec.name!r} has other rows than the hottest ones of "
+                    "the statistics, or in another order")
     if lower_us > found.step_us * (1 + ROUNDING):
         return (f"the bound of {lower_us:.6g} us is above the step of {found.step_us:.6g} us, "
                 "which is an error of the planner: report this")
