@@ -244,6 +244,21 @@ def _by_test(cases: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]
     return sorted(cases.items(), key=lambda x: -x[1]["metrics"]["ndcg@10"]["mean"])
 
 
+def searched() -> str:
+    """Models after a search with equally many trials, beside SASRec."""
+    cases = {c["model"]: c for c in load("recommenders-searched")["cases"]}
+    rows = []
+    for name, c in _by_test(cases):
+        tried, best = c["search"]["trials"], c["search"]["chosen"]
+        settings = ", ".join(f"{key} {value}" for key, value in tried[best]["settings"].items())
+        rows.append([f"`{name}`", f"{sum(t['seconds'] for t in tried) / 60:.1f}",
+                     *(f"{tried[k]['valid_ndcg@10']:.4f}" for k in (0, best)),
+                     settings or "its own", str(len(c["runs"])),
+                     _interval(c["metrics"]["ndcg@10"]), _less(c, cases["sasrec"])])
+    return table(["model", "search, minutes of a core", "validation, own settings", "chosen",
+                  "settings chosen", "seeds", "test nDCG@10", "difference from SASRec, %"], rows)
+
+
 def baselines() -> str:
     """Models on MovieTweetings beside SASRec, under one protocol."""
     cases = {c["model"]: c for c in load("recommenders-baselines")["cases"]}
@@ -257,7 +272,8 @@ def baselines() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
     "faults": faults, "cluster": cluster, "dynamic": dynamic, "drift": drift, "front": front,
-    "gpu": gpu, "ablations": ablations, "baselines": baselines}
+    "gpu": gpu, "ablations": ablations, "baselines": baselines,
+    "searched": searched}
 
 
 def rendered(text: str) -> str:
