@@ -226,7 +226,7 @@ def ablations() -> str:
                 "-" if name == "sasrec" else _relative(case, other)]
         rows.append(row)
     return table(["variant", *(f"{log}: {what}" for log in ("MovieTweetings", "Online Retail")
-                               for what in ("seeds", "validation", "test", "less SASRec, %"))],
+                               for what in ("seeds", "validation", "test", "difference from SASRec, %"))],
                  rows)
 
 
