@@ -225,9 +225,9 @@ def ablations() -> str:
                 str(len(case["runs"])), f"{valid(case):.4f}", _interval(case["metrics"]["ndcg@10"]),
                 "-" if name == "sasrec" else _relative(case, other)]
         rows.append(row)
+    columns = ("seeds", "validation", "test", "difference from SASRec, %")
     return table(["variant", *(f"{log}: {what}" for log in ("MovieTweetings", "Online Retail")
-                               for what in ("seeds", "validation", "test", "difference from SASRec, %"))],
-                 rows)
+                               for what in columns)], rows)
 
 
 def _less(case: dict[str, Any], other: dict[str, Any]) -> str:
