@@ -53,7 +53,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--synchronize-delay", type=whole(0), default=0, metavar="D",
                         help="number of updates made while the rows of a synchronization are sent, "
                              "at most K, and 0 if K is 1 (default 0: training waits)")
-    parser.add_argument("--synchronize-bits", type=whole(8, 32), default=32, choices=SYNCHRONIZE_BITS,
+    parser.add_argument("--synchronize-bits", type=whole(8, 32), default=32,
+                        choices=SYNCHRONIZE_BITS,
                         help="bits per number of the rows (if K is 1, gradients) that groups send "
                              "to each other (default 32, exact)")
     add_machine(parser)
