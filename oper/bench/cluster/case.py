@@ -331,23 +331,34 @@ def wire(run: Run, links: Links, step: Callable[[int], Any], plan: Plan, trains:
         plan: the plan, for the simulation.
         trains: whether a step includes the backward pass and the update.
     """
-    is_first = run.rank % links.ranks_per_host == 0
+    hosts = sent_by_host(links, step)
+    if run.rank:
+        return {}
+    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, COUNTED_STEPS)))
+    sent, packets = np.sum(hosts, axis=0)
+    return {"counted_bytes": round(sent),
+            "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
+            "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated, 4),
+            "sent_bytes_by_host": [round(x[0]) for x in hosts]}
+
+
+def sent_by_host(links: Links, step: Callable[[int], Any]) -> list[np.ndarray]:
+    """Return the bytes and packets per step that the interface of every host sends, float64 [2]
+    each. Collective.
+
+    Args:
+        links: the emulated cluster.
+        step: makes step k.
+    """
     dist.barrier()
     before = record.interface_counters(INTERFACE)
     dist.barrier()  # no rank sends before all counters have been read
     for k in range(COUNTED_STEPS):
         step(k)
     dist.barrier()
-    every = gather((record.interface_counters(INTERFACE) - before) * is_first / COUNTED_STEPS)
-    if run.rank:
-        return {}
-    simulated = float(np.mean(run.simulated_bytes(plan, links.host_of, trains, COUNTED_STEPS)))
-    sent, packets = np.sum(every, axis=0)
-    hosts = every[::links.ranks_per_host]
-    return {"counted_bytes": round(sent),
-            "simulated_bytes": round(simulated), "bytes_ratio": round(sent / simulated, 4),
-            "bytes_ratio_without_headers": round((sent - HEADER_BYTES * packets) / simulated, 4),
-            "sent_bytes_by_host": [round(x[0]) for x in hosts]}
+    every: list[np.ndarray] = gather(
+        (record.interface_counters(INTERFACE) - before) / COUNTED_STEPS)
+    return every[::links.ranks_per_host]
 
 
 def paired(times: np.ndarray, ours: np.ndarray) -> dict[str, float]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.case import COUNTED_STEPS, paired
+from oper.bench.cluster.case import paired, sent_by_host
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_in_parts, build_plan
-from oper.bench.cluster.network import INTERFACE, WithWorkload
+from oper.bench.cluster.network import WithWorkload
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, over
@@ -52,7 +51,8 @@ class Overlap(WithWorkload):
         unlimited = run.time(runs, dist.barrier, "unlimited", rounds=(_ROUNDS[0] // 2, _ROUNDS[1]))
         limit(self.links)
         times = run.time(runs, dist.barrier, "limited", rounds=_ROUNDS)
-        sent = {name: _bytes_of(call) for name, call in runs.items()}
+        sent = {name: [float(x[0]) for x in sent_by_host(self.links, call)]
+                for name, call in runs.items()}
         for side in sides.values():
             side.close()
         if run.rank:
@@ -83,17 +83,3 @@ class Overlap(WithWorkload):
     def _verified(self, side: Side, checks: Checks, reference: Reference | None) -> bool:
         verdict = verify([side], checks, reference, lambda text: None)
         return bool(gather(verdict.get(side.name, {}).get("passed"))[0])
-
-
-def _bytes_of(call: Callable[[int], Any]) -> list[float]:
-    """Return the bytes per step that every host's interface sends. Collective; one rank per host.
-    """
-    dist.barrier()
-    before = record.interface_counters(INTERFACE)
-    dist.barrier()  # no rank sends before all counters have been read
-    for k in range(COUNTED_STEPS):
-        call(k)
-    dist.barrier()
-    every: list[Mapping[int, float]] = gather(
-        (record.interface_counters(INTERFACE) - before) / COUNTED_STEPS)
-    return [float(x[0]) for x in every]
