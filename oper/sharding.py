@@ -230,9 +230,7 @@ def shard(
             opened.guard.choose(gradient_guard)
             mine = {s.name: rules[s.name] for s in target.specs if s.name in rules}
             if mine:
-                from oper.shmem.keys.directories import Keys
-
-                opened.keys = Keys(opened, mine)
+                opened.open_keys(mine)
     except BaseException:
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]

@@ -6,14 +6,32 @@
 #include <algorithm>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "common/lookup_schemas.h"
 #include "device/range.h"
 
 namespace oper::device {
+
+Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
+                      cudaStream_t stream) {
+  const Range range("oper bounds");
+  const int64_t count = lengths.numel();
+  Tensor bounds = tables.empty(count + 1, ScalarType::Long);
+  if (count == 0) {
+    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
+    check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
+    return bounds;
+  }
+  const Tensor scratch = tables.empty(sum_scratch_bytes(count), ScalarType::Byte);
+  sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
+              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
+              tables.context->view.error, stream);
+  return bounds;
+}
+
 namespace {
 
-constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
 constexpr int64_t kMeasuredEvery = 256;  // forward passes of tables that need no plan otherwise
 
 struct Lookup {
@@ -43,23 +61,6 @@ void stop_at_errors(const Tables& tables, bool collective = false) {
 }
 
 // ---- preparation ---------------------------------------------------------------------------------
-
-Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
-                      cudaStream_t stream) {
-  const Range range("oper bounds");
-  const int64_t count = lengths.numel();
-  Tensor bounds = tables.empty(count + 1, ScalarType::Long);
-  if (count == 0) {
-    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
-    check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
-    return bounds;
-  }
-  const Tensor scratch = tables.empty(sum_scratch_bytes(count), ScalarType::Byte);
-  sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
-              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
-              tables.context->view.error, stream);
-  return bounds;
-}
 
 // Whether rows of peers are fetched once per batch; reads host memory only.
 bool pays_to_stage(const Tables& tables) {
@@ -433,8 +434,35 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   return inbox;
 }
 
-// Merges the gradients in all outboxes, and updates rows and replicas.
-void exchange_gradients(Call& call, float scale) {
+// Dynamic tables: leaves the keys of the batch for the owners of their buckets.
+void leave_keys(const Call& call, const KeyUpdate& update) {
+  const Range range("oper keys");
+  int64_t num_ids = 0;
+  for (const ListedIds& lookup : update.lookups) num_ids += lookup.num_ids;
+  if (num_ids >= (int64_t{1} << 32) - 1) throw Status{kTooManyIds, num_ids};
+  const Tensor memory =
+      call.tables.empty(lay_out_seen(num_ids, nullptr).bytes, ScalarType::Byte);
+  SeenKeys seen = lay_out_seen(num_ids, memory.data_ptr());
+  int64_t first = 0;
+  for (const ListedIds& lookup : update.lookups) {
+    add_keys(lookup, first, seen, call.stream);
+    first += lookup.num_ids;
+  }
+  leave_keys(call.context.view, update.keys->view, seen, update.found_varies,
+             update.keys->is_mixed, call.work.plan.refused, call.stream);
+}
+
+// Updates this rank's buckets; all ranks must have left their keys.
+void update_keys(const Call& call, const KeyUpdate& update) {
+  const Range range("oper keys");
+  const KeyView& keys = update.keys->view;
+  const Tensor memory = call.tables.empty(lay_out_key_inbox(keys, nullptr).bytes, ScalarType::Byte);
+  update_keys(call.launch(), keys, lay_out_key_inbox(keys, memory.data_ptr()),
+              call.context.updates_at_once ? call.work.plan.refused : nullptr);
+}
+
+// Merges the gradients in all outboxes, and updates rows and replicas, and directories of keys.
+void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
@@ -444,6 +472,7 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
   barrier(call);
+  if (keys) update_keys(call, *keys);
   collect(call.launch(), inbox);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
@@ -455,7 +484,8 @@ void exchange_gradients(Call& call, float scale) {
   barrier(call);
   at(tables, Point::kUpdated);
   refresh(call.launch());
-  if (tables.shares) barrier(call);
+  if (keys) begin_rows(call.launch(), keys->keys->view);
+  if (tables.shares || keys) barrier(call);
   tables.inbox = std::move(memory);
 }
 
@@ -475,6 +505,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
   const OnDevice on(*tables);
   try {
     const cudaStream_t stream = stream_of(*tables->like);
+    // Used by this pass only, even if it ends early.
+    const std::optional<KeyUpdate> keys = std::exchange(tables->key_update, std::nullopt);
     stop_at_errors(*tables, true);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
     const auto prepared = known_or_new(*tables, x, offsets, addresses, stream);
@@ -483,6 +515,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
     const UnderWay under_way(call);
     plan(call);
     stage_optimizers(*tables, optimizers, stream);
+    if (keys) leave_keys(call, *keys);
     const bool at_once = call.context.updates_at_once;
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
@@ -491,7 +524,12 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
       reduce(call.launch(), call.batch, call.work.plan,
              {float_data(grads[0]), grads[0].stride(0), scale}, call.work.long_runs, at_once);
     }
-    if (!at_once) exchange_gradients(call, scale);
+    if (!at_once) {
+      exchange_gradients(call, scale, keys);
+    } else if (keys) {
+      update_keys(call, *keys);
+      begin_rows(call.launch(), keys->keys->view);
+    }
     return {0, 0};
   } catch (const Status& status) {
     return {status.code, status.detail};

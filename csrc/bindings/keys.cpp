@@ -138,10 +138,6 @@ std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
           c.expired, c.refused,       c.lookups,  c.missed};
 }
 
-int64_t keys_num_records(int64_t handle, int64_t table, bool candidates) {
-  return collections().share(handle)->directory(table).num_records(candidates);
-}
-
 // Records, int64 [end - begin, 3]: key, count and clock; clock -1 = no key.
 Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, int64_t end) {
   const auto tables = collections().share(handle);
@@ -244,7 +240,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(keys_clock, "(int handle, int table) -> int");
   OPER_OPERATOR(keys_set_clock, "(int handle, int table, int clock) -> ()");
   OPER_OPERATOR(keys_counts, "(int handle, int table) -> int[]");
-  OPER_OPERATOR(keys_num_records, "(int handle, int table, bool candidates) -> int");
   OPER_OPERATOR(keys_read,
                 "(int handle, int table, bool candidates, int begin, int end) -> Tensor");
   OPER_OPERATOR(keys_write,

@@ -62,12 +62,18 @@ struct KeyLookup {
   const int32_t* table_of;  // [num_keys] by key of the batch; -1 = no dynamic table
 };
 
+// What an update needs of the ids of a lookup: the hashes of keys, and 2 * table, or 2 * T for ids of
+// other tables; + 1 if the key had a row.
+struct ListedIds {
+  uint64_t* hashes;  // [n]
+  uint32_t* where;   // [n]
+  int64_t num_ids;
+};
+
 // Memory for the keys that a rank has seen.
-struct SeenKeys {
+struct SeenKeys : ListedIds {
   SortedPairs pairs;
-  uint64_t* hashes;  // [n] by id
-  uint32_t* where;   // [n] 2 * table, or 2 * T for ids of other tables; + 1 if the key had a row
-  int64_t num_ids, bytes;
+  int64_t bytes;
 };
 SeenKeys lay_out_seen(int64_t num_ids, void* block);
 
@@ -83,11 +89,12 @@ struct KeyInbox {
 constexpr uint64_t kKnown = uint64_t{1} << 63;
 KeyInbox lay_out_key_inbox(const KeyView& keys, void* block);
 
-// Writes the row of each id, or the id itself if its table is not dynamic.
-void find_keys(const KeyView& keys, const KeyLookup& lookup, int64_t* rows, cudaStream_t stream);
-// Adds a lookup's ids, of which `first` precede it, to the seen ones.
-void list_keys(const KeyView& keys, const KeyLookup& lookup, const int64_t* rows, int64_t first,
-               const SeenKeys& seen, cudaStream_t stream);
+// Writes the row of each id, or the id itself if its table is not dynamic; and lists the ids, unless
+// `listed.hashes` is null.
+void find_keys(const KeyView& keys, const KeyLookup& lookup, int64_t* rows, const ListedIds& listed,
+               cudaStream_t stream);
+// Adds a lookup's ids, which `first` others precede, to the seen ones.
+void add_keys(const ListedIds& lookup, int64_t first, const SeenKeys& seen, cudaStream_t stream);
 // Leaves the listed keys for their owners. If they do not fit, the batch is refused by `refused`, see
 // BatchPlan. `found_varies`: lookups of one key may have had different results. `is_mixed`: there are
 // several dynamic tables, or others.

@@ -21,7 +21,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("80", "90")
 _SOURCES = ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
-            "csrc/bindings/device*", "tests/cuda/emulation*")
+            "csrc/bindings/device*", "csrc/bindings/key_rules.h", "tests/cuda/emulation*")
 _DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc"]
 _NVCC_FLAGS = ["-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
                "-fPIC,-fvisibility=hidden,-ffp-contract=off", *_DEFINES]

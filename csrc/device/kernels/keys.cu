@@ -50,7 +50,8 @@ OPER_DEVICE int32_t table_at(const KeyLookup& x, int64_t i) {
 }
 
 // A warp takes 32 ids at a time; each of its groups searches for the keys of its lanes.
-__global__ void __launch_bounds__(256) find_kernel(KeyView keys, KeyLookup x, int64_t* rows) {
+__global__ void __launch_bounds__(256)
+    find_kernel(KeyView keys, KeyLookup x, int64_t* rows, ListedIds listed) {
   const Group<32> warp;
   for (int64_t tile = warp.index() * 32; tile < x.num_ids; tile += warp.count() * 32) {
     const int64_t i = tile + warp.lane;
@@ -74,10 +75,18 @@ __global__ void __launch_bounds__(256) find_kernel(KeyView keys, KeyLookup x, in
       if (rules.time_to_live == 0 || !rules.is_expired(bucket.ages[slot].clock, keys.clocks[of]))
         row = bucket.first_slot + slot + 1;
     }
-    if (i < x.num_ids) rows[i] = row;
+    if (i < x.num_ids) {
+      rows[i] = row;
+      if (listed.hashes != nullptr) {
+        listed.hashes[i] = hash;
+        listed.where[i] = t < 0 ? static_cast<uint32_t>(keys.num_tables) << 1
+                                : static_cast<uint32_t>(t) << 1 | (row != 0 ? 1u : 0u);
+      }
+    }
     for (unsigned left = warp.ballot(t >= 0); left != 0;) {
       const int leader = lowest_bit(left);
-      const bool is_same = t >= 0 && t == warp.shuffle(t, leader);
+      const int32_t of = warp.shuffle(t, leader);
+      const bool is_same = t == of;
       const unsigned same = warp.ballot(is_same), missed = warp.ballot(is_same && row == 0);
       if (warp.lane == leader) {
         Counter* counters = keys.counters + t * kNumKeyCounters;
@@ -91,15 +100,12 @@ __global__ void __launch_bounds__(256) find_kernel(KeyView keys, KeyLookup x, in
 
 // ---- keys that a rank has seen -------------------------------------------------------------------
 
-__global__ void __launch_bounds__(256) list_kernel(KeyView keys, KeyLookup x, const int64_t* rows,
-                                                   int64_t first, SeenKeys seen) {
+__global__ void __launch_bounds__(256) add_kernel(ListedIds x, int64_t first, SeenKeys seen) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < x.num_ids;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int32_t t = table_at(x, i);
-    const uint64_t hash = t < 0 ? 0 : hash_of_key(key_at(x, i), keys.tables[t].rules.seed);
-    const uint32_t table = static_cast<uint32_t>(t < 0 ? keys.num_tables : t);
+    const uint64_t hash = x.hashes[i];
     seen.hashes[first + i] = hash;
-    seen.where[first + i] = table << 1 | (t >= 0 && rows[i] != 0 ? 1u : 0u);
+    seen.where[first + i] = x.where[i];
     seen.pairs.keys.set(first + i, static_cast<int64_t>(hash));
     seen.pairs.payloads[first + i] = static_cast<uint32_t>(first + i);
   }
@@ -274,6 +280,7 @@ struct WarpBucket {
   OPER_DEVICE WarpBucket(const Group<32>& lanes, const KeyTable& of, const KeyBucket& bucket,
                          uint32_t now)
       : warp(lanes), table(of), at(bucket), clock(now) {
+#pragma unroll
     for (int k = 0; k < kSlotsOfLane; ++k) {
       tags[k] = at.tags[slot(k)];
       hashes[k] = at.hash(slot(k));
@@ -290,6 +297,7 @@ struct WarpBucket {
   template <class Holds>
   OPER_DEVICE uint64_t slots_where(Holds holds) const {
     uint64_t found = 0;
+#pragma unroll
     for (int k = 0; k < kSlotsOfLane; ++k)
       found |= static_cast<uint64_t>(warp.ballot(holds(k))) << 32 * k;
     return found;
@@ -381,6 +389,7 @@ struct WarpBucket {
   OPER_DEVICE int victim(int64_t line) const {
     const auto first_where = [&](auto holds) {
       Scored own{kNeverEvicted, kBucketSlots};
+#pragma unroll
       for (int k = 0; k < kSlotsOfLane; ++k) {
         const Scored one{score(k), static_cast<uint64_t>(slot(k))};
         if (holds(k) && one.score != kNeverEvicted && one.is_before(own)) own = one;
@@ -402,6 +411,7 @@ struct WarpBucket {
   OPER_DEVICE bool admit(uint64_t hash, uint64_t count) {
     const int place = take_slot(home_line(hash));
     if (place < 0) return false;
+#pragma unroll
     for (int k = 0; k < kSlotsOfLane; ++k)
       if (place == slot(k)) {
         set_key(k, tag_of(hash), hash);
@@ -425,6 +435,7 @@ struct WarpBucket {
     uint32_t begin = 0;
     if (warp.lane == 0) begin = atomicAdd(num_given, num_in(changed));
     begin = warp.shuffle(begin, 0);
+#pragma unroll
     for (int k = 0; k < kSlotsOfLane; ++k) {
       const uint64_t bit = uint64_t{1} << slot(k);
       if ((changed & bit) == 0) continue;
@@ -481,6 +492,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
   bucket.list_changes(own.num_given + t, own.given[t],
                       static_cast<uint32_t>((number - table.first_bucket[keys.rank]) * kBucketSlots));
   if (warp.lane != 0) return;
+#pragma unroll
   for (int k = 0; k < kLookups; ++k)
     if (bucket.events[k] != 0)
       atomicAdd(keys.counters + t * kNumKeyCounters + k, static_cast<Counter>(bucket.events[k]));
@@ -527,6 +539,7 @@ OPER_DEVICE void begin_row(const Group<32>& warp, const Table& table, const RowR
   const int64_t first = table.piece_start, end = first + table.dim;
   for (int64_t block = first / 4 + warp.lane; 4 * block < end; block += 32) {
     const FirstColumns four = first_columns(key, rules.seed, static_cast<uint32_t>(block), rules.bound);
+#pragma unroll
     for (int k = 0; k < 4; ++k)
       if (const int64_t column = 4 * block + k; first <= column && column < end)
         store(row, table.type, column - first, four.at[k]);
@@ -588,14 +601,13 @@ __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys
 
 }  // namespace
 
-void find_keys(const KeyView& keys, const KeyLookup& lookup, int64_t* rows, cudaStream_t stream) {
-  OPER_LAUNCH(find_kernel, blocks_for(lookup.num_ids, 256), 256, stream, keys, lookup, rows);
+void find_keys(const KeyView& keys, const KeyLookup& lookup, int64_t* rows, const ListedIds& listed,
+               cudaStream_t stream) {
+  OPER_LAUNCH(find_kernel, blocks_for(lookup.num_ids, 256), 256, stream, keys, lookup, rows, listed);
 }
 
-void list_keys(const KeyView& keys, const KeyLookup& lookup, const int64_t* rows, int64_t first,
-               const SeenKeys& seen, cudaStream_t stream) {
-  OPER_LAUNCH(list_kernel, blocks_for(lookup.num_ids, 256), 256, stream, keys, lookup, rows, first,
-              seen);
+void add_keys(const ListedIds& lookup, int64_t first, const SeenKeys& seen, cudaStream_t stream) {
+  OPER_LAUNCH(add_kernel, blocks_for(lookup.num_ids, 256), 256, stream, lookup, first, seen);
 }
 
 void leave_keys(const View& view, const KeyView& keys, SeenKeys& seen, bool found_varies,
