@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/key_rules.h"
 #include "bindings/lookup.h"
+#include "common/key_rules.h"
 #include "common/operators.h"
 #include "host/kernels/kernels.h"
 #include "host/keys/tables.h"

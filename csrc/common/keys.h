@@ -299,6 +299,9 @@ OPER_HD FirstColumns first_columns(int64_t key, uint64_t seed, uint32_t block, f
   constexpr uint32_t kRowDraw = 0x696e6974u;
   const Philox4 bits = draw_bits(seed, static_cast<uint64_t>(key), block, kRowDraw);
   FirstColumns drawn;
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
   for (int k = 0; k < 4; ++k)
     drawn.at[k] = (static_cast<float>(bits.word[k] >> 8) * (1.0f / 8388608.0f) - 1.0f) * bound;
   return drawn;

@@ -1,8 +1,8 @@
 """Python callbacks within steps on a device: barriers, exchanges between domains, counting.
 
-An operator performs an entire forward or backward pass (csrc/bindings/device.cpp). It calls back
-into Python only if ranks are threads of this process, there are several memory domains, or reads
-are counted.
+An operator performs an entire forward or backward pass (csrc/bindings/device/steps.cpp). It calls
+back into Python only if ranks are threads of this process, there are several memory domains, or
+reads are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oper.shmem.settings import OUTBOX_ENV
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-# Status codes in addition to `Status`, numbered as in csrc/bindings/device.h.
+# Status codes in addition to `Status`, numbered as in csrc/bindings/device/tables.h.
 _NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
 # Of the outbox's size: memory for the keys of a batch. Owners need W times as much for a moment.
@@ -33,7 +33,7 @@ KEYS_SHARE = 64
 
 
 class Point(enum.IntEnum):
-    """Points of a pass at which operators call back, numbered as in csrc/bindings/device.h."""
+    """Points of a pass at which operators call back; csrc/bindings/device/tables.h numbers them."""
 
     BARRIER, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
         UPDATED = range(10)

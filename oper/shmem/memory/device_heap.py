@@ -22,7 +22,7 @@ from oper.shmem.memory.host_heap import exchange_over_sockets
 from oper.support.environment import setting
 
 HEAP_ENV = "OPER_DEVICE_HEAP"
-PART_BYTES = 2 << 20  # kPartBytes in csrc/bindings/device_memory.cpp
+PART_BYTES = 2 << 20  # kPartBytes in csrc/bindings/device/memory.cpp
 
 
 class DeviceHeap:

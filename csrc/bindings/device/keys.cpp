@@ -3,12 +3,38 @@
 #include <algorithm>
 #include <tuple>
 
-#include "bindings/device.h"
-#include "bindings/key_rules.h"
+#include "bindings/device/tables.h"
+#include "common/key_rules.h"
 #include "common/operators.h"
 #include "device/range.h"
 
 namespace oper::device {
+
+void leave_keys(const Call& call, const KeyUpdate& update) {
+  const Range range("oper keys");
+  int64_t num_ids = 0;
+  for (const ListedIds& lookup : update.lookups) num_ids += lookup.num_ids;
+  if (num_ids >= (int64_t{1} << 32) - 1) throw Status{kTooManyIds, num_ids};
+  const Tensor memory =
+      call.tables.empty(lay_out_seen(num_ids, nullptr).bytes, ScalarType::Byte);
+  SeenKeys seen = lay_out_seen(num_ids, memory.data_ptr());
+  int64_t first = 0;
+  for (const ListedIds& lookup : update.lookups) {
+    add_keys(lookup, first, seen, call.stream);
+    first += lookup.num_ids;
+  }
+  leave_keys(call.context.view, update.keys->view, seen, update.found_varies,
+             update.keys->is_mixed, call.work.plan.refused, call.stream);
+}
+
+void update_keys(const Call& call, const KeyUpdate& update) {
+  const Range range("oper keys");
+  const KeyView& keys = update.keys->view;
+  const Tensor memory = call.tables.empty(lay_out_key_inbox(keys, nullptr).bytes, ScalarType::Byte);
+  update_keys(call.launch(), keys, lay_out_key_inbox(keys, memory.data_ptr()),
+              call.context.updates_at_once ? call.work.plan.refused : nullptr);
+}
+
 namespace {
 
 Handles<KeyTables>& collections() { return all_handles<KeyTables, int64_t{1} << 33>(); }

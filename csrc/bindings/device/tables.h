@@ -147,6 +147,11 @@ struct Call {
   }
 };
 
+// Leaves the keys of a batch, whose plan exists, for the owners of their buckets.
+void leave_keys(const Call& call, const KeyUpdate& update);
+// Updates this rank's buckets; all ranks must have left their keys.
+void update_keys(const Call& call, const KeyUpdate& update);
+
 // Their handles differ from those of the host back end.
 inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {

@@ -1,7 +1,7 @@
 // The operators on batches of tables in device memory: a whole step each, launched on the current
 // stream. None waits for the device, except exchanges between memory domains, and lookups without
 // pooling whose number of ids only the device knows.
-#include "bindings/device.h"
+#include "bindings/device/tables.h"
 
 #include <algorithm>
 #include <cstring>
@@ -432,33 +432,6 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
     check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
           "cannot clear device memory");
   return inbox;
-}
-
-// Dynamic tables: leaves the keys of the batch for the owners of their buckets.
-void leave_keys(const Call& call, const KeyUpdate& update) {
-  const Range range("oper keys");
-  int64_t num_ids = 0;
-  for (const ListedIds& lookup : update.lookups) num_ids += lookup.num_ids;
-  if (num_ids >= (int64_t{1} << 32) - 1) throw Status{kTooManyIds, num_ids};
-  const Tensor memory =
-      call.tables.empty(lay_out_seen(num_ids, nullptr).bytes, ScalarType::Byte);
-  SeenKeys seen = lay_out_seen(num_ids, memory.data_ptr());
-  int64_t first = 0;
-  for (const ListedIds& lookup : update.lookups) {
-    add_keys(lookup, first, seen, call.stream);
-    first += lookup.num_ids;
-  }
-  leave_keys(call.context.view, update.keys->view, seen, update.found_varies,
-             update.keys->is_mixed, call.work.plan.refused, call.stream);
-}
-
-// Updates this rank's buckets; all ranks must have left their keys.
-void update_keys(const Call& call, const KeyUpdate& update) {
-  const Range range("oper keys");
-  const KeyView& keys = update.keys->view;
-  const Tensor memory = call.tables.empty(lay_out_key_inbox(keys, nullptr).bytes, ScalarType::Byte);
-  update_keys(call.launch(), keys, lay_out_key_inbox(keys, memory.data_ptr()),
-              call.context.updates_at_once ? call.work.plan.refused : nullptr);
 }
 
 // Merges the gradients in all outboxes, and updates rows and replicas, and directories of keys.
