@@ -281,8 +281,8 @@ OPER_HD uint64_t eviction_score(uint32_t first, uint32_t second, uint32_t seen, 
 // A count per distance, as a number with the same order. A clock that is ahead counts as the present
 // one.
 OPER_HD uint32_t count_per_distance(uint32_t count, uint32_t seen, uint32_t clock) {
-  const uint32_t distance = (seen < clock ? clock : seen) - seen + 1;
-  return bits_of_float(static_cast<float>(count) / static_cast<float>(distance));
+  const uint32_t present = seen < clock ? clock : seen;  // named: compilers then vectorise this
+  return bits_of_float(static_cast<float>(count) / static_cast<float>(present - seen + 1));
 }
 // A key in the home line is preferred if less than this share of the bucket's keys come before it, since
 // keys in their home lines are found faster. With an eighth, nearly full tables evict 1 % more than in

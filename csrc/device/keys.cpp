@@ -90,7 +90,7 @@ KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t s
   view.num_tables = static_cast<int32_t>(T);
   view.rank = rank;
   view.world_size = static_cast<int32_t>(W);
-  is_mixed = T > 1 || std::ranges::count(table_of_, -1) > 0;
+  is_mixed = T > 1;
 }
 
 const int32_t* KeyTables::table_of_keys(const int64_t* key_of, int64_t num_features,
@@ -102,6 +102,7 @@ const int32_t* KeyTables::table_of_keys(const int64_t* key_of, int64_t num_featu
   std::vector<int32_t> tables(static_cast<size_t>(num_keys), -1);
   for (size_t f = 0; f < wanted.size(); ++f)
     if (table_of_[f] >= 0) tables[wanted[f]] = static_cast<int32_t>(table_of_[f]);
+  if (std::ranges::count(tables, -1) > 0) is_mixed = true;
   known_.push_back({wanted, num_keys, memory_.copy(tables)});
   return known_.back().tables;
 }

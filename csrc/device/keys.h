@@ -6,6 +6,7 @@
 // have given to other keys in the last update, for all ranks.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -122,7 +123,7 @@ class KeyTables {
   KeyView view{};
   std::vector<KeyTableRules> rules;
   std::vector<KeyLists> lists;  // [W]
-  bool is_mixed;  // batches may have ids of several tables
+  std::atomic<bool> is_mixed;  // batches have had ids of several tables, or of none
 
   // See KeyLookup::table_of.
   const int32_t* table_of_keys(const int64_t* key_of, int64_t num_features, int64_t num_keys);

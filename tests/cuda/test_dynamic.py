@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,18 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from oper.errors import InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
+from oper.shmem import tables as sharded_tables
 from oper.shmem.batch import Lookup
+from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.keys.directories import RECORDS, KeyCounts
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Optimizer, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
+from tests.cuda import streams
 from tests.cuda.emulated import has_gpu, on_devices
+from tests.integration import module_support
 from tests.runtime_support import Case, assert_bitwise, mixed_plan, rich_plan, run_ranks
 from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
 
@@ -119,10 +124,11 @@ def train(plan: Plan, rules: Mapping[str, DynamicTable], batches: Feed, steps: i
     return run_ranks(plan.world_size, body)
 
 
-def assert_same(patches: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> list[Trained]:
-    """Train on both back ends and compare."""
+def assert_same(patches: pytest.MonkeyPatch, *args: Any, late: bool = False, **kwargs: Any
+                ) -> list[Trained]:
+    """Train on both back ends and compare. `late`: streams work as late as possible."""
     host = train(*args, **kwargs)
-    with on_devices(patches):
+    with patches.context() as inner, streams.in_use(inner, None) if late else on_devices(inner):
         device = train(*args, **kwargs)
     for rank, (one, other) in enumerate(zip(host, device, strict=True)):
         assert one.clocks == other.clocks
@@ -156,13 +162,17 @@ def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, number: in
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_streams(emulation: pytest.MonkeyPatch, rule: DynamicTable,
                         steps: list[list[int]], slots: int) -> None:
-    """The only table is dynamic, so that keys are not sorted by table."""
+    """The only table is dynamic: keys are sorted by table only with an unused key of the batch."""
     spec = TableSpec("one", slots + 1, 4, ("f",), "sum", "float32", "sgd")
-    case = Case((spec,), ("f",))
-    assert_same(emulation, uniform_plan([spec], 1, "striped"), {"one": rule},
-                lambda step, rank: Lookup(torch.tensor(steps[step], dtype=torch.int64),
-                                          torch.tensor([len(steps[step])]), case.key_of, 1),
-                len(steps), SGD(lr=0.5), case)
+    case = Case((spec,), ("extra", "f") if slots == 20 else ("f",))
+
+    def at(step: int, rank: int) -> Lookup:
+        ids = [steps[step][:5] if key == "extra" else steps[step] for key in case.keys]
+        return Lookup(torch.tensor([i for of in ids for i in of], dtype=torch.int64),
+                      torch.tensor([len(of) for of in ids]), case.key_of, 1)
+
+    assert_same(emulation, uniform_plan([spec], 1, "striped"), {"one": rule}, at, len(steps),
+                SGD(lr=0.5), case)
 
 
 @pytest.mark.parametrize("rule", RULES[3:5])
@@ -207,6 +217,12 @@ def test_frozen_tables_and_passes_held_back(emulation: pytest.MonkeyPatch) -> No
                          "many": DynamicTable(eviction="lfu", admit_after=2)},
                         feed(2), 6, between=between)
     assert found[0].clocks == {"few": 4, "many": 6}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_streams_that_work_late(emulation: pytest.MonkeyPatch, world_size: int) -> None:
+    assert_same(emulation, rich_plan(CASE.tables, world_size, 1, columns=True),
+                {"few": RULES[0], "many": RULES[2]}, feed(world_size), late=True)
 
 
 def test_ids_of_32_bits(emulation: pytest.MonkeyPatch) -> None:
@@ -374,3 +390,40 @@ def test_several_memory_domains_are_refused(emulation: pytest.MonkeyPatch) -> No
 
     with on_devices(emulation):
         run_ranks(2, body, domains=(0, 1))
+
+
+def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:
+    """`oper.shard` of a model on a device: outputs, state_dict and counts, saved and loaded."""
+    rule = DynamicTable(admit_after=2, eviction="lfu", half_life=3, init_bound=0.5)
+
+    class Emulated(DeviceTables):
+        def __init__(self, plan: Plan, features: Any, group: Any, optimizers: Any, scale: float,
+                     seed: int | None) -> None:
+            super().__init__(plan, features, group, optimizers, scale, device="cpu")
+
+    def flat(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.detach().reshape(-1) for name, value in state.items()}
+
+    def run() -> list[Any]:
+        model = module_support.shard(module_support.bag(30), dynamic=rule, optimizer=OPTIMIZER)
+        found: list[Any] = []
+        for step in range(6):
+            keys = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (12, 3)) * 10**12)
+            if step == 3:
+                state = copy.deepcopy(model.state_dict())
+                model = module_support.shard(module_support.bag(30), dynamic=rule,
+                                             optimizer=OPTIMIZER)
+                model.load_state_dict(state)
+                found.append(flat(state))
+            out = model(keys)
+            (out ** 2).sum().backward()
+            found.append(out.detach().clone())
+        counts = model.tables.keys.counts("weight")
+        found += [flat(model.state_dict()), torch.tensor([counts.occupied, counts.missed])]
+        return found
+
+    host = run()
+    with emulation.context() as patch:
+        patch.setattr(sharded_tables, "ShardedTables", Emulated)
+        device = run()
+    assert_bitwise(host, device, "model")

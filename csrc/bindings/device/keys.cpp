@@ -14,7 +14,7 @@ void leave_keys(const Call& call, const KeyUpdate& update) {
   const Range range("oper keys");
   int64_t num_ids = 0;
   for (const ListedIds& lookup : update.lookups) num_ids += lookup.num_ids;
-  if (num_ids >= (int64_t{1} << 32) - 1) throw Status{kTooManyIds, num_ids};
+  if (num_ids >= kMostIds) throw Status{kTooManyIds, num_ids};
   const Tensor memory =
       call.tables.empty(lay_out_seen(num_ids, nullptr).bytes, ScalarType::Byte);
   SeenKeys seen = lay_out_seen(num_ids, memory.data_ptr());
