@@ -12,9 +12,8 @@ namespace oper::device {
 
 void leave_keys(const Call& call, const KeyUpdate& update) {
   const Range range("oper keys");
-  int64_t num_ids = 0;
+  int64_t num_ids = 0;  // at most those of the batch, which are fewer than kMostIds
   for (const ListedIds& lookup : update.lookups) num_ids += lookup.num_ids;
-  if (num_ids >= kMostIds) throw Status{kTooManyIds, num_ids};
   const Tensor memory =
       call.tables.empty(lay_out_seen(num_ids, nullptr).bytes, ScalarType::Byte);
   SeenKeys seen = lay_out_seen(num_ids, memory.data_ptr());
@@ -45,8 +44,8 @@ std::vector<int64_t> device_keys_num_bytes(int64_t rank, int64_t world_size, int
   return KeyTables::num_bytes(key_rules_of(tables, numbers), world_size, rank, seen_bytes);
 }
 
-// `tables`: those whose ids are keys. `arenas`: addresses by rank. `table_of`: by feature of the collection,
-// -1 = none of the dynamic tables.
+// `tables`: those whose ids are keys. `arenas`: addresses by rank. `table_of`: by feature of the
+// collection, -1 = none of the dynamic tables.
 int64_t device_keys_open(int64_t tables, std::vector<int64_t> arenas, int64_t seen_bytes,
                          Tensor rules, Tensor numbers, std::vector<int64_t> table_of) {
   const auto of = tables_of(tables);
@@ -58,8 +57,9 @@ int64_t device_keys_open(int64_t tables, std::vector<int64_t> arenas, int64_t se
 
 void device_keys_close(int64_t handle) { collections().close(handle); }
 
-// Returns the rows of the ids, int64 [N]; with `lists` what the update needs of them, see ListedIds, int64
-// [N] and int32 [N]; and a code: not 0 for a batch that the lookup will refuse, which then has no rows.
+// Returns the rows of the ids, int64 [N]; with `lists` what the update needs of them, see ListedIds,
+// int64 [N] and int32 [N]; and a code: not 0 for a batch that the lookup will refuse, which then has no
+// rows.
 std::tuple<Tensor, Tensor, Tensor, int64_t> device_keys_find(int64_t handle, int64_t tables,
                                                              Tensor ids, Tensor lengths,
                                                              Tensor key_of, int64_t batch_size,
@@ -136,8 +136,8 @@ void device_keys_set_clock(int64_t handle, int64_t tables, int64_t table, int64_
                  stream_of(*of->like), "cannot set the clock of a directory");
 }
 
-// The rows, int64 [n], that the last update has given to new keys, or -row for a row that a key lost
-// without a successor, of all ranks, by table, ascending in a table; and where each table's begin.
+// The rows, int64 [n], that the last update of any rank has given to new keys, or -row for a row that a
+// key lost without a successor, by table, ascending in a table; and where each table's begin.
 std::tuple<Tensor, std::vector<int64_t>> device_keys_new(int64_t handle, int64_t tables) {
   const auto keys = collections().share(handle);
   const auto of = tables_of(tables);
