@@ -59,13 +59,14 @@ KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t s
     for (int64_t slot = 0; slot < kBucketSlots; ++slot) free[hash_index(slot)] = free_hash(slot);
     const char* what = "cannot initialise a directory of keys";
     for (int64_t t = 0; t < T; ++t) {
-      const int64_t buckets = at.end_bucket[t] - at.first_bucket[t];
+      own.push_back({arena + at.directories[t], at.first_bucket[t], at.end_bucket[t]});
+      const int64_t buckets = own.back().end - own.back().first;
       if (buckets == 0) continue;
       std::vector<char> bucket(static_cast<size_t>(kBucketBytes));
       std::copy_n(reinterpret_cast<const char*>(free.data()), 8 * kBucketSlots,
                   bucket.data() + kHashesAt);
       // Doubled until all have it.
-      char* const to = arena + at.directories[t];
+      char* const to = own.back().memory;
       check(cudaMemcpyAsync(to, bucket.data(), bucket.size(), cudaMemcpyHostToDevice, stream), what);
       for (int64_t done = 1; done < buckets; done *= 2)
         check(cudaMemcpyAsync(to + done * kBucketBytes, to,

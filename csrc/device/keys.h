@@ -111,6 +111,10 @@ void begin_rows(const Launch& on, const KeyView& keys);
 // The directories of a collection's dynamic tables.
 class KeyTables {
  public:
+  struct OwnBuckets {
+    char* memory;
+    int64_t first, end;
+  };
   // `arenas`: by rank, each of `num_bytes` cleared bytes. `table_of`: by feature of the collection, -1
   // = none.
   KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t seen_bytes,
@@ -123,6 +127,7 @@ class KeyTables {
   KeyView view{};
   std::vector<KeyTableRules> rules;
   std::vector<KeyLists> lists;  // [W]
+  std::vector<OwnBuckets> own;  // by table
   std::atomic<bool> is_mixed;  // batches have had ids of several tables, or of none
 
   // See KeyLookup::table_of.

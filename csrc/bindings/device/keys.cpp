@@ -128,6 +128,13 @@ std::vector<int64_t> device_keys_state(int64_t handle, int64_t tables) {
   return found;
 }
 
+// Address, first number and end of this rank's buckets of a table.
+std::tuple<int64_t, int64_t, int64_t> device_keys_own(int64_t handle, int64_t table) {
+  const auto keys = collections().share(handle);
+  const KeyTables::OwnBuckets& own = keys->own.at(static_cast<size_t>(table));
+  return {reinterpret_cast<int64_t>(own.memory), own.first, own.end};
+}
+
 void device_keys_set_clock(int64_t handle, int64_t tables, int64_t table, int64_t clock) {
   const auto keys = collections().share(handle);
   const auto of = tables_of(tables);
@@ -185,6 +192,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_keys_leave,
                 "(int handle, int tables, Tensor[] hashes, Tensor[] where, bool found_varies) -> ()");
   OPER_OPERATOR(device_keys_state, "(int handle, int tables) -> int[]");
+  OPER_OPERATOR(device_keys_own, "(int handle, int table) -> (int, int, int)");
   OPER_OPERATOR(device_keys_set_clock, "(int handle, int tables, int table, int clock) -> ()");
   OPER_OPERATOR(device_keys_new, "(int handle, int tables) -> (Tensor, int[])");
 }

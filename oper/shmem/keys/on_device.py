@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import Lookup, SeenKeys
 from oper.shmem.keys.directories import MOST_UPDATES, Keys, clock_at_end
 from oper.shmem.keys.late import RowHistory
+from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
+from oper.tables import KEY_BUCKET_ROWS
 
 _STATE_WIDTH = 7  # of `device_keys_state`: the clock, then the numbers of KeyCounter
 _ALIGNMENT = 64
@@ -173,8 +176,12 @@ class DeviceKeys(Keys):
 
     def _on_device(self, rank: int) -> torch.Tensor:
         """Return a view of a rank's directories, uint8 [bytes]."""
+        return self._bytes_at(self._heap.addresses[rank], self._directory_bytes[rank])
+
+    def _bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Return a view of device memory, uint8 [num_bytes]; `num_bytes` is a multiple of 4."""
         view: torch.Tensor = self._tables.arenas.segment(  # type: ignore[attr-defined]
-            self._heap.addresses[rank], self._directory_bytes[rank] // 4, 1, "float32")
+            address, num_bytes // 4, 1, "float32")
         return view.view(-1).view(torch.uint8)
 
     def _drop_copy(self) -> None:
@@ -192,9 +199,16 @@ class DeviceKeys(Keys):
             self._copy.is_written = True
 
     def own_counts(self, name: str) -> list[int]:
-        first = self.tables[name] * _STATE_WIDTH + 1
-        held = list(torch.ops.oper.keys_counts(self._records(), self.tables[name]))[:2]
-        return held + self._state()[first:first + _STATE_WIDTH - 1]
+        at = self.tables[name] * _STATE_WIDTH
+        events = self._state()[at + 1:at + _STATE_WIDTH]
+        address, first, end = torch.ops.oper.device_keys_own(self._handle, self.tables[name])
+        if first == end:
+            return [0, 0, *events]
+        buckets = self._bytes_at(address, (end - first) * BUCKET_BYTES).view(-1, BUCKET_BYTES)
+        held = (buckets[:, :KEY_BUCKET_ROWS] != 0).sum(1)  # tags
+        begins, ends = slots_of_buckets(np.arange(first, end), self.num_records(name, False))
+        full = held == torch.from_numpy(ends - begins).to(held.device)
+        return [int(held.sum()), int(full.sum()), *events]
 
     def close(self) -> None:
         self._drop_copy()
