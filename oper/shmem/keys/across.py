@@ -58,17 +58,16 @@ class OtherDomains:
         """
         if not self._receivers:
             return []
-        message = pack(seen)
+        message = pack([s.found for s in seen])
         return tables.send(dict.fromkeys(self._receivers, message),
                            lambda words: unpack(words, self._num_places), KEYS)
 
 
-def pack(seen: Sequence[SeenKeys]) -> torch.Tensor:
-    """Return the keys that lookups have seen as a message, int64 [n]."""
+def pack(seen: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Return the keys that lookups have seen (`Seen`) as a message, int64 [n]."""
     parts, counts = [torch.empty(0, _WIDTH, dtype=torch.int64)], []
     first = 0
-    for one in seen:
-        of_counts, _, of_parts = one.found
+    for of_counts, _, of_parts in seen:
         moved = of_parts.clone()
         num = moved[:, _COUNTED]
         begin = num.cumsum(0) - num
@@ -82,7 +81,7 @@ def pack(seen: Sequence[SeenKeys]) -> torch.Tensor:
         first += n
     table = torch.cat(parts)
     return torch.cat([torch.tensor([table.shape[0]]), table.reshape(-1), *counts,
-                      *(one.found[1] for one in seen)])
+                      *(missed for _, missed, _ in seen)])
 
 
 def unpack(words: torch.Tensor, num_places: torch.Tensor) -> Seen | None:
