@@ -14,6 +14,7 @@ import pytest
 # They measure time or take the whole machine: no other test runs beside them.
 ALONE = (
     "tests/bench/test_bench_cluster.py",  # links and processors of a stated speed
+    "tests/shmem/test_multi_host.py",  # a machine has one emulated cluster at a time
     # A thread of low priority prepares what is served: 13 s a test alone, 110 beside others.
     "tests/faults/test_served_deltas.py",
 )
@@ -88,6 +89,10 @@ NIGHTLY = (
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",
             "tests/faults/test_served_deltas.py; test_torn_answers_are_found"),
+    Nightly("tests/bench/test_bench_models.py::test_the_simulator",
+            "rl_rec/test_simulator.py and test_retention.py learn from the same logs"),
+    Nightly("tests/bench/test_bench_graphs.py::test_counts_find_what_shares_invent",
+            "rl_rec/test_concepts.py::test_ratios_of_independent_counts_would_have_edges"),
     Nightly("tests/bench/test_bench_models.py::test_training_steps_of_a_recommender",
             "cadvae; train/test_recommenders.py trains a model of sequences", "hstu-.*"),
     Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
@@ -151,6 +156,8 @@ NIGHTLY = (
             r"(?!writes are lost$|padding is trained$|copies share their rows$"
             r"|learning rates stay$).*"),
     # ---- training --------------------------------------------------------------------------------
+    Nightly("tests/rl_rec/test_simulator.py::test_a_high_return_beats_the_behaviour_policy",
+            "test_calibrated_targets_interpolate_what_was_achieved; rl_rec/test_retention.py"),
     Nightly("tests/rl_rec/test_retention.py::test_learned_policies_do_better_than_the_log",
             "cloned, iql and td3+bc", "cql|dqn"),
     Nightly("tests/test_example.py::test_shard_dlrm", "under torchrun", "alone"),

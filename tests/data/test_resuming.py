@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,35 +256,6 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
             check=True, timeout=300, env={**os.environ, "SLURM_ARRAY_TASK_ID": task})
         assert ("already exists" in done.stderr) == (task == "1")
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
-
-
-def test_workers_on_a_ray_cluster_share_the_work(
-    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = pytest.importorskip("ray")
-    # Workers import what this process imports.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
-    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, configure_logging=False)
-    try:
-        preprocess(KAGGLE, [log], tmp_path / "one", SMALL)
-        # This process takes no part until the others have begun.
-        original, work = preprocessing.Job.run, tmp_path / ".ray.work" / "tasks"
-
-        def late(job: Any) -> None:
-            deadline = time.monotonic() + 200
-            while len(list(work.glob("read-*.done"))) < 3 and time.monotonic() < deadline:
-                if (tmp_path / "ray").exists():
-                    return
-                time.sleep(0.02)
-            original(job)
-
-        monkeypatch.setattr(preprocessing.Job, "run", late)
-        started = time.monotonic()
-        preprocess(KAGGLE, [log], tmp_path / "ray", replace(SMALL, num_ray_workers=2))
-        assert time.monotonic() - started < 200, "the cluster's workers did begin"
-    finally:
-        ray.shutdown()
-    assert digest(tmp_path / "one") == digest(tmp_path / "ray")
 
 
 def test_disk_estimate_refuses_before_work(
