@@ -239,17 +239,6 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         assert torch.equal(after, torch.zeros_like(rows)) == (name != "coded"), name
 
 
-def test_one_domain_rounds_nothing() -> None:
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 4, 3)
-    plan = rich_plan(case.tables, 4, 1, columns=True)
-    chosen = RowWiseAdagrad(lr=0.05, eps=1e-8)
-    exact, eight = (train_virtual(case, replace(plan, message_bits=bits), steps, chosen)
-                    for bits in (32, 8))
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(exact, part), getattr(eight, part), part)
-
-
 # ---- without bias --------------------------------------------------------------------------------
 
 
