@@ -57,6 +57,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
                         help="processes on this machine (default 1); processes with the same "
                              "command on other machines (torchrun, array jobs) share the work")
+    parser.add_argument("--ray", type=whole(1), metavar="N",
+                        help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="compression of the Parquet files: none (the default, fastest to "
                              "read) or zstd (about a third of the size)")
@@ -117,8 +119,9 @@ def run_preprocess(args: argparse.Namespace) -> int:
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
         vocabulary=args.vocabulary, raw_ids=args.raw_ids, layout=args.layout, force=args.force,
-        num_workers=args.workers, compression=args.compression,
-        check_disk=not args.no_disk_check, show_progress=sys.stderr.isatty())
+        num_workers=args.workers, num_ray_workers=args.ray or 0,
+        compression=args.compression, check_disk=not args.no_disk_check,
+        show_progress=sys.stderr.isatty())
     if args.dry_run:
         return _dry_run(args, options)
     manifest = preprocess(_recipe(args), args.inputs, args.output, options)

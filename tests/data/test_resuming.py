@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,35 @@ def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
     assert digest(tmp_path / "one") == digest(tmp_path / "three")
 
 
+def test_workers_on_a_ray_cluster_share_the_work(
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    # Workers import what this process imports.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    try:
+        preprocess(KAGGLE, [log], tmp_path / "one", SMALL)
+        # This process takes no part until the others have begun.
+        original, work = preprocessing.Job.run, tmp_path / ".ray.work" / "tasks"
+
+        def late(job: Any) -> None:
+            deadline = time.monotonic() + 200
+            while len(list(work.glob("read-*.done"))) < 3 and time.monotonic() < deadline:
+                if (tmp_path / "ray").exists():
+                    return
+                time.sleep(0.02)
+            original(job)
+
+        monkeypatch.setattr(preprocessing.Job, "run", late)
+        started = time.monotonic()
+        preprocess(KAGGLE, [log], tmp_path / "ray", replace(SMALL, num_ray_workers=2))
+        assert time.monotonic() - started < 200, "the cluster's workers did begin"
+    finally:
+        ray.shutdown()
+    assert digest(tmp_path / "one") == digest(tmp_path / "ray")
+
+
 def test_disk_estimate_refuses_before_work(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,26 +334,21 @@ def test_disk_estimate_counts_every_id_of_a_bag(
 
 def test_a_full_disk_is_named_with_its_path(tmp_path: Path, log: str) -> None:
     """The file size is limited in each phase; without the limit, the same command resumes."""
-    program = """
-import resource, signal, sys
-from oper.data import *
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-for limit in map(int, sys.argv[3:]):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-    try:
-        preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], f"{sys.argv[2]}{limit}")
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
-    limits = (10_000, 40_000, 120_000)
-    done = subprocess.run([sys.executable, "-c", program, log, str(tmp_path / "out"),
-                           *map(str, limits)], capture_output=True, text=True, check=True)
-    for limit, told in zip(limits, done.stdout.splitlines(), strict=True):
-        assert told.startswith("InvalidInputError") and "File too large" in told
-        assert str(tmp_path / f".out{limit}.work") in told
-        assert not (tmp_path / f"out{limit}").exists()
-        preprocess(KAGGLE, [log], tmp_path / f"out{limit}")
+    program = ("import resource, signal, sys; from oper.data import *; "
+               "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); n = int(sys.argv[3]); "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+               "preprocess(load_recipe('criteo-kaggle'), [sys.argv[1]], sys.argv[2])")
+    kinds = set()
+    for limit in (10_000, 40_000, 120_000):
+        out = tmp_path / f"out{limit}"
+        done = subprocess.run([sys.executable, "-c", program, log, str(out), str(limit)],
+                              capture_output=True, text=True, timeout=300, check=False)
+        message = done.stderr.splitlines()[-1]
+        assert "File too large" in message and str(tmp_path / f".out{limit}.work") in message
+        kinds.add(message.split("Error: ")[0])
+        assert not out.exists()
+        preprocess(KAGGLE, [log], out)
+    assert kinds == {"oper.errors.InvalidInput"}
 
 
 @pytest.mark.parametrize("text", [False, True])

@@ -22,6 +22,7 @@ from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError
 from tests.data.folder_support import decoded, parquet_bytes
+from tests.data.gcs_server import gcs_server
 from tests.support import ROOT
 
 fsspec = pytest.importorskip("fsspec")
@@ -172,6 +173,15 @@ def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
     assert limit("gs://anonymous@bucket/log.csv") == 30
     assert limit("gs://anonymous@bucket/log.csv?scheme=http") == 30
     assert limit("gs://anonymous@bucket/log.csv?retry_limit_seconds=7") == 7
+
+
+def test_google_cloud_storage(local: Path) -> None:
+    with gcs_server() as url:
+        store.upload(local, url.format("raw"), [])
+        preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
+        assert stored_parquet_bytes(url.format("out")) == parquet_bytes(local / "out")
+        with pytest.raises(InvalidInputError, match="check the path"):
+            preprocess(CRITEO, [url.format("raw/none.txt")], local / "x")
 
 
 def test_any_store_that_fsspec_knows(local: Path) -> None:

@@ -32,6 +32,8 @@ class PreprocessOptions:
         layout: name of the files' layout in the recipe; None = detect.
         force: replace an earlier output, or unfinished work with other settings.
         num_workers: number of processes on this machine.
+        num_ray_workers: number of additional processes on a Ray cluster that shares the file
+            system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows after which a new Parquet file is begun.
         compression: compression of the Parquet files, ``"none"`` (fastest to read) or ``"zstd"``
@@ -53,6 +55,7 @@ class PreprocessOptions:
     layout: str | None = None
     force: bool = False
     num_workers: Positive = 1
+    num_ray_workers: Count = 0
     row_group_rows: Positive = 1 << 16
     part_rows: Positive = 1 << 21
     compression: Annotated[str, one_of("none", "zstd")] = "none"

@@ -181,7 +181,8 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         check_columns(job.finished, recipe.sparse)
     check_first_rows(recipe, units, options.max_bad)
     try:
-        with job.opened(), workers.local(job, options.num_workers - 1):
+        with (job.opened(), workers.local(job, options.num_workers - 1),
+              workers.on_ray(job, options.num_ray_workers)):
             job.run()
     except OperError:
         if not job.outcome():

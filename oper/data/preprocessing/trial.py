@@ -56,7 +56,7 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
         told.setLevel(logging.WARNING)  # the needs of the copies are irrelevant
         try:
             manifest = preprocess(recipe, [c for c, _ in copies], Path(work) / "out", replace(
-                options, num_workers=1, show_progress=False))
+                options, num_workers=1, num_ray_workers=0, show_progress=False))
         finally:
             told.setLevel(level)
         layout = layouts[paths[0]]

@@ -1,4 +1,4 @@
-"""Additional processes for a preprocessing job."""
+"""Additional processes for a preprocessing job, on this machine or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oper.data.preprocessing.job import Job
+from oper.errors import MissingDependencyError
 from oper.support.processes import end_with_parent
 
 
@@ -37,8 +38,50 @@ def local(job: Job, count: int) -> Iterator[None]:
                 process.join()
 
 
-def _take_part(job: Job, parent: int) -> None:
-    """Run the job; the main process runs the failed tasks again and raises errors."""
-    end_with_parent(parent)
+@contextlib.contextmanager
+def on_ray(job: Job, count: int) -> Iterator[None]:
+    """Run `count` Ray tasks that take part in `job` while the block runs.
+
+    They use the running cluster if there is one (see RAY_ADDRESS), otherwise one started on this
+    machine. Inputs and output must have the same paths on all machines.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+    """
+    if not count:
+        yield
+        return
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependencyError("cannot use a Ray cluster", "ray", None, "installed",
+                                     "pip install 'oper[data]'") from None
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(log_to_driver=False, configure_logging=False)
+    remote = ray.remote(num_cpus=1, max_retries=0)(run_quietly)
+    absolute = replace(job, target=job.target.absolute(), options=replace(
+        job.options, show_progress=False))
+    tasks = [remote.remote(absolute) for _ in range(count)]
+    try:
+        yield
+    except BaseException:
+        for task in tasks:
+            ray.cancel(task, force=True)
+        raise
+    finally:
+        with contextlib.suppress(Exception):
+            ray.wait(tasks, num_returns=len(tasks), timeout=60)
+        if mine:
+            ray.shutdown()
+
+
+def run_quietly(job: Job) -> None:
+    """Run the job in a worker; the main process runs the failed tasks again and raises errors."""
     with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
         job.run()
+
+
+def _take_part(job: Job, parent: int) -> None:
+    end_with_parent(parent)
+    run_quietly(job)
