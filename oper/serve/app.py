@@ -107,7 +107,7 @@ class App:
         shapes = {"dense": [-1, s.num_dense], "lengths": [len(s.features), -1], "ids": [-1]}
         return _dump(
             name=s.name, platform="oper",
-            inputs=[{"name": n, "datatype": wire.INPUTS[n][0], "shape": shape}
+            inputs=[{"name": n, "datatype": wire.INPUTS[n], "shape": shape}
                     for n, shape in shapes.items()],
             outputs=[{"name": "scores", "datatype": "FP32", "shape": [-1]}],
             parameters={"features": list(s.features), "num_rows": list(s.num_rows)})
