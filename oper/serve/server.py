@@ -20,11 +20,11 @@ from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
 from oper.integration.checkpoint.follow import Follower
-from oper.serve import metrics
+from oper.serve.metrics import SUPERVISOR, Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
-from oper.serve.tracing import Tracer, shared_rings
+from oper.serve.tracing import Tracer
 from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 from oper.support.processes import allocator_settings, trim_memory
 
@@ -34,7 +34,6 @@ _POLL_S = 0.2
 FOLLOW_S = 0.05  # interval of checks for signals and for new weights of a training run
 _WRITE_S = 60.0  # longest wait of a stopping server until a trace has been written
 _NICE = 10  # niceness of the thread that prepares weights, so that requests come first
-_COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # maximum pause before restarting a worker that exits while starting
 _ANY_NUMBER = 1 << 30  # no limit of connections
 
@@ -58,12 +57,6 @@ class Source(Protocol):
     def close(self) -> None:
         """Free the tables."""
         ...
-
-
-class Counts(ctypes.Structure):
-    """The supervisor's counters, in memory shared with the workers."""
-
-    _fields_ = [(name, ctypes.c_long) for name in (*_COUNTED, "is_tracing")]
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +136,7 @@ class Server:
     def counts(self) -> dict[str, int]:
         """The supervisor's counters by name. ``weights_lag_us`` is the time in microseconds from
         the training step of the last published delta to its use; 0 for full weights."""
-        return {name: int(getattr(self._counts, name)) for name in _COUNTED}
+        return {name: int(getattr(self._counts, name)) for _, name, _ in SUPERVISOR}
 
     def start(self, signals: Signals | None = None) -> Self:
         """Start the workers and listen; return when all workers are ready.
@@ -164,12 +157,9 @@ class Server:
             raise InvalidInputError("cannot start the server", "state", "started", "not started",
                                     "make another Server")
         self._context = processes.get_context("spawn")
-        self._counts = self._context.RawValue(Counts)
-        self._layout = metrics.Layout(self.model.signature.key_features)
-        self._numbers = self._context.RawArray(ctypes.c_double,
-                                               self.options.workers * self._layout.size)
-        self._rings = shared_rings(self._context, self.options.workers)
-        self._tracer = Tracer(self._rings, self.options.workers, self._counts)
+        self._shared = Shared(self._context, self.options.workers,
+                              self.model.signature.key_features)
+        self._counts, self._tracer = self._shared.counts, Tracer(self._shared)
         try:
             self._listener = self._bind()
         except OSError as error:
@@ -407,8 +397,7 @@ class Server:
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
         taken = {w.place for w in self._workers}
         place = next(k for k in range(self.options.workers) if k not in taken)
-        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, self._rings,
-                        closed, most)
+        job = WorkerJob(opener, self.options, self._shared, place, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the
@@ -476,7 +465,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        self._layout.forget(self._numbers, worker.place)
+        self._shared.forget(worker.place)
 
     def _hand_over(self) -> bool:
         """Pass a waiting connection to a worker; return whether there was one."""

@@ -182,7 +182,7 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
         if text is not None and not isinstance(text, str):
             raise bad_request(key, text, "text, names separated by commas")
     sent = signature if features is None else _selected(features, signature)
-    request = Request(**tensors)
+    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
     request.check(sent)
     if sent.features != signature.features:
         request = Request(request.dense, *reorder(sent.features, request.lengths, request.ids,

@@ -20,14 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from oper.serve import metrics
 from oper.serve.app import App
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.connection import Connection
+from oper.serve.metrics import Shared, WorkerMetrics
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
-from oper.serve.tracing import TracedMetrics
 
 # Messages on the control socket: CONNECTION, with a file descriptor, to the worker; READY from it.
 # At the end of the stream, the worker drains: the supervisor is stopping it, or has exited.
@@ -45,10 +44,8 @@ class WorkerJob:
     Attributes:
         opener: creates the predictor.
         options: options of the server.
-        numbers: counters of all workers, in shared memory; see `oper.serve.metrics`.
-        place: index of this worker's counters in `numbers`.
-        counts: `oper.serve.server.Counts` of the supervisor, in shared memory.
-        rings: records of all workers for traces, in shared memory; see `oper.serve.tracing`.
+        shared: the memory that all workers share with the supervisor.
+        place: index of this worker in `shared`.
         closed: number of connections that this worker has closed, shared with the supervisor.
         most: connections that the worker should have at most, set by the supervisor. The worker
             closes excess connections after their next answer.
@@ -56,10 +53,8 @@ class WorkerJob:
 
     opener: Callable[[], Predictor]
     options: ServeOptions
-    numbers: Any
+    shared: Shared
     place: int
-    counts: Any
-    rings: Any
     closed: Any
     most: Any
 
@@ -98,12 +93,10 @@ class _Worker:
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
         self._control, self._job, self._predictor = control, job, predictor
-        layout = metrics.Layout(predictor.signature.key_features)
-        self._counted = TracedMetrics(job.numbers, job.place, layout, job.rings, job.counts,
-                                      predictor)
+        self._counted = WorkerMetrics(job.shared, job.place, predictor)
         self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
         self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
-                        lambda: metrics.page(job.numbers, job.counts, layout))
+                        job.shared.page)
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
         self._taken = 0  # connections received so far
         self._leaving = 0  # connections that close after the answer being written
@@ -139,8 +132,7 @@ class _Worker:
 
     def report(self) -> None:
         """Update the gauges and the counts of rows and keys read."""
-        self._counted.set_gauges(self._batcher.queued, self._app.in_flight, self._predictor.epoch)
-        self._counted.observe_reads(self._predictor)
+        self._counted.report(self._batcher.queued, self._app.in_flight)
 
     # ---- batches ---------------------------------------------------------------------------------
 
