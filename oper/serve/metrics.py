@@ -141,20 +141,24 @@ class Shared:
         self._types = [
             *((m.name, float, (len(values), len(m.buckets) + 2 if m.buckets else 1))
               for m, values in self.metrics),
-            ("ring", float, (_RECORDS, _WIDTH)), ("written", int), ("process", int)]
+            ("ring", float, (_RECORDS, _WIDTH)), ("written", int), ("process", int),
+            ("connections", int)]
         self._memory = context.RawArray(ctypes.c_char, workers * np.dtype(self._types).itemsize)
         self.counts = context.RawValue(Counts)
+        self.workers()["connections"] = -1
 
     def workers(self) -> np.ndarray:
         """Return the memory of the workers, a record of their metrics by name for each.
 
-        ``ring`` has the last records of a trace, ``written`` is how many there were, and
-        ``process`` is the id of the process.
+        ``ring`` has the last records of a trace, ``written`` is how many there were, ``process`` is
+        the id of the process, and ``connections`` the number of open connections, -1 if it does not
+        accept any.
         """
         return np.frombuffer(self._memory, np.dtype(self._types))
 
     def forget(self, worker: int) -> None:
-        """Reset the gauges of a worker that has exited."""
+        """Reset the gauges and connections of a worker that has exited."""
+        self.workers()[worker]["connections"] = -1
         for metric, _ in self.metrics:
             if metric.kind == "gauge":
                 self.workers()[worker][metric.name][:] = 0.0

@@ -47,6 +47,7 @@ class PublishedModel:
             returning it to the system.
 
     Attributes:
+        publication_name: name of the publication that workers attach to.
         read_folder: function from a training folder to weights that `publish` accepts; None =
             `oper.train.trained.read_weights`.
         changed_maps: function from the changed keys of a `Change` to the ``elements`` of
@@ -69,14 +70,10 @@ class PublishedModel:
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._publication: Any = oper.publish(model, name, weights=rest, keep_spare=keep_spare,
                                               **publish_options(row_dtype))
+        self.publication_name = str(self._publication.name)
         self.read_folder: Callable[[str | os.PathLike[str]], Any] | None = None
         self.changed_maps: Callable[[Any], Any] | None = None
         self._reads_again: Callable[[], Any] | None = None
-
-    @property
-    def publication_name(self) -> str:
-        """Name of the publication that workers attach to."""
-        return str(self._publication.name)
 
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
         """Make `publish` without arguments publish the result of `read`; return the model."""
@@ -85,7 +82,7 @@ class PublishedModel:
 
     def opener(self) -> Callable[[], Predictor]:
         """See `Source`."""
-        return functools.partial(AttachedModel, self._build, self._publication.name,
+        return functools.partial(AttachedModel, self._build, self.publication_name,
                                  self.signature)
 
     def publish(self, weights: Any = None) -> int:
