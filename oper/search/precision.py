@@ -77,8 +77,8 @@ class Blocks:
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
     """Cut a table into blocks of about equal hotness, the blocks of which `RowErrors` are measured.
 
-    A block has at most about 1/64 of the table's rows. Rows whose order is not known are in the order
-    of their ids, after all others.
+    A block has at most about 1/64 of the table's rows. Rows whose order is not known come last, in
+    the order of their ids.
     """
     problem = make_table(spec, stats, 1, 1)
     sizes = np.diff(problem.edges)
