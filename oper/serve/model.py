@@ -156,7 +156,9 @@ class AttachedModel:
         self._last_shared: tuple[tuple[int, ...], Any] = (), None  # cached: features, their mask
         model = build("meta")
         self._keys_read: Any = getattr(model, "keys_read", None)
-        self._served: Any = oper.attach(model, name, fuse=True)
+        served: Any = oper.attach(model, name, fuse=True)
+        self._served, self.close = served, served.close
+        self.rows_read, self.trace_lookups = served.rows_read, served.trace_lookups
 
     @property
     def epoch(self) -> int:
@@ -185,25 +187,13 @@ class AttachedModel:
             logits = self._served(torch.from_numpy(batch.dense), features, *shared)
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 
-    def rows_read(self) -> dict[str, int]:
-        """See `Predictor`."""
-        return dict(self._served.rows_read())
-
     def keys_read(self) -> dict[str, tuple[int, int]]:
         """See `Predictor`."""
         return {} if self._keys_read is None else dict(self._keys_read.counts)
 
-    def trace_lookups(self, most: int) -> None:
-        """See `Predictor`."""
-        self._served.trace_lookups(most)
-
     def take_lookups(self) -> list[tuple[float, float]]:
         """See `Predictor`."""
         return [(s.begin_ns / 1e9, s.end_ns / 1e9) for s in self._served.take_lookups()]
-
-    def close(self) -> None:
-        """Detach from the publication."""
-        self._served.close()
 
 
 def load_model(folder: str | os.PathLike[str], name: str = "dlrm",

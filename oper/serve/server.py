@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
@@ -63,6 +64,11 @@ class _Worker:
     started: float
     place: int
     ready: bool = False
+
+    def accept(self) -> None:
+        """Make the worker accept connections."""
+        with contextlib.suppress(OSError):  # it has exited
+            self.control.send(ACCEPT)
 
     def watched(self) -> list[Any]:
         """Return objects that become readable when the worker is ready or has exited."""
@@ -349,7 +355,7 @@ class Server:
             self._wait_until_ready()
             self._listen()
             for worker in self._workers:
-                worker.control.send(ACCEPT)
+                worker.accept()
             self._started.set()
             while not self._stop.is_set():
                 self._turn()
@@ -362,7 +368,8 @@ class Server:
     def _start_worker(self) -> None:
         assert self._listener is not None
         ours, theirs = socket.socketpair()
-        opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
+        opener = (self.model.opener() if hasattr(self.model, "opener")
+                  else partial(_itself, self.model))
         place = min({*range(self.options.workers)} - {w.place for w in self._workers})
         job = WorkerJob(opener, self.options, self._shared, place, self._listener)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
@@ -394,7 +401,7 @@ class Server:
         wait([x for w in self._workers for x in w.watched()], _POLL_S)
         for worker in list(self._workers):
             if self._look_at(worker):
-                worker.control.send(ACCEPT)
+                worker.accept()
             if not worker.process.is_alive():
                 self._replace(worker)
         self._counts.workers = sum(w.ready for w in self._workers)
@@ -458,14 +465,8 @@ class Server:
             close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opener:
-    """An opener for a picklable predictor, which returns it."""
-
-    predictor: Any
-
-    def __call__(self) -> Predictor:
-        return self.predictor
+def _itself(predictor: Predictor) -> Predictor:
+    return predictor
 
 
 def _be_nice() -> None:

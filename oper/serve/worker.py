@@ -32,6 +32,7 @@ _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is forced to exit
 _YIELD_S = 0.05  # a connection waits so long for workers with fewer connections, if these are busy
+_BUSY_S = 0.2  # for so long further ones do not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class _Worker:
         self._counts, self._place = job.shared.workers()["connections"], job.place
         self._most = float("inf")  # connections beyond it are closed after their next answer
         self._leaving = 0  # connections that close after the answer being written
+        self._others_busy_until = 0.0
         self._arriving: set[asyncio.Task[None]] = set()
         self._drains = False
         self._next: asyncio.Handle | None = None  # scheduled call of `_turn` or `_plan`
@@ -191,10 +193,11 @@ class _Worker:
         """Accept a connection, or leave it for a while to workers that have fewer."""
         self._loop.remove_reader(self._listener.fileno())
         others = self._counts[self._counts >= 0]
-        has_more = bool((others < self._counts[self._place]).any())
-        self._loop.call_later(_YIELD_S if has_more else 0.0, self._accept)
+        yields = time.monotonic() > self._others_busy_until and bool(
+            (others < self._counts[self._place]).any())
+        self._loop.call_later(_YIELD_S if yields else 0.0, self._accept, yields)
 
-    def _accept(self) -> None:
+    def _accept(self, has_yielded: bool) -> None:
         if self._drains:
             return
         pause_s = 0.0
@@ -208,6 +211,8 @@ class _Worker:
             log.error("cannot accept a connection: %s", error)
             pause_s = _TICK_S  # a file descriptor may become free
         else:
+            if has_yielded:
+                self._others_busy_until = time.monotonic() + _BUSY_S
             task = self._loop.create_task(self._adopt(connection))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)
