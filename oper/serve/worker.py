@@ -31,8 +31,9 @@ READY, ACCEPT = b"r", b"a"
 _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is forced to exit
-_YIELD_S = 0.05  # a connection waits so long for workers with fewer connections, if these are busy
-_BUSY_S = 0.2  # for so long further ones do not wait
+_YIELD_S = 0.25  # a connection waits so long for workers with fewer connections, if these are busy
+_STEP_S = 0.002  # interval at which a worker looks whether these have accepted it
+_BUSY_S = 1.0  # for so long further ones do not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class _Worker:
         self._most = float("inf")  # connections beyond it are closed after their next answer
         self._leaving = 0  # connections that close after the answer being written
         self._others_busy_until = 0.0
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving: dict[Connection, asyncio.Task[None]] = {}
         self._drains = False
         self._next: asyncio.Handle | None = None  # scheduled call of `_turn` or `_plan`
         self._spins_until = 0.0
@@ -190,15 +191,17 @@ class _Worker:
             self._loop.add_reader(self._listener.fileno(), self._arrive)
 
     def _arrive(self) -> None:
-        """Accept a connection, or leave it for a while to workers that have fewer."""
         self._loop.remove_reader(self._listener.fileno())
-        others = self._counts[self._counts >= 0]
-        yields = time.monotonic() > self._others_busy_until and bool(
-            (others < self._counts[self._place]).any())
-        self._loop.call_later(_YIELD_S if yields else 0.0, self._accept, yields)
+        self._accept(time.monotonic())
 
-    def _accept(self, has_yielded: bool) -> None:
+    def _accept(self, since: float) -> None:
+        """Accept a connection that has waited since a time, or leave it to workers with fewer."""
         if self._drains:
+            return
+        now, others = time.monotonic(), self._counts[self._counts >= 0]
+        yields = now > self._others_busy_until and (others < self._counts[self._place]).any()
+        if yields and now < since + _YIELD_S:
+            self._loop.call_later(_STEP_S, self._accept, since)
             return
         pause_s = 0.0
         try:
@@ -211,26 +214,27 @@ class _Worker:
             log.error("cannot accept a connection: %s", error)
             pause_s = _TICK_S  # a file descriptor may become free
         else:
-            if has_yielded:
-                self._others_busy_until = time.monotonic() + _BUSY_S
-            task = self._loop.create_task(self._adopt(connection))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            if yields:
+                self._others_busy_until = now + _BUSY_S
+            self._evict_idle()
+            arriving = Connection(self)
+            self._arriving[arriving] = self._loop.create_task(self._adopt(arriving, connection))
             self._count()
         self._loop.call_later(pause_s, self._watch)
 
-    async def _adopt(self, connection: socket.socket) -> None:
-        self._evict_idle()
+    async def _adopt(self, arriving: Connection, connection: socket.socket) -> None:
         connection.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self), connection)
+            await self._loop.connect_accepted_socket(lambda: arriving, connection)
         except OSError:
             connection.close()  # the client has gone already
+        finally:
+            del self._arriving[arriving]
 
     def _evict_idle(self) -> None:
         """Close the least recently used idle connections in excess of `max_connections`. As in
         nginx, idle clients cannot keep out new ones."""
-        too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
+        too_many = self._count() + 1 - self.options.max_connections
         if too_many <= 0:
             return
         held = [c for c in self.connections if not c.is_closing]
@@ -241,7 +245,7 @@ class _Worker:
 
     def _count(self) -> int:
         """Publish and return the number of open connections."""
-        count = len(self.connections) + len(self._arriving)
+        count = len(self.connections) + sum(c not in self.connections for c in self._arriving)
         if self._counts[self._place] >= 0:
             self._counts[self._place] = count
         return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import http.server
 import json
@@ -225,6 +226,22 @@ def test_connections_are_spread_evenly(server: Server) -> None:
     assert counts.tolist() == [4, 4]
     for client in clients:
         client.close()
+
+
+def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
+    """Not even connections of which it should get most, as it has the fewest."""
+    request = random_request(np.random.default_rng(0), 2)
+    with (Server(Sums(3.0), ServeOptions(port=0, workers=2)) as server, ThreadPoolExecutor(1) as pool,
+          contextlib.ExitStack() as clients):
+        slow = clients.enter_context(Client(server.address, timeout_s=60))
+        assert slow.model == "sums"
+        scores = pool.submit(slow.score_request, request)
+        time.sleep(0.2)
+        for _ in range(6):
+            clients.enter_context(Client(server.address)).metadata()
+        assert not scores.done()
+        assert server._shared.workers()["connections"].sum() >= 6
+        assert np.array_equal(scores.result()[0], expected(request))
 
 
 # ---- a worker's death (changes the workers: last of those that share the server) -----------------
