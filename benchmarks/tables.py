@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
@@ -136,32 +137,154 @@ def dynamic() -> str:
                   "MCH over it", "bytes per slot", "without a row", "evicted per step"], rows)
 
 
-def between(cases: Sequence[dict[str, Any]], key: str, digits: str) -> str:
-    """Range of a figure over cases as text; a single number if both ends round to it."""
-    values = [c[key] for c in cases]
+def between(values: Sequence[float], digits: str) -> str:
+    """Range of some figures as text; a single number if both ends round to it."""
     return " to ".join(dict.fromkeys(format(x, digits) for x in (min(values), max(values))))
 
 
+def cases_of(record: str) -> dict[str, dict[str, Any]]:
+    """The cases of a record by their names."""
+    return {case["name"]: case for case in load(record)["cases"]}
+
+
 def front() -> str:
-    """Rows of the front page's table: dynamic tables and, if recorded, precision by tier."""
-    cases = load("dynamic")["cases"]
-    rows = [[
-        "training steps on raw 64-bit keys (dynamic tables), two processes with a thread each",
-        f"{between(cases, 'ratio_planned', '.2f')} times the step on row numbers under a plan; "
-        "with TorchRec's managed-collision modules a step takes "
-        f"{between(cases, 'ratio_mch', '.1f')} times as long as OPER's; "
-        f"{between(cases, 'bytes_per_slot', '.1f')} bytes per row for its key; with "
-        f"{between(cases, 'load', '.2g')} keys per row at most "
-        f"{100 * max(c['missed'] for c in cases):.2g} % of the lookups find no row",
-        "`dynamic.json`"]]
-    for path in sorted(FOLDER.glob("serve*.json")):
-        rows += [[
-            f"serving rows whose precision depends on their tier instead of int8 (`{c['name']}`)",
-            f"{100 * c['bytes_ratio']:.0f} % of the bytes, {c['queries_ratio']:.2f} times the "
-            "queries per second; AUC differs by {mean:+.1e} ({low:+.1e} to {high:+.1e})".format(
-                **c["auc_difference"]), f"`{path.name}`"]
-            for c in load(path.stem)["cases"] if "auc_difference" in c]
+    """The front page's table: what was measured, as each record says it."""
+    rows = [*_front_training(), *_front_plans(), *_front_serving(), *_front_rest()]
     return table(["what", "result", "record"], rows, 3)
+
+
+def _front_training() -> list[list[str]]:
+    def ratios(record: str, key: str, cases: Sequence[str]) -> str:
+        return " and ".join(f"{cases_of(record)[c][key]:.{1 + (c[:3] != 'ebc')}f}" for c in cases)
+
+    tables, whole = ("ebc-pool1", "ebc-pool20"), ("dlrm-pool1", "dlrm-pool20")
+    amd, intel = ({key: ratios(record, f"ratio_{key}", tables) for key in ("step", "forward")}
+                  for record in ("train", "train-intel"))
+    cadvae, cdt4rec = (load(f"train-{model}")["cases"] for model in ("cadvae", "cdt4rec"))
+    update, forward = ([c[key] for c in cases_of(record).values() if key in c] for record, key in (
+        ("lookup", "ratio_update"), ("serve", "ratio_forward")))
+    return [
+        ["training steps (forward, backward, update), 1 and 20 ids per bag, two processes with a "
+         "thread each",
+         f"26 tables alone, compared with the faster of two TorchRec plans: steps {amd['step']} "
+         f"times as fast on an AMD machine, {intel['step']} times on an Intel one; forward passes "
+         f"{amd['forward']}, and {intel['forward']} times. A whole DLRM, whose dense layers take "
+         f"most of the time (AMD): {ratios('train', 'ratio_step', whole)} times with the same "
+         f"dense code on both sides, {ratios('train', 'ratio_shipped', whole)} times compared with "
+         "TorchRec's DLRM as shipped", "`train.json`, `train-intel.json`"],
+        ["lookups without gradient, fp32, 26 tables, 1 and 20 ids per bag, two processes with a "
+         "thread each",
+         f"{' and '.join(f'{x:.1f}' for x in forward)} times as fast as the faster of two TorchRec "
+         "plans", "`serve.json`"],
+        ["backward pass and update of the same tables, compared with fbgemm's CPU kernels, two "
+         "threads", f"{between(update, '.1f')} times as fast (AMD)", "`lookup.json`"],
+        ["training steps of CaD-VAE's tables, and of the whole model",
+         f"{between([c['ratio_embedding'] for c in cadvae], '.1f')}, and "
+         f"{between([c['ratio_step'] for c in cadvae], '.1f')} times as fast as TorchRec's best "
+         "sharding", "`train-cadvae.json`"],
+        ["the same for CDT4Rec, whose transformer takes nearly all the time",
+         f"tables {between([c['ratio_embedding'] for c in cdt4rec], '.1f')} times as fast; whole "
+         f"model {between([c['ratio_step'] for c in cdt4rec], '.2f')} times: no gain",
+         "`train-cdt4rec.json`"]]
+
+
+def _front_plans() -> list[list[str]]:
+    grid = [c for c in load("cluster")["cases"] if c["in_grid"]]
+    kinds = {kind: [c["ratio_step"] for c in grid if c["objective"] == kind]
+             for kind in ("training", "inference")}
+    training, lookups = (
+        f"{median(x):.2f} times as long (median of {len(x)} cases; {between(x, '.2g')})"
+        for x in kinds.values())
+    modelled = [c for c in load("plan")["cases"] if "gap" in c]
+    gaps, seconds = ([c[key] for c in modelled] for key in ("gap", "seconds"))
+    other = [c["ratio_vs_torchrec"] for c in modelled if c["ratio_vs_torchrec"]]
+    fitted = load("calibrate")["cases"][0]
+    return [
+        ["plans executed on 2, 4 and 8 emulated hosts: 26 tables, links of 100 to 400 Mbit/s, 1, "
+         "20 and mixed ids per bag",
+         f"training steps: the best of four TorchRec layouts takes {training}; lookups, each rank "
+         f"holding at most half of the tables' bytes: {lookups}. On OPER's runtime the best plan "
+         f"of another planner takes {between([c['ratio_best_peer'] for c in grid], '.2f')} times "
+         f"as long as OPER's plan; the steps of {load('cluster')['num_predicted']} plans were "
+         f"predicted {100 * load('cluster')['median_error']:.1f} % off (median)",
+         "`cluster.json`"],
+        [f"plans of training for 8 to 128 ranks, {len(modelled)} modelled cases with published "
+         "constants",
+         f"within {100 * median(gaps):.1f} % of the optimum in the median and "
+         f"{100 * max(gaps):.1f} % at worst, each certified and checked, found in "
+         f"{median(seconds):.1f} s (median; {max(seconds):.0f} s at worst); plans of TorchRec's "
+         f"planner take {median(other):.1f} times as long (median)", "`plan.json`"],
+        [f"predicted compared with executed steps of {fitted['num_plans']} plans that were not "
+         "used in the fit",
+         f"{100 * fitted['median_error']:.1f} % off (median), rank correlation "
+         f"{fitted['spearman']:.2f} (on another machine, not quiet and not recorded: 9.9 % and "
+         "0.93, with pushed plans predicted 10 to 30 % too fast)", "`calibrate.json`"]]
+
+
+def _front_serving() -> list[list[str]]:
+    server, = load("serve-server")["cases"]
+    delta, = load("serve-delta")["cases"]
+    http = cases_of("serve-http")
+    rates = server["queries_per_s_at_bound"]
+    rows = [
+        ["highest query rate at p99 <= 10 ms, DLRM with int8 rows, two processes",
+         f"{rates['oper-2w']:.0f}/s, TorchRec quantised {rates['torchrec-2p']:.0f}/s: "
+         f"{server['ratio_throughput']:.1f} times, with less memory by a factor of "
+         f"{server['ratio_memory']:.1f}", "`serve-server.json`"],
+        ["the same over HTTP, the client on the same two cores",
+         "{queries_per_s:.0f}/s, TorchRec quantised behind the same HTTP front end "
+         "{torchrec_queries_per_s:.0f}/s: {ratio_torchrec:.1f} times (a slower machine than in "
+         "the row above); a single query takes {single_ms:.1f} ms; ".format(**http["http-10ms"])
+         + "requests that name the user's features once for 128 candidates reach "
+         f"{http['candidates']['ratio_full']:.1f} times the rate of full ones",
+         "`serve-http.json`"],
+        [f"{delta['deltas']:,} deltas of 1 % of the rows under 330 requests/s over HTTP",
+         f"{delta['errors']} failed, {delta['torn']} torn; in service within "
+         f"{delta['lag_p99_s']:.2f} s (p99); {100 * delta['time_share']:.1f} % of a whole "
+         f"publication's time, peak memory {delta['peak_ratio']:.2f} times that of the weights; "
+         f"p99 of requests {delta['p99_ratio']:.2f} times that without deltas",
+         "`serve-delta.json`"]]
+    return rows + [[
+        f"serving rows whose precision depends on their tier instead of int8 (`{c['name']}`)",
+        f"{100 * c['bytes_ratio']:.0f} % of the bytes, {c['queries_ratio']:.2f} times the "
+        "queries per second; AUC differs by {mean:+.1e} ({low:+.1e} to {high:+.1e})".format(
+            **c["auc_difference"]), "`serve-http.json`"]
+        for c in http.values() if "auc_difference" in c]
+
+
+def _front_rest() -> list[list[str]]:
+    gpu_cases = cases_of("lookup-h200")
+
+    def ratio(phase: str, *names: str) -> str:
+        *first, last = (
+            f"{gpu_cases[f'lookup-{name}'][f'ratio_{phase}_fbgemm']:.2f}" for name in names)
+        return f"{', '.join(first)} and {last}" if first else last
+
+    uniform = [f"b8192-t26-{x}-uniform" for x in ("pool1-d128", "pool10-d128", "pool20-d64")]
+    skewed = [f"b8192-t26-{x}-zipf1.05" for x in ("pool1-d128", "pool10-d128")]
+    half = "b4096-t100-pool20-d128-fp16"
+    outcomes = [o for c in load("faults")["cases"] for o in c["outcomes"]]
+    held = sum(o.get("kept", True) and not o.get("leftovers") for o in outcomes)
+    cases = load("dynamic")["cases"]
+    return [
+        ["26 tables of fp32 rows on one H200, 1, 10 and 20 ids per bag, compared with fbgemm's "
+         "kernels",
+         f"forward {ratio('forward', *uniform)} times as fast, steps {ratio('step', *uniform)} "
+         f"times; skewed ids, 1 and 10 per bag: forward {ratio('forward', *skewed)} times, steps "
+         f"{ratio('step', *skewed)} times; 100 tables of fp16 rows, 20 uniform ids: "
+         f"{ratio('forward', f'{half}-uniform')} and {ratio('step', f'{half}-uniform')} times, "
+         f"skewed: {ratio('forward', f'{half}-zipf1.05')} and "
+         f"{ratio('step', f'{half}-zipf1.05')} times", "`lookup-h200.json`"],
+        [f"{len(outcomes)} faults injected into ranks, networks, disks and files",
+         f"the guarantee held in {held}", "`faults.json`"],
+        ["training steps on raw 64-bit keys (dynamic tables), two processes with a thread each",
+         f"{between([c['ratio_planned'] for c in cases], '.2f')} times the step on row numbers "
+         "under a plan; with TorchRec's managed-collision modules a step takes "
+         f"{between([c['ratio_mch'] for c in cases], '.1f')} times as long as OPER's; "
+         f"{between([c['bytes_per_slot'] for c in cases], '.1f')} bytes per row for its key; with "
+         f"{between([c['load'] for c in cases], '.2g')} keys per row at most "
+         f"{100 * max(c['missed'] for c in cases):.2g} % of the lookups find no row",
+         "`dynamic.json`"]]
 
 
 def drift() -> str:

@@ -112,7 +112,7 @@ def shard(
             the plan's, or 1. With 1, gradients are added up over all groups before every update:
             results are those of one group, up to the order of additions. With more, groups update
             their rows separately, and then average the rows that have changed and their optimizer
-            states; docs/how-to/multi-host.md describes the effect on results.
+            states; docs/how-to/slow-networks.md describes the effect on results.
         synchronize_delay: number of updates during which these rows are sent, at most
             `synchronize_every`, and 0 if that is 1; by default the plan's, or 0. With 0, training
             waits for a synchronization. With more, averages arrive that many updates later, and the
