@@ -231,8 +231,8 @@ def test_connections_are_spread_evenly(server: Server) -> None:
 def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
     """Not even connections of which it should get most, as it has the fewest."""
     request = random_request(np.random.default_rng(0), 2)
-    with (Server(Sums(3.0), ServeOptions(port=0, workers=2)) as server, ThreadPoolExecutor(1) as pool,
-          contextlib.ExitStack() as clients):
+    with (Server(Sums(3.0), ServeOptions(port=0, workers=2)) as server,
+          ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as clients):
         slow = clients.enter_context(Client(server.address, timeout_s=60))
         assert slow.model == "sums"
         scores = pool.submit(slow.score_request, request)
