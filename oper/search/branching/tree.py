@@ -127,17 +127,18 @@ class SearchTree:
             parent = self._heap[0][2]
             node = parent.bound
             loads, tables = _load_branchings(node, limit), _table_branchings(node, limit)
-            if not loads and not tables and parent.is_close:
-                loads = _load_branchings(node, limit, mixed=True)
-                if not loads:
-                    self.is_single = self.solved == 0
-                    break
-            if not loads and not tables:
+            if not loads and not tables and not parent.is_close:
                 # Solved more tightly, it may underestimate a load or table, or have a higher bound.
                 parent.bound, parent.is_close = self._again(node, deadline, True), True
                 heapq.heapreplace(self._heap, (parent.bound.lower_bound_us, next(self._order),
                                                parent))
                 continue
+            if len(loads) < _CANDIDATES:
+                known = {x.at for x in loads}
+                loads += [x for x in _load_branchings(node, limit, mixed=True) if x.at not in known]
+            if not loads and not tables:
+                self.is_single = self.solved == 0
+                break
             tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
             most = max(1, _PRICED // len(node.node.pushes))
             if len(tried) > most:
