@@ -7,7 +7,7 @@ Parts run one after another, the most informative first: a description of the ma
 the most important tests (equality with the host back end, TorchRec's pipeline with late copies, two
 processes that share the device, steps in a CUDA graph); cases of `oper bench lookup --device cuda`;
 a batch of 256 samples in a CUDA graph; the time of every kernel of a step; all tests of tests/cuda;
-the remaining cases; one case of `oper bench train`; compute-sanitizer; modelled steps on 8 GPUs.
+the remaining cases; one case of `oper bench train`; compute-sanitizer.
 --list prints their names and time limits without running them.
 
 A part that fails, crashes or exceeds its time limit does not stop the run. After every part, DIR
@@ -222,8 +222,6 @@ def parts(quick: bool) -> Iterator[Part]:
         yield Part(tool, [*command, "tests/cuda/test_emulated.py", "-k", _CHOSEN[tool]], 240,
                    env=env)
     yield Part("tests-bench", [*python, *_PYTEST, "tests/bench/test_bench_device.py"], 120)
-    modelled = WORK / "modelled.json"
-    yield Part("modelled", [*bench, "device-model", "--json", str(modelled)], 300, modelled)
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, differing_names, require
+from oper.ranges import Positive, Share, rules_of
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -143,7 +144,7 @@ class TableStats:
         InvalidInputError: arrays contradict each other or `num_rows`.
     """
 
-    num_rows: int
+    num_rows: Positive
     head_ids: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
     head_counts: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
     tail_values: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
@@ -156,7 +157,7 @@ class TableStats:
     buckets: tuple[TimeBucket, ...] = ()
     sketch: Sketch | None = None
     new_ids: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
-    default_share: float | None = None
+    default_share: Share | None = None
 
     def __post_init__(self) -> None:
         what = "invalid table statistics"
@@ -174,9 +175,7 @@ class TableStats:
                   for name in ("tail_values", "length_values", "presence_samples")),
                 ("presence_rows", rows, bool(np.isfinite(rows).all())
                  and rows.min(initial=0.0) >= 0, "values >= 0"),
-                ("num_rows", self.num_rows, self.num_rows >= 1, ">= 1"),
-                ("default_share", self.default_share,
-                 self.default_share is None or 0 <= self.default_share <= 1, "None or in [0, 1]"))
+                *((name, getattr(self, name), *rule) for name, *rule in rules_of(self)))
         ids = [self.head_ids, *(b.ids for b in self.buckets)]
         top = max((int(i.max()) for i in ids if i.size), default=-1)
         require(what, "pass the number of rows of the table, above its largest id",

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from oper.errors import FileFormatError
-from oper.support.files import atomic_write, datasets_root, read_arrays, write_arrays, write_text
+from oper.support.files import atomic_write, read_arrays, write_arrays, write_text
 
 KIND = "oper-test"
 ARRAYS = {
@@ -70,20 +70,6 @@ def test_lack_of_space_is_reported_with_the_path(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="other"), atomic_write(tmp_path / "x"):
         raise RuntimeError("other")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x").write_text("old")
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"), atomic_write(tmp_path / "x") as file:
-        file.write(b"new")
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x").read_text() == "old"
 
 
 @pytest.fixture
@@ -300,12 +286,6 @@ def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
-
-
-def test_recipes_are_found_in_a_checkout() -> None:
-    root = datasets_root()
-    assert root.name == "datasets"
-    assert list(root.glob("**/*.toml"))
 
 
 def test_an_unwritable_path_is_named_as_given(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ VALID: dict[str, Any] = {
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"num_rows": 0}, "num_rows=0"),
+    ({"num_rows": "5"}, "num_rows='5', expected an integer"),
+    ({"default_share": "x"}, "default_share="),
     ({"num_rows": 6}, "rows in head and tail=5, expected num_rows=6"),
     ({"head_ids": [3, 0, 5]}, "largest id=5"),
     ({"head_ids": [3, 0, -1]}, "head_ids="),

@@ -24,7 +24,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
               "training steps in two processes, compared with TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
                "lookups and updates, compared with torch, fbgemm and bare gathers"),
-    "device-model": ("oper.bench.device.model", "modelled steps on eight GPUs of one host"),
     "serve": ("oper.bench.serve.suite",
               "inference under MLPerf LoadGen, compared with TorchRec and torch"),
     "data": ("oper.bench.data.suite",

@@ -8,6 +8,7 @@ to it. Keys keep their rows, so directories, checkpoints and deltas do not depen
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def _learned(tables: ShardedTables, name: str, keys: TableStats) -> TableStats:
     usage = tables.keys.counts(name)
     num_hits, num_default = int(counts.sum()) + sum(int(p[2] @ p[3]) for p in parts), usage.missed
     if usage.lookups > usage.missed and num_hits:
-        num_default = round(num_hits * usage.missed / (usage.lookups - usage.missed))
+        num_default = math.ceil(num_hits * usage.missed / (usage.lookups - usage.missed))
     if num_default:
         ids, counts = np.append(ids, 0), np.append(counts, num_default)
     order = hotness_order(ids, counts)

@@ -55,15 +55,15 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
         entry: the placement; without column splits if there are several types.
         dtypes: (stop position, type) of each range, hottest first; the last range ends at the last
             row. If there are several types, the last one must be int8 or int4.
-        hottest: int64 [H], the known ids at positions 0..H-1; empty if every id equals its
-            position.
+        hottest: int64 [H], the known ids at positions 0..H-1, followed by all others in ascending
+            order; empty if every id equals its position.
 
     Returns:
         The placement; the table's dtype is that of the last range. Tiers are cut where the
         type changes, and have a `dtype` of their own if it differs from the table's.
 
     Raises:
-        PlanError: `hottest` contradicts the placement's order, or has too few ids.
+        PlanError: `hottest` contradicts the placement's order.
     """
     spec = replace(entry.table, dtype=dtypes[-1][1])
     boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order matters only before it
@@ -73,11 +73,8 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
     if not np.array_equal(head[:common], hottest[:common]):
         raise PlanError(what, "head_ids", head[:4].tolist(), f"{hottest[:4].tolist()}...",
                         "plan from the same statistics")
-    if head.size < boundary and hottest.size:
-        if hottest.size < boundary:
-            raise PlanError(what, "rows with a known position in the hotness order", hottest.size,
-                            f">= {boundary}", "count accesses exactly")
-        head = hottest[:boundary]
+    if head.size < boundary:
+        head = hottest[:boundary]  # if these are fewer, the order of ids continues the order
     pieces = tuple(replace(p, tiers=_cut(p.tiers, dtypes)) for p in entry.pieces)
     return TablePlan(spec, pieces, head)
 

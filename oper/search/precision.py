@@ -77,12 +77,12 @@ class Blocks:
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
     """Cut a table into blocks of about equal hotness, the blocks of which `RowErrors` are measured.
 
-    Where the order of the rows is known, a block has at most about 1/64 of the table's rows.
+    A block has at most about 1/64 of the table's rows. Rows whose order is not known come last, in
+    the order of their ids.
     """
     problem = make_table(spec, stats, 1, 1)
-    num_known = spec.num_rows if problem.ids_are_positions else problem.head_ids.size
     sizes = np.diff(problem.edges)
-    parts = np.where(problem.edges[1:] <= num_known, -(-sizes * _PARTS // spec.num_rows), 1)
+    parts = -(-sizes * _PARTS // spec.num_rows)
     block = np.repeat(np.arange(sizes.size), parts)
     nth = np.arange(block.size) - np.repeat(np.cumsum(parts) - parts, parts)
     begins = problem.edges[block] + nth * sizes[block] // parts[block]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from oper.errors import InvalidInputError, UsageError
+from oper.errors import InvalidInputError, UsageError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, SYNCHRONIZE_BITS, Plan
 from oper.rows.capacity import DynamicRows, stats_of_rows
@@ -291,6 +291,10 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     from oper.search.planner import tighten_bound
 
     plan, problem = stated(args, _stats(args))
+    other = [t.table.name for t, of in zip(plan.tables, problem.tables, strict=True)
+             if (t.head_ids[:of.head_ids.size] != of.head_ids[:t.head_ids.size]).any()]
+    require(f"cannot price {args.plan!r}", "pass the statistics that the plan was made from",
+            ("tables with another hotness order in the statistics", other[:8], not other, "none"))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
     priced = replace(plan, step_us=found.step_us, batch_size=problem.batch_size, lower_bound_us=0.0)

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from oper import __version__
-from oper.errors import InvalidInputError, OperError, fail
-from oper.serve import metrics, wire
-from oper.serve.batching import ExpiredError, OverloadedError, PendingRequest
+from oper.errors import InvalidInputError, OperError
+from oper.serve import wire
+from oper.serve.batching import Batcher, ExpiredError, OverloadedError, PendingRequest
 from oper.serve.connection import JSON, Exchange
-from oper.serve.requests import Signature
+from oper.serve.metrics import CONTENT_TYPE, Shared, WorkerMetrics
+from oper.serve.options import ServeOptions
+from oper.serve.requests import Predictor
 
 log = logging.getLogger("oper.serve")
 TIMEOUT = b"oper-timeout-ms"  # header with the time that the client will wait
@@ -25,148 +27,138 @@ _BINARY = b"application/octet-stream"
 _HEADER_LENGTH = wire.HEADER_LENGTH.encode()
 
 
-class _Refused(Exception):
-    """An error answer: HTTP status, outcome for the metrics, message, allowed methods."""
+class _NoSuchAddressError(OperError):
+    """The path is not one of the server's."""
 
-    def __init__(self, status: int, outcome: str, text: str, allow: str = "") -> None:
-        super().__init__(text)
-        self.status, self.outcome, self.allow = status, outcome, allow
+
+class _WrongMethodError(OperError):
+    """The path cannot be asked with this method."""
+
+
+class _TooLargeError(OperError):
+    """The body is larger than `ServeOptions.max_bytes`."""
+
+
+# The status and, of scoring requests, the outcome in the metrics for each kind of error.
+_REFUSALS: dict[type[Exception], tuple[int, str]] = {
+    _NoSuchAddressError: (404, ""), _WrongMethodError: (405, "invalid"),
+    _TooLargeError: (413, "oversized"), InvalidInputError: (400, "invalid"),
+    OverloadedError: (503, "overloaded"), ExpiredError: (504, "expired"),
+    Exception: (500, "failed")}
 
 
 class App:
     """Answers HTTP requests of a worker.
 
     Args:
-        signature: the model's inputs.
-        submit: queues a validated request; see `oper.serve.batching.Batcher.submit`.
-        counted: this worker's metrics.
-        max_bytes: maximum size of a request's body.
-        page: returns the text of ``/metrics``.
+        predictor: the model.
+        options: options of the server.
+        shared: the memory of all workers.
+        place: index of this worker in `shared`.
+        submitted: called after a request has been queued in `batcher`.
 
     Attributes:
+        batcher: scores the requests.
+        counted: the worker's metrics.
         in_flight: number of unanswered scoring requests.
     """
 
-    def __init__(self, signature: Signature, submit: Callable[[PendingRequest], None],
-                 counted: metrics.WorkerMetrics, max_bytes: int,
-                 page: Callable[[], bytes]) -> None:
-        self.signature, self._submit, self._counted = signature, submit, counted
-        self._max_bytes, self._page = max_bytes, page
+    def __init__(self, predictor: Predictor, options: ServeOptions, shared: Shared, place: int,
+                 submitted: Callable[[], None]) -> None:
+        self.counted = WorkerMetrics(shared, place, predictor)
+        self.batcher = Batcher(predictor, options.batching, self.counted.observe_batch)
         self.in_flight = 0
-        self._model = f"/v2/models/{signature.name}"
-        self._infer_path = f"{self._model}/infer"
+        self._signature, self._max_bytes = predictor.signature, options.max_bytes
+        self._submitted = submitted
+        model = f"/v2/models/{self._signature.name}"
+        self._infer_path = f"{model}/infer"
+        # Health: a worker gets connections only while it is ready.
+        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
+            **dict.fromkeys(("/v2/health/live", "/v2/health/ready", f"{model}/ready"),
+                            lambda: (b"", JSON)),
+            "/v2": self._about, model: self._metadata,
+            "/metrics": lambda: (shared.page(), CONTENT_TYPE.encode())}
         # A header that tells clients which of their connections share a worker.
         self._worker = b"oper-worker", str(os.getpid()).encode()
 
     def handle(self, exchange: Exchange) -> None:
         """Answer a request immediately or, if it is to be scored, when its batch is done."""
-        is_scored = exchange.path == self._infer_path
+        path, method = exchange.path, exchange.method.decode("latin-1")
+        is_scored = path == self._infer_path
         self.in_flight += is_scored
         try:
+            if not is_scored and path not in self._pages:
+                raise _NoSuchAddressError(
+                    "no such address", "path", path, f"{self._infer_path} or one of "
+                    f"{sorted(self._pages)}", "use one of these paths")
+            allowed = "POST" if is_scored else "GET, HEAD"
+            if method not in allowed.split(", "):
+                raise _WrongMethodError(f"cannot answer at {path}", "method", method, allowed,
+                                        "use an allowed method")
             if is_scored:
                 self._infer(exchange)
             else:
-                self._get(exchange)
-        except _Refused as error:
+                exchange.answer(200, *self._pages[path]())
+        except Exception as error:
             self._refuse(exchange, error)
-        except Exception as error:  # a bug in this package: answer so that the client does not wait
-            log.exception("a request could not be answered")
-            self._refuse(exchange, _Refused(500, "failed", repr(error)))
 
     def abandoned(self, path: str) -> None:
         """Count a request whose connection closed before it was complete."""
         if path == self._infer_path:
-            self._counted.count("gone")
+            self.counted.count("gone")
 
-    # ---- health, metadata, metrics ---------------------------------------------------------------
+    def _about(self) -> tuple[bytes, bytes]:
+        return _dump(name="oper", version=__version__, extensions=["binary_tensor_data"],
+                     parameters={"model": self._signature.name}), JSON
 
-    def _get(self, exchange: Exchange) -> None:
-        path = exchange.path
-        health = ("/v2/health/live", "/v2/health/ready", f"{self._model}/ready")
-        if path in (*health, "/v2", self._model, "/metrics"):
-            _check_method(exchange, "GET, HEAD")
-        if path in health:
-            # A worker gets connections only while it is ready.
-            exchange.answer(200)
-        elif path == "/v2":
-            exchange.answer(200, _dump(name="oper", version=__version__,
-                                       extensions=["binary_tensor_data"],
-                                       parameters={"model": self.signature.name}))
-        elif path == self._model:
-            exchange.answer(200, self._metadata())
-        elif path == "/metrics":
-            exchange.answer(200, self._page(), metrics.CONTENT_TYPE.encode())
-        else:
-            raise _Refused(404, "", fail(
-                "no such address", "path", path,
-                f"{self._model}[/infer], /v2/health/live, /v2/health/ready or /metrics",
-                "use one of these paths"))
-
-    def _metadata(self) -> bytes:
-        s = self.signature
+    def _metadata(self) -> tuple[bytes, bytes]:
+        s = self._signature
         shapes = {"dense": [-1, s.num_dense], "lengths": [len(s.features), -1], "ids": [-1]}
         return _dump(
             name=s.name, platform="oper",
-            inputs=[{"name": n, "datatype": wire.INPUTS[n][0], "shape": shape}
+            inputs=[{"name": n, "datatype": wire.INPUTS[n], "shape": shape}
                     for n, shape in shapes.items()],
             outputs=[{"name": "scores", "datatype": "FP32", "shape": [-1]}],
-            parameters={"features": list(s.features), "num_rows": list(s.num_rows)})
+            parameters={"features": list(s.features), "num_rows": list(s.num_rows)}), JSON
 
     # ---- scores ----------------------------------------------------------------------------------
 
     def _infer(self, exchange: Exchange) -> None:
-        _check_method(exchange, "POST")
         if exchange.size > self._max_bytes:
             exchange.ends = True
-            raise _Refused(413, "oversized", fail(
-                "the request is too large", "bytes", exchange.size, f"<= {self._max_bytes}",
-                "send fewer samples at a time"))
+            raise _TooLargeError("the request is too large", "bytes", exchange.size,
+                                 f"<= {self._max_bytes}", "send fewer samples at a time")
         begin = time.monotonic()
-        try:
-            length = _number(exchange.headers, _HEADER_LENGTH)
-            timeout = _number(exchange.headers, TIMEOUT)
-            if length is not None and not length.is_integer():
-                raise InvalidInputError("cannot score the request", wire.HEADER_LENGTH, length,
-                                        "a whole number of bytes",
-                                        "send the length of the JSON header")
-            request = wire.decode_request(exchange.body, None if length is None else int(length),
-                                          self.signature)
-        except InvalidInputError as error:
-            raise _Refused(400, "invalid", str(error)) from None
+        length = _number(exchange.headers, _HEADER_LENGTH)
+        timeout = _number(exchange.headers, TIMEOUT)
+        if length is not None and not length.is_integer():
+            raise InvalidInputError("cannot score the request", wire.HEADER_LENGTH, length,
+                                    "a whole number of bytes", "send the length of the JSON header")
+        request = wire.decode_request(exchange.body, None if length is None else int(length),
+                                      self._signature)
         exchange.body = b""
         if not request.num_samples:
             self._send_scores(exchange, np.zeros(0, np.float32), 0)
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
-        decoded = time.monotonic()
-        try:
-            self._submit(PendingRequest(request, partial(self._scored, exchange, decoded), deadline,
-                                        begin))
-        except OverloadedError as error:
-            raise _Refused(503, "overloaded", str(error)) from None
+        self.batcher.submit(PendingRequest(
+            request, partial(self._scored, exchange, time.monotonic()), deadline, begin))
+        self._submitted()
 
     def _scored(self, exchange: Exchange, decoded: float, pending: PendingRequest) -> None:
         """Answer a request that the batcher has scored or refused."""
-        error = pending.error
-        if pending.result is not None:
-            scored = time.monotonic()
-            self._send_scores(exchange, *pending.result)
-            self._counted.observe_request(exchange.since, (
-                pending.arrived, decoded, pending.begun, scored, time.monotonic()),
-                pending.request.num_samples, pending.result[1])
-        elif isinstance(error, ExpiredError):
-            self._refuse(exchange, _Refused(504, "expired", str(error)))
-        elif isinstance(error, InvalidInputError):
-            self._refuse(exchange, _Refused(400, "invalid", str(error)))
-        else:
-            log.error("the model failed on a request", exc_info=error)
-            what = str(error) if isinstance(error, OperError) else (
-                f"the model failed: {type(error).__name__}; see the server's log")
-            self._refuse(exchange, _Refused(500, "failed", what))
+        if pending.result is None:
+            self._refuse(exchange, pending.error or RuntimeError("no result"))
+            return
+        scored = time.monotonic()
+        self._send_scores(exchange, *pending.result)
+        self.counted.observe_request(
+            exchange.since, (pending.arrived, decoded, pending.begun, scored, time.monotonic()),
+            pending.request.num_samples, pending.result[1])
 
     def _send_scores(self, exchange: Exchange, scores: np.ndarray, epoch: int) -> None:
         # Clients that send tensors as JSON get scores as JSON.
-        body, length = wire.encode_scores(scores, epoch, self.signature.name,
+        body, length = wire.encode_scores(scores, epoch, self._signature.name,
                                           _HEADER_LENGTH in exchange.headers)
         more = [self._worker]
         if length is not None:
@@ -174,27 +166,22 @@ class App:
         self._done("ok")
         exchange.answer(200, body, JSON if length is None else _BINARY, more)
 
-    def _refuse(self, exchange: Exchange, error: _Refused) -> None:
-        more = []
-        if error.allow:
-            more.append((b"allow", error.allow.encode()))
-        if error.status == 503:
-            more.append((b"retry-after", b"1"))
-        if exchange.path == self._infer_path:
-            self._done(error.outcome)
-        exchange.answer(error.status, _dump(error=str(error)), JSON, more)
+    def _refuse(self, exchange: Exchange, error: Exception) -> None:
+        is_scored = exchange.path == self._infer_path
+        status, outcome = next(x for kind, x in _REFUSALS.items() if isinstance(error, kind))
+        if status == 500:
+            log.error("a request could not be answered", exc_info=error)
+        text = str(error) if isinstance(error, OperError) else (
+            f"the model failed: {type(error).__name__}; see the server's log")
+        more = {405: [(b"allow", b"POST" if is_scored else b"GET, HEAD")],
+                503: [(b"retry-after", b"1")]}.get(status, [])
+        if is_scored:
+            self._done(outcome)
+        exchange.answer(status, _dump(error=text), JSON, more)
 
     def _done(self, outcome: str) -> None:
         self.in_flight -= 1
-        self._counted.count(outcome)
-
-
-def _check_method(exchange: Exchange, allowed: str) -> None:
-    method = exchange.method.decode("latin-1")
-    if method not in allowed.split(", "):
-        raise _Refused(405, "invalid", fail(
-            f"cannot answer at {exchange.path}", "method", method, allowed,
-            "use an allowed method"), allowed)
+        self.counted.count(outcome)
 
 
 def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:

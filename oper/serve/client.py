@@ -36,12 +36,13 @@ class _Connection(http.client.HTTPConnection):
     """
 
     worker: str | None = None
+    sock: Any  # socket.socket, or None before `connect`
     _held: list[bytes] | None = None
 
     def connect(self) -> None:
         super().connect()
-        _socket(self).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _socket(self).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
 
     def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Send a request, head and body in one call of `socket.send`."""
@@ -132,9 +133,10 @@ class Client:
             DeadlineError: there is no answer within `timeout_s`.
         """
         dense = np.ascontiguousarray(dense, np.float32)
-        names = [*features, *(user or {})]
+        given = [*features.items(), *(user or {}).items()]
+        names = [name for name, _ in given]
         ids, lengths = [np.zeros(0, np.int64)], np.zeros((len(names), dense.shape[0]), np.int32)
-        for k, (name, value) in enumerate([*features.items(), *(user or {}).items()]):
+        for k, (name, value) in enumerate(given):
             size = dense.shape[0] if k < len(features) else 1
             pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
             ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
@@ -216,9 +218,10 @@ class Client:
 
     def _call(self, method: str, path: str, body: bytes = b"",
               headers: Mapping[str, str] | None = None) -> tuple[http.client.HTTPResponse, bytes]:
-        until = time.monotonic() + self.timeout_s
+        place, until = f"no scores from {self._place[0]}:{self._place[1]}", (
+            time.monotonic() + self.timeout_s)
         pause, problem, lost = _FIRST_PAUSE_S, "", 0
-        while (left := until - time.monotonic()) > 0:
+        while lost <= _MAX_LOST and (left := until - time.monotonic()) > 0:
             try:
                 answer, data = self._once(method, path, body, headers or {}, left)
             except TimeoutError:
@@ -227,32 +230,35 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
                 lost += not isinstance(error, ConnectionRefusedError)
-                if lost > _MAX_LOST:
-                    break
             else:
                 if answer.status == 200:
                     return answer, data
                 problem = _message(data)
                 if answer.status != 503:
                     raise ServerError(answer.status, problem)
-            with self._lock:
-                self.counts.retries += 1
-            # A random pause, so that clients of the same failed worker do not all retry at once.
-            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5), until - time.monotonic())))
-            pause = min(2 * pause, _LAST_PAUSE_S)
+            if lost <= _MAX_LOST:
+                with self._lock:
+                    self.counts.retries += 1
+                # Random, so that clients of the same failed worker do not all retry at once.
+                time.sleep(max(0.0, min(pause * random.uniform(0.5, 1.5),
+                                        until - time.monotonic())))
+                pause = min(2 * pause, _LAST_PAUSE_S)
         if lost > _MAX_LOST:
-            raise ServerError(0, fail(
-                f"no scores from {self._place[0]}:{self._place[1]}", "connections lost", lost,
-                f"<= {_MAX_LOST} for one request ({problem})", "check the server's log"))
-        raise DeadlineError(f"no scores from {self._place[0]}:{self._place[1]}", "timeout_s",
-                            self.timeout_s, f"an answer in time ({problem})", "check the server")
+            raise ServerError(0, fail(place, "connections lost", lost,
+                                      f"<= {_MAX_LOST} for one request ({problem})",
+                                      "check the server's log"))
+        raise DeadlineError(place, "timeout_s", self.timeout_s, f"an answer in time ({problem})",
+                            "check the server")
 
     def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
               left: float) -> tuple[http.client.HTTPResponse, bytes]:
         connection = self._take()
         worker = connection.worker
         try:
-            self._open(connection, left)
+            connection.timeout = left
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(left)
             connection.ask(method, path, body, {**headers, TIMEOUT: f"{left * 1e3:.0f}"})
             answer = connection.getresponse()
             data = answer.read()
@@ -262,15 +268,12 @@ class Client:
             raise
         finally:
             self._has_answered(worker)
-        if answer.will_close:
+        with self._lock:
+            keep = not answer.will_close and len(self._idle) < _MAX_IDLE
+            if keep:
+                self._idle.append(connection)
+        if not keep:
             connection.close()
-        else:
-            with self._lock:
-                keep = len(self._idle) < _MAX_IDLE
-                if keep:
-                    self._idle.append(connection)
-            if not keep:
-                connection.close()
         return answer, data
 
     def _take(self) -> _Connection:
@@ -294,12 +297,6 @@ class Client:
             if not self._asked[worker]:
                 del self._asked[worker]  # workers come and go
 
-    def _open(self, connection: _Connection, timeout: float) -> None:
-        connection.timeout = timeout
-        if connection.sock is None:
-            connection.connect()
-        _socket(connection).settimeout(timeout)
-
 
 def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
     """Convert integers to `dtype`; raises InvalidInputError for floats (NumPy truncates them)."""
@@ -315,10 +312,6 @@ def _is_closed(idle: socket.socket) -> bool:
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _socket(connection: http.client.HTTPConnection) -> Any:
-    return connection.sock
 
 
 def _message(data: bytes) -> str:

@@ -47,25 +47,33 @@ class Owner(Protocol):
 
 
 class Exchange:
-    """A request and the means to answer it.
+    """A request, and the means to answer it once it is complete.
 
     Attributes:
-        method, path, headers: the request; header names are in lower case.
+        method, url, headers: the request; header names are in lower case.
         since: time at which its first byte arrived, as `time.monotonic` returns it.
         size: size of the body in bytes.
         body: the body; empty if it is larger than `ServeOptions.max_bytes`.
         ends: whether the connection closes after the answer.
+        response: status, body, content type and further headers of the answer, once there is one.
     """
 
-    __slots__ = ("_connection", "body", "ends", "headers", "method", "path", "response", "since",
-                 "size")
+    __slots__ = ("_connection", "body", "ends", "headers", "method", "response", "since", "size",
+                 "url")
 
-    def __init__(self, connection: Connection, method: bytes, path: str,
-                 headers: dict[bytes, bytes], size: int = 0) -> None:
-        self._connection, self.method, self.path = connection, method, path
-        self.headers, self.size, self.body, self.ends = headers, size, b"", True
-        self.since = connection.since
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self.since, self.ends = connection, 0.0, True
+        self.method, self.url, self.body, self.size = b"", b"", b"", 0
+        self.headers: dict[bytes, bytes] = {}
         self.response: tuple[int, bytes, bytes, Headers] | None = None
+
+    @property
+    def path(self) -> str:
+        """The path of `url`."""
+        try:
+            return str(httptools.parse_url(self.url).path.decode())
+        except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
+            return self.url.decode("latin-1")
 
     def answer(self, status: int, body: bytes = b"", kind: bytes = JSON, more: Headers = ()
                ) -> None:
@@ -92,8 +100,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._pending: deque[Exchange] = deque()
-        self._whole: list[Exchange] = []  # complete requests that are not handled yet
+        self._pending: deque[Exchange] = deque()  # complete requests, unanswered
         self._unread = 0  # bytes received since the last complete request
         self.since = time.monotonic()
         self._blocked_since = float("inf")  # since when the client has not read its answers
@@ -104,49 +111,52 @@ class Connection(asyncio.Protocol):
     # ---- the parser's callbacks ------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._url, self._headers = b"", cast("dict[bytes, bytes]", {})
+        self._request = Exchange(self)
         self._parts: list[bytes] = []
-        self._size, self._announced, self._in_body = 0, 0, False
+        self._announced, self._in_body = 0, False
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        self._request.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        self._request.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         self._in_body = True
-        announced = self._headers.get(b"content-length", b"0")
+        headers = self._request.headers
+        announced = headers.get(b"content-length", b"0")
         self._announced = int(announced) if announced.isdigit() else 0
-        if b"expect" in self._headers and not self._pending and (
+        if b"expect" in headers and not self._pending and not self._ends and (
                 self._announced <= self._owner.options.max_bytes):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._size += len(body)
-        if self._size <= self._owner.options.max_bytes:
+        self._request.size += len(body)
+        if self._request.size <= self._owner.options.max_bytes:
             self._parts.append(body)
         else:
             self._parts.clear()
 
     def on_message_complete(self) -> None:
-        exchange = self._exchange(self._size)
-        parts = self._parts
-        exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        exchange.ends = not self._parser.should_keep_alive() or self._parser.should_upgrade() or (
-            self._parser.get_http_version() != "1.1")
-        self._whole.append(exchange)
+        request, parser = self._request, self._parser
+        request.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        request.ends = not parser.should_keep_alive() or parser.should_upgrade() or (
+            parser.get_http_version() != "1.1")
         self._in_body, self._unread = False, 0
+        if parser.should_upgrade() and self._announced:  # the parser does not parse the body
+            self._refuse_malformed("Upgrade with a body")
+        else:
+            self._handle()
 
-    def _exchange(self, size: int = 0) -> Exchange:
-        """Return the request that is being parsed."""
-        return Exchange(self, self._parser.get_method(), self._path(), self._headers, size)
-
-    def _path(self) -> str:
-        try:
-            return str(httptools.parse_url(self._url).path.decode())
-        except (httptools.HttpParserInvalidURLError, AttributeError, UnicodeDecodeError):
-            return self._url.decode("latin-1")
+    def _handle(self) -> None:
+        """Pass the request to the owner, unless an earlier one was the connection's last."""
+        if self._ends:
+            return
+        request = self._request
+        request.method, request.since = self._parser.get_method(), self.since
+        self._pending.append(request)
+        self._ends = request.ends
+        self._owner.handle(request)
 
     # ---- asyncio's callbacks ---------------------------------------------------------------------
 
@@ -159,7 +169,7 @@ class Connection(asyncio.Protocol):
         self._owner.connections.discard(self)
         self._pending.clear()
         if self._in_body and not self._ends:
-            self._owner.abandoned(self._path())
+            self._owner.abandoned(self._request.path)
 
     def eof_received(self) -> bool:
         """Keep the connection open for pending answers after the client has finished sending."""
@@ -185,40 +195,31 @@ class Connection(asyncio.Protocol):
         if not self._unread:
             self.since = time.monotonic()
         self._unread += len(data)
-        problem = ""
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # ignored: no other protocol is supported
-            if self._announced and self._whole:  # the parser does not parse the body
-                self._whole.pop()
-                problem = "Upgrade with a body"
-        except httptools.HttpParserError as error:
-            problem = str(error)
-        if self._take_in():
+        problem = self._parse(data)
+        most, size = self._owner.options.max_bytes, max(self._request.size, self._announced)
+        if problem is None:
             return
-        most, size = self._owner.options.max_bytes, max(self._size, self._announced)
         if problem:
-            self._refuse(400, fail("cannot read the request", "HTTP", problem, "HTTP/1.1",
-                                   "send a well-formed HTTP/1.1 request"))
+            self._refuse_malformed(problem)
         elif self._in_body and size > _PATIENCE * most:
-            self._whole.append(self._exchange(size))  # the owner refuses it by its size
-            self._take_in()
+            self._request.size = size
+            self._handle()  # the owner refuses it by its size
         elif self._unread > (limit := _MAX_HEAD + (_FRAMING * most if self._in_body else 0)):
             self._refuse(400, fail("cannot read the request", "bytes", self._unread,
                                    f"<= {limit}", "send shorter headers or larger chunks"))
         if len(self._pending) > _MAX_PIPELINED:
             self._transport.pause_reading()
 
-    def _take_in(self) -> bool:
-        """Pass complete requests to the owner; return whether no further requests are read."""
-        whole, self._whole = self._whole, []
-        for exchange in whole:
-            self._pending.append(exchange)
-            self._ends = exchange.ends
-            self._owner.handle(exchange)
-            if self._ends:
-                break
-        return self._ends
+    def _parse(self, data: bytes) -> str | None:
+        """Return what is wrong with `data`, or None if no further requests are read."""
+        problem = ""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is supported
+        except httptools.HttpParserError as error:
+            problem = str(error)
+        return None if self._ends else problem
 
     # ---- answers ---------------------------------------------------------------------------------
 
@@ -239,9 +240,8 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"".join(lines))
             self.last_used = next(self._uses)
             if ends:
-                self._ends = True
+                self.close()
                 pending.clear()
-                self._transport.close()
         if not self._unread:
             self.since = time.monotonic()
         if self._blocked_since == float("inf") and not self._ends and (
@@ -251,11 +251,14 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: int, text: str) -> None:
         """Answer an incomplete or invalid request, then close the connection."""
         if self._in_body:
-            self._owner.abandoned(self._path())
+            self._owner.abandoned(self._request.path)
         self._ends = True
-        exchange = Exchange(self, b"", "", {})
-        self._pending.append(exchange)
-        exchange.answer(status, json.dumps({"error": text}).encode())
+        self._pending.append(Exchange(self))
+        self._pending[-1].answer(status, json.dumps({"error": text}).encode())
+
+    def _refuse_malformed(self, problem: str) -> None:
+        self._refuse(400, fail("cannot read the request", "HTTP", problem, "HTTP/1.1",
+                               "send a well-formed HTTP/1.1 request"))
 
     # ---- interface to the worker -----------------------------------------------------------------
 
@@ -273,10 +276,6 @@ class Connection(asyncio.Protocol):
         self._ends = True
         self._transport.close()
 
-    def abort(self) -> None:
-        """Close the connection immediately."""
-        self._transport.abort()
-
     def expire(self, now: float) -> None:
         """Close the connection if one of its time limits has passed.
 
@@ -285,7 +284,7 @@ class Connection(asyncio.Protocol):
         """
         options = self._owner.options
         if now - self._blocked_since > options.read_s:
-            self.abort()
+            self._transport.abort()
         elif self._ends or self._pending:
             return
         elif not self._unread and not self._in_body:

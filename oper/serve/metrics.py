@@ -1,18 +1,22 @@
 """Prometheus metrics of all workers, in memory that they share with the supervisor.
 
-Each worker has its own counters. A worker that replaces a failed one continues with its counters;
-only the gauges are reset.
+Each worker has its own counters, and a ring buffer of what it did while a trace is recorded. A
+worker that replaces a failed one continues with its counters; only the gauges are reset.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+log = logging.getLogger("oper.serve")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
 _SAMPLES = tuple(float(1 << k) for k in range(15))
@@ -22,6 +26,11 @@ _REQUESTS = tuple(float(1 << k) for k in range(9))
 STAGES = ("receive", "decode", "wait", "score", "answer")
 _OUTCOMES = ("ok", "invalid", "oversized", "overloaded", "expired", "failed", "gone")
 _DOMAINS = ("local", "remote")
+# Records of a trace: their kind, begin, then end and numbers of the kind. Times are in seconds, as
+# `time.monotonic` returns them, a clock that the processes of a host share.
+REQUEST, BATCH, LOOKUP = range(3)
+_RECORDS, _WIDTH = 4096, 9  # of a worker's ring buffer; numbers of a record
+_LOOKUPS = 64  # most lookups of one batch in a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class Metric:
         kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
         about: help text.
         label: name of the label that distinguishes the series; "" if there is one series.
-        values: values of the label, one per series; of the label ``feature`` those of a `Layout`.
+        values: values of the label, one per series; () = the features with raw keys.
         buckets: upper bounds of a histogram's buckets.
     """
 
@@ -49,36 +58,29 @@ class Metric:
         """The metric's full name in Prometheus' text format."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
-    @property
-    def width(self) -> int:
-        """Number of counters per series; a histogram has its buckets, an overflow bucket and the
-        sum."""
-        return len(self.buckets) + 2 if self.kind == "histogram" else 1
+    def lines(self, values: Sequence[str], numbers: np.ndarray) -> Iterator[str]:
+        """Yield the lines of the series with these values of the label in Prometheus' text format.
 
-    def lines(self, series: Sequence[np.ndarray]) -> Iterator[str]:
-        """Yield the lines of all series in Prometheus' text format."""
+        `numbers` has one row per series: one number, or those of a histogram's buckets, of larger
+        amounts, and their sum.
+        """
         yield f"# HELP {self.family} {self.about}"
         yield f"# TYPE {self.family} {self.kind}"
-        for value, numbers in zip(self.values, series, strict=True):
-            label = f'{self.label}="{_escaped(value)}"' if self.label else ""
-            mark = f"{{{label}}}" if label else ""
+        for value, row in zip(values, numbers, strict=True):
+            value = value.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
+            label = f'{self.label}="{value}"' if self.label else ""
+            mark, comma = f"{{{label}}}" if label else "", "," if label else ""
             if self.kind != "histogram":
-                yield f"{self.family}{mark} {float(numbers[0])}"
+                yield f"{self.family}{mark} {float(row[0])}"
                 continue
-            counts = np.cumsum(numbers[:-1])
+            counts = np.cumsum(row[:-1]).tolist()
             for bound, count in zip((*self.buckets, "+Inf"), counts, strict=True):
-                more = f"{label}," if label else ""
-                yield f'{self.name}_bucket{{{more}le="{bound}"}} {float(count)}'
-            yield f"{self.name}_count{mark} {float(counts[-1])}"
-            yield f"{self.name}_sum{mark} {float(numbers[-1])}"
+                yield f'{self.name}_bucket{{{label}{comma}le="{bound}"}} {count}'
+            yield f"{self.name}_count{mark} {counts[-1]}"
+            yield f"{self.name}_sum{mark} {float(row[-1])}"
 
 
-def _escaped(label: str) -> str:
-    """Return a label's value as Prometheus' text format requires."""
-    return label.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
-
-
-_REQUEST = Metric("oper_requests", "counter", "Requests by outcome.", "outcome", _OUTCOMES)
+_ANSWERED = Metric("oper_requests", "counter", "Requests by outcome.", "outcome", _OUTCOMES)
 _LATENCY = Metric("oper_request_seconds", "histogram", "Time from a complete request to its "
                   "scores.", buckets=_LATENCY_S)
 _STAGE = Metric("oper_stage_seconds", "histogram", "Time of each consecutive stage of a request.",
@@ -98,10 +100,9 @@ _UNKNOWN_KEYS = Metric("oper_unknown_keys_read", "counter", "Raw keys looked up 
                        "and read the default row, by feature.", "feature", ())
 _EPOCH = Metric("oper_weights_epoch", "gauge", "Epoch of the weights in use; the lowest of all "
                 "workers.")
-WORKERS = (_REQUEST, _LATENCY, _STAGE, _BATCH_SAMPLES, _BATCH_REQUESTS, _BATCH_SECONDS, _QUEUED,
+WORKERS = (_ANSWERED, _LATENCY, _STAGE, _BATCH_SAMPLES, _BATCH_REQUESTS, _BATCH_SECONDS, _QUEUED,
            _IN_FLIGHT, _ROWS, _KEYS, _UNKNOWN_KEYS, _EPOCH)
-# Metrics of the supervisor: (metric, field of `oper.serve.server.Counts`, factor to the metric's
-# unit).
+# Metrics of the supervisor: (metric, field of `Shared.counts`, factor to the metric's unit).
 SUPERVISOR = (
     (Metric("oper_workers", "gauge", "Workers that take requests."), "workers", 1.0),
     (Metric("oper_worker_restarts", "counter", "Workers that exited and were replaced."),
@@ -114,72 +115,97 @@ SUPERVISOR = (
             "published delta to its use."), "weights_lag_us", 1e-6))
 
 
-class Layout:
-    """The places of a worker's counters.
+class Counts(ctypes.Structure):
+    """The supervisor's counters."""
+
+    _fields_ = [(name, ctypes.c_long) for name in (
+        *(field for _, field, _ in SUPERVISOR), "is_tracing")]
+
+
+class Shared:
+    """The memory that the supervisor shares with its workers.
 
     Args:
+        context: the context of `multiprocessing` that starts the workers.
+        workers: number of workers.
         key_features: features whose ids are raw keys.
 
     Attributes:
-        metrics: the workers' metrics, with the values of all labels.
-        places: offset of each series by (metric, label value).
-        size: number of counters per worker.
+        counts: the supervisor's counters, whole numbers; workers record traces while
+            ``counts.is_tracing`` is not 0.
+        metrics: the workers' metrics, each with the values of its label.
     """
 
-    def __init__(self, key_features: tuple[str, ...] = ()) -> None:
-        self.key_features = key_features
-        of_keys = (_KEYS, _UNKNOWN_KEYS)
-        self.metrics = [replace(m, values=key_features) if m in of_keys else m
-                        for m in WORKERS if key_features or m not in of_keys]
-        self.places, self.size = dict[tuple[str, str], int](), 0
-        for metric in self.metrics:
-            for value in metric.values:
-                self.places[metric.name, value] = self.size
-                self.size += metric.width
+    def __init__(self, context: Any, workers: int, key_features: tuple[str, ...] = ()) -> None:
+        self.metrics = [(m, m.values or key_features) for m in WORKERS if m.values or key_features]
+        self._types = [
+            *((m.name, float, (len(values), len(m.buckets) + 2 if m.buckets else 1))
+              for m, values in self.metrics),
+            ("ring", float, (_RECORDS, _WIDTH)), ("written", int), ("process", int),
+            ("connections", int)]
+        self._memory = context.RawArray(ctypes.c_char, workers * np.dtype(self._types).itemsize)
+        self.counts = context.RawValue(Counts)
+        self.workers()["connections"] = -1
 
-    def of_worker(self, numbers: Any, worker: int) -> Any:
-        """Return a worker's part of the shared counters, a memoryview of float64 [size]."""
-        whole = memoryview(numbers).cast("B").cast("d")
-        return whole[worker * self.size:(worker + 1) * self.size]
+    def workers(self) -> np.ndarray:
+        """Return the memory of the workers, a record of their metrics by name for each.
 
-    def forget(self, numbers: Any, worker: int) -> None:
-        """Reset the gauges of a worker that has exited."""
-        mine = self.of_worker(numbers, worker)
-        for metric in self.metrics:
+        ``ring`` has the last records of a trace, ``written`` is how many there were, ``process`` is
+        the id of the process, and ``connections`` the number of open connections, -1 if it does not
+        accept any.
+        """
+        return np.frombuffer(self._memory, np.dtype(self._types))
+
+    def forget(self, worker: int) -> None:
+        """Reset the gauges and connections of a worker that has exited."""
+        self.workers()[worker]["connections"] = -1
+        for metric, _ in self.metrics:
             if metric.kind == "gauge":
-                mine[self.places[metric.name, ""]] = 0.0
+                self.workers()[worker][metric.name][:] = 0.0
+
+    def page(self) -> bytes:
+        """Return the metrics of supervisor and workers in Prometheus' text format."""
+        lines = [line for metric, field, unit in SUPERVISOR for line in metric.lines(
+            [""], np.array([[getattr(self.counts, field) * unit]]))]
+        for metric, values in self.metrics:
+            numbers = self.workers()[metric.name]
+            if metric is _EPOCH:  # the lowest; a worker that has not reported yet has 0
+                lines += metric.lines(values, np.min(numbers, 0, where=numbers > 0, initial=np.inf)
+                                      if numbers.any() else numbers[0])
+            else:
+                lines += metric.lines(values, numbers.sum(axis=0))
+        return ("\n".join(lines) + "\n").encode()
 
 
 class WorkerMetrics:
-    """Updates the metrics of one worker.
+    """Counts what one worker does, and records it while a trace is made.
 
     Args:
-        numbers: counters of all workers, shared ``double [workers * layout.size]``.
+        shared: the memory of all workers.
         worker: the worker's index.
-        layout: the places of the counters.
+        predictor: the worker's predictor.
     """
 
-    def __init__(self, numbers: Any, worker: int, layout: Layout) -> None:
-        self._numbers = layout.of_worker(numbers, worker)
-        self._places, self._key_features = layout.places, layout.key_features
-        self._stages = [self._places[_STAGE.name, stage] for stage in STAGES]
+    def __init__(self, shared: Shared, worker: int, predictor: Any) -> None:
+        self._mine, self._counts = shared.workers()[worker], shared.counts
+        self._mine["process"] = os.getpid()
+        self._series = {(m.name, value): row for m, values in shared.metrics
+                        for value, row in zip(values, self._mine[m.name], strict=True)}
+        self._keys = [f for name, f in self._series if name == _KEYS.name]
         self._seen: dict[tuple[str, str], int] = {}
+        self._predictor = predictor
+        self._has_lookups = hasattr(predictor, "trace_lookups") and hasattr(predictor,
+                                                                            "take_lookups")
+        self._looks = False  # whether the predictor records its lookups
 
-    def _add(self, metric: Metric, value: str, amount: float) -> None:
-        self._numbers[self._places[metric.name, value]] += amount
-
-    def _add_since(self, metric: Metric, value: str, total: int) -> None:
-        """Add what has been added to `total` since the last call."""
-        self._add(metric, value, total - self._seen.get((metric.name, value), 0))
-        self._seen[metric.name, value] = total
-
-    def _observe(self, metric: Metric, amount: float, at: int = -1) -> None:
-        at = self._places[metric.name, ""] if at < 0 else at
-        self._numbers[at + bisect_left(metric.buckets, amount)] += 1
-        self._numbers[at + len(metric.buckets) + 1] += amount
+    def _observe(self, metric: Metric, amount: float, value: str = "") -> None:
+        row = self._series[metric.name, value]
+        row[bisect_left(metric.buckets, amount)] += 1
+        row[-1] += amount
 
     def count(self, outcome: str) -> None:
-        self._add(_REQUEST, outcome, 1)
+        """Count a request that was answered, or given up."""
+        self._series[_ANSWERED.name, outcome][0] += 1
 
     def observe_request(self, begin: float, ends: Sequence[float], samples: int, epoch: int
                         ) -> None:
@@ -191,45 +217,54 @@ class WorkerMetrics:
             samples: number of its samples.
             epoch: epoch of the weights.
         """
+        if self._counts.is_tracing:
+            self._write(REQUEST, begin, *ends, samples, epoch)
         self._observe(_LATENCY, ends[3] - ends[0])
-        for at, end in zip(self._stages, ends, strict=True):
-            self._observe(_STAGE, end - begin, at)
+        for stage, end in zip(STAGES, ends, strict=True):
+            self._observe(_STAGE, end - begin, stage)
             begin = end
 
     def observe_batch(self, requests: int, samples: int, begin: float, end: float) -> None:
+        """Record a scored batch, and the lookups that the predictor has recorded for it."""
         self._observe(_BATCH_REQUESTS, requests)
         self._observe(_BATCH_SAMPLES, samples)
         self._observe(_BATCH_SECONDS, end - begin)
+        is_on = bool(self._counts.is_tracing)
+        if is_on:
+            self._write(BATCH, begin, end, requests, samples)
+        if self._has_lookups and (is_on or self._looks):
+            try:
+                self._trace_lookups(is_on)
+            except Exception:  # the batch's requests must be answered
+                log.exception("no lookups in traces: the predictor cannot record them")
+                self._has_lookups = False
 
-    def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
-        """Set the gauges: queued samples, unanswered requests, and the epoch in use."""
-        for metric, value in ((_QUEUED, queued), (_IN_FLIGHT, in_flight), (_EPOCH, epoch)):
-            self._numbers[self._places[metric.name, ""]] = value
+    def _trace_lookups(self, is_on: bool) -> None:
+        if is_on and self._looks:
+            for begin, end in self._predictor.take_lookups():
+                self._write(LOOKUP, begin, end)
+        if is_on != self._looks:
+            self._predictor.trace_lookups(_LOOKUPS if is_on else 0)
+            self._looks = is_on
 
-    def observe_reads(self, predictor: Any) -> None:
-        """Add rows and keys read since the last call, from a predictor's totals `rows_read` and,
-        if it has them, `keys_read`."""
-        total = predictor.rows_read()
-        for domain in _DOMAINS:
-            self._add_since(_ROWS, domain, total.get(domain, 0))
+    def _write(self, *numbers: float) -> None:
+        count = int(self._mine["written"])
+        self._mine["ring"][count % _RECORDS, :len(numbers)] = numbers
+        self._mine["written"] = count + 1
+
+    def report(self, queued: int, in_flight: int) -> None:
+        """Update the gauges, and add the rows and keys that the predictor has read since the last
+        call."""
+        predictor = self._predictor
+        for metric, value in ((_QUEUED, queued), (_IN_FLIGHT, in_flight),
+                              (_EPOCH, predictor.epoch)):
+            self._series[metric.name, ""][0] = value
+        rows = predictor.rows_read()
         keys: Mapping[str, tuple[int, int]] = getattr(predictor, "keys_read", dict)()
-        for feature in self._key_features:
-            num_keys, num_unknown = keys.get(feature, (0, 0))
-            self._add_since(_KEYS, feature, num_keys)
-            self._add_since(_UNKNOWN_KEYS, feature, num_unknown)
-
-
-def page(numbers: Any, counts: Any, layout: Layout) -> bytes:
-    """Return the metrics of supervisor and workers in Prometheus' text format."""
-    table = np.frombuffer(numbers, np.float64).reshape(-1, layout.size)
-    lines = [line for metric, field, unit in SUPERVISOR
-             for line in metric.lines([np.array([getattr(counts, field) * unit])])]
-    for metric in layout.metrics:
-        series = [table[:, at:at + metric.width] for at in (
-            layout.places[metric.name, value] for value in metric.values)]
-        if metric is _EPOCH:  # a worker that has not reported yet has 0
-            known = series[0][series[0] > 0]
-            lines += metric.lines([np.array([known.min() if known.size else 0.0])])
-        else:
-            lines += metric.lines([x.sum(axis=0) for x in series])
-    return ("\n".join(lines) + "\n").encode()
+        totals = {(_ROWS.name, domain): rows.get(domain, 0) for domain in _DOMAINS}
+        for feature in self._keys:
+            totals[_KEYS.name, feature], totals[_UNKNOWN_KEYS.name, feature] = keys.get(
+                feature, (0, 0))
+        for at, total in totals.items():
+            self._series[at][0] += total - self._seen.get(at, 0)
+        self._seen = totals

@@ -47,6 +47,7 @@ class PublishedModel:
             returning it to the system.
 
     Attributes:
+        publication_name: name of the publication that workers attach to.
         read_folder: function from a training folder to weights that `publish` accepts; None =
             `oper.train.trained.read_weights`.
         changed_maps: function from the changed keys of a `Change` to the ``elements`` of
@@ -69,14 +70,10 @@ class PublishedModel:
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._publication: Any = oper.publish(model, name, weights=rest, keep_spare=keep_spare,
                                               **publish_options(row_dtype))
+        self.publication_name = str(self._publication.name)
         self.read_folder: Callable[[str | os.PathLike[str]], Any] | None = None
         self.changed_maps: Callable[[Any], Any] | None = None
         self._reads_again: Callable[[], Any] | None = None
-
-    @property
-    def publication_name(self) -> str:
-        """Name of the publication that workers attach to."""
-        return str(self._publication.name)
 
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:
         """Make `publish` without arguments publish the result of `read`; return the model."""
@@ -85,7 +82,7 @@ class PublishedModel:
 
     def opener(self) -> Callable[[], Predictor]:
         """See `Source`."""
-        return functools.partial(AttachedModel, self._build, self._publication.name,
+        return functools.partial(AttachedModel, self._build, self.publication_name,
                                  self.signature)
 
     def publish(self, weights: Any = None) -> int:
@@ -159,7 +156,9 @@ class AttachedModel:
         self._last_shared: tuple[tuple[int, ...], Any] = (), None  # cached: features, their mask
         model = build("meta")
         self._keys_read: Any = getattr(model, "keys_read", None)
-        self._served: Any = oper.attach(model, name, fuse=True)
+        served: Any = oper.attach(model, name, fuse=True)
+        self._served, self.close = served, served.close
+        self.rows_read, self.trace_lookups = served.rows_read, served.trace_lookups
 
     @property
     def epoch(self) -> int:
@@ -188,25 +187,13 @@ class AttachedModel:
             logits = self._served(torch.from_numpy(batch.dense), features, *shared)
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 
-    def rows_read(self) -> dict[str, int]:
-        """See `Predictor`."""
-        return dict(self._served.rows_read())
-
     def keys_read(self) -> dict[str, tuple[int, int]]:
         """See `Predictor`."""
         return {} if self._keys_read is None else dict(self._keys_read.counts)
 
-    def trace_lookups(self, most: int) -> None:
-        """See `Predictor`."""
-        self._served.trace_lookups(most)
-
     def take_lookups(self) -> list[tuple[float, float]]:
         """See `Predictor`."""
         return [(s.begin_ns / 1e9, s.end_ns / 1e9) for s in self._served.take_lookups()]
-
-    def close(self) -> None:
-        """Detach from the publication."""
-        self._served.close()
 
 
 def load_model(folder: str | os.PathLike[str], name: str = "dlrm",

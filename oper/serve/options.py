@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from oper.errors import require_fields
+from oper.ranges import Amount, Positive, Rule, rules_of, within
 from oper.serve.tracing import check_trace
 from oper.stats import AccessStats
+
+_TenthsOfSeconds = Annotated[float, Rule(lambda x: 0.1 <= x < float("inf"), "a number >= 0.1")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +29,12 @@ class BatchOptions:
         InvalidInputError: a value is out of range.
     """
 
-    max_samples: int = 1024
-    max_wait_ms: float = 0.0
-    max_queued: int = 16_384
+    max_samples: Positive = 1024
+    max_wait_ms: Amount = 0.0
+    max_queued: Positive = 16_384
 
     def __post_init__(self) -> None:
-        _check(self, "invalid batching", max_samples=1, max_wait_ms=0, max_queued=1)
+        require_fields(self, "invalid batching", "choose a value in this range", *rules_of(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,6 @@ class ServeOptions:
         workers: number of worker processes.
         threads: torch threads per worker.
         batching: batching options of each worker.
-        spin_us: how long an idle worker polls for new requests before it sleeps, microseconds.
-            Polling avoids the latency of waking up a core but keeps it busy.
-        trace: the file to which SIGUSR1 makes a server record a trace, see `oper.serve.Server.
-            trace`; "" = none.
-        trace_s: length of such a trace, seconds; None = 5.
         max_bytes: maximum size of a request's body.
         max_connections: maximum connections per worker; beyond it, new connections replace idle
             ones.
@@ -55,23 +53,28 @@ class ServeOptions:
         read_s: maximum seconds in which a request must arrive, or a client must read an answer.
         drain_s: maximum seconds to finish requests in flight after a stop signal.
         start_s: maximum seconds for a worker to start.
+        spin_us: how long an idle worker polls for new requests before it sleeps, microseconds.
+            Polling avoids the latency of waking up a core but keeps it busy.
+        trace: the file to which SIGUSR1 makes a server record a trace, see `oper.serve.Server.
+            trace`; "" = none.
+        trace_s: length of such a trace, seconds; None = 5.
 
     Raises:
         InvalidInputError: a value is out of range.
     """
 
     host: str = "127.0.0.1"
-    port: int = 8500
-    workers: int = 2
-    threads: int = 1
+    port: Annotated[int, within(0, 65535)] = 8500
+    workers: Positive = 2
+    threads: Positive = 1
     batching: BatchOptions = field(default_factory=BatchOptions)
-    max_bytes: int = 8 << 20
-    max_connections: int = 1024
-    keep_alive_s: int = 75
-    read_s: float = 30.0
-    drain_s: float = 30.0
-    start_s: float = 300.0
-    spin_us: float = 0.0
+    max_bytes: Positive = 8 << 20
+    max_connections: Positive = 1024
+    keep_alive_s: Positive = 75
+    read_s: _TenthsOfSeconds = 30.0
+    drain_s: Amount = 30.0
+    start_s: _TenthsOfSeconds = 300.0
+    spin_us: Amount = 0.0
     trace: str = ""
     trace_s: float | None = None
 
@@ -81,21 +84,11 @@ class ServeOptions:
         return 5.0 if self.trace_s is None else self.trace_s
 
     def __post_init__(self) -> None:
-        what = "invalid serving options"
-        _check(self, what, port=0, workers=1, threads=1, max_bytes=1, max_connections=1,
-               keep_alive_s=1, read_s=0.1, drain_s=0, start_s=0.1, spin_us=0)
-        require_fields(self, what, "choose a lower port, or 0 for any free one",
-                       ("port", self.port <= 65535, "<= 65535"))
+        require_fields(self, "invalid serving options", "choose a value in this range",
+                       *rules_of(self), ("trace_s", bool(self.trace) or self.trace_s is None,
+                                         "None without trace"))
         if self.trace:
             check_trace(self.trace, self.traced_s)
-        else:
-            require_fields(self, what, "name a file for the trace, or leave its length out",
-                           ("trace_s", self.trace_s is None, "None without trace"))
-
-
-def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> None:
-    require_fields(options, what, "choose a value in this range", *(
-        (n, x <= getattr(options, n) < float("inf"), f">= {x}") for n, x in least.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ import numpy as np
 
 from oper.errors import InvalidInputError
 
-WHAT = "cannot score the request"
-
 
 def check_name(name: str) -> None:
     """Raise InvalidInputError unless `name` is a valid model name."""
@@ -102,39 +100,36 @@ class Request:
 
     def check(self, signature: Signature) -> None:
         """Raise InvalidInputError unless the request fits the model."""
-        _check_array("dense", self.dense, np.float32, 2)
-        _check_array("lengths", self.lengths, np.int32, 2)
-        _check_array("ids", self.ids, np.int64, 1)
-        want = (self.num_samples, signature.num_dense)
-        if self.dense.shape != want:
-            raise _bad("shape of dense", self.dense.shape, f"{want}")
-        want = (len(signature.features), self.num_samples)
-        if self.lengths.shape != want:
-            raise _bad("shape of lengths", self.lengths.shape, f"{want}, features by samples")
+        for name, dtype, ndim in (("dense", np.float32, 2), ("lengths", np.int32, 2),
+                                  ("ids", np.int64, 1)):
+            value = np.asarray(getattr(self, name))
+            if value.dtype != dtype or value.ndim != ndim:
+                raise bad_request(name, f"{value.dtype} {list(value.shape)}",
+                                  f"{np.dtype(dtype).name} with {ndim} dimensions")
+        num_features = len(signature.features)
+        for name, shape, axes in (
+                ("dense", (self.num_samples, signature.num_dense), "samples by columns"),
+                ("lengths", (num_features, self.num_samples),
+                 "rows of lengths are features, columns of lengths are samples")):
+            if getattr(self, name).shape != shape:
+                raise bad_request(f"shape of {name}", getattr(self, name).shape,
+                                  f"{shape}; {axes}")
         if not np.isfinite(self.dense).all():
-            raise _bad("dense", "inf or nan", "finite numbers")
-        if self.lengths.size and int(self.lengths.min()) < 0:
-            raise _bad("lengths", int(self.lengths.min()), ">= 0")
+            raise bad_request("dense", "inf or nan", "finite numbers")
+        if (low := int(self.lengths.min(initial=0))) < 0:
+            raise bad_request("lengths", low, ">= 0")
         totals = self.lengths.sum(axis=1, dtype=np.int64)
         if int(totals.sum()) != self.ids.size:
-            raise _bad("number of ids", self.ids.size, f"{int(totals.sum())}, the sum of lengths")
-        users = list(self.shared)
-        if users and self.num_samples and (totals[users] != self.lengths[users, 0]).any():
-            raise _bad("lengths of user_features", "more than one bag",
-                       "one, that of the first sample")
-        self._check_ids(signature, totals)
-
-    def _check_ids(self, signature: Signature, totals: np.ndarray) -> None:
-        """Raise InvalidInputError unless every id is a row of its table."""
-        if not self.ids.size:
-            return
-        rows = [-1 if n is None else n for n in signature.num_rows]
-        limits = np.repeat(np.array(rows, np.int64), totals)
+            raise bad_request("number of ids", self.ids.size,
+                              f"{int(totals.sum())}, the sum of lengths")
+        limits = np.repeat(np.array([-1 if n is None else n for n in signature.num_rows], np.int64),
+                           totals)
         wrong = (limits >= 0) & ((self.ids < 0) | (self.ids >= limits))
         if wrong.any():
             at = int(np.argmax(wrong))
             feature = signature.features[int(np.searchsorted(np.cumsum(totals), at, "right"))]
-            raise _bad(f"id of feature {feature!r}", int(self.ids[at]), f"in [0, {limits[at]})")
+            raise bad_request(f"id of feature {feature!r}", int(self.ids[at]),
+                              f"in [0, {limits[at]})")
 
 
 def places(features: Sequence[str], signature: Signature) -> list[int]:
@@ -146,34 +141,22 @@ def places(features: Sequence[str], signature: Signature) -> list[int]:
     known = {name: k for k, name in enumerate(signature.features)}
     unknown = [name for name in features if name not in known]
     if unknown:
-        raise _bad("unknown features", unknown, f"among {list(signature.features)}")
+        raise bad_request("unknown features", unknown, f"among {list(signature.features)}")
     if len(set(features)) != len(features):
-        raise _bad("features", list(features), "every feature at most once")
+        raise bad_request("features", list(features), "every feature at most once")
     return [known[name] for name in features]
 
 
 def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signature: Signature
             ) -> tuple[np.ndarray, np.ndarray]:
-    """Reorder lengths and ids from the order of `features` to that of the signature.
-
-    Features of the signature that are not in `features` get empty bags.
-
-    Raises:
-        InvalidInputError: a feature is unknown or repeated, or the lengths do not match the number
-            of features or ids.
-    """
+    """Reorder valid lengths and ids from the order of `features` to that of the signature, whose
+    other features get empty bags."""
     to = places(features, signature)
-    _check_array("lengths", lengths, np.int32, 2)
-    if lengths.shape[0] != len(features):
-        raise _bad("rows of lengths", lengths.shape[0], f"{len(features)}, one per feature")
-    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-    low, total = int(lengths.min(initial=0)), int(ends[-1]) if ends.size else 0
-    if low < 0 or total != ids.size:
-        raise _bad("minimum, sum of lengths", (low, total), f">= 0, and {ids.size}, number of ids")
     out = np.zeros((len(signature.features), lengths.shape[1]), np.int32)
     out[to] = lengths
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64)).tolist()
     # Slicing takes a tenth of the time of `np.split`.
-    parts = [ids[a:b] for a, b in itertools.pairwise([0, *ends.tolist()])]
+    parts = [ids[a:b] for a, b in itertools.pairwise([0, *ends])]
     return out, np.concatenate([ids[:0], *(parts[k] for k in np.argsort(to))])
 
 
@@ -247,13 +230,7 @@ def check_model(model: Any, what: str = "cannot serve") -> None:
             f"it lacks {', '.join(missing)}" if missing else "give it an oper.serve.Signature")
 
 
-def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
-    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != ndim:
-        kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(
-            value).__name__
-        raise _bad(name, kind, f"a {np.dtype(dtype).name} array with {ndim} dimensions")
-
-
-def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(WHAT, name, value, expected,
+def bad_request(name: str, value: object, expected: str) -> InvalidInputError:
+    """Return the error of a request that does not fit the model."""
+    return InvalidInputError("cannot score the request", name, value, expected,
                              "see the model's inputs at GET /v2/models/NAME")

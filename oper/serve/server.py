@@ -1,10 +1,8 @@
-"""The supervisor: it accepts connections, starts, replaces and drains workers, and publishes
-weights."""
+"""The supervisor: it starts, replaces and drains workers, and publishes weights."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
@@ -13,30 +11,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
 from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
 from oper.integration.checkpoint.follow import Follower
-from oper.serve import metrics
+from oper.serve.metrics import SUPERVISOR, Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor, Signature, check_model
 from oper.serve.signals import OURS, Signals
-from oper.serve.tracing import Tracer, shared_rings
-from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
+from oper.serve.tracing import Tracer
+from oper.serve.worker import ACCEPT, READY, WorkerJob, run_worker
 from oper.support.processes import allocator_settings, trim_memory
 
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
 FOLLOW_S = 0.05  # interval of checks for signals and for new weights of a training run
-_WRITE_S = 60.0  # longest wait of a stopping server until a trace has been written
 _NICE = 10  # niceness of the thread that prepares weights, so that requests come first
-_COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # maximum pause before restarting a worker that exits while starting
-_ANY_NUMBER = 1 << 30  # no limit of connections
 
 
 class Source(Protocol):
@@ -60,26 +57,18 @@ class Source(Protocol):
         ...
 
 
-class Counts(ctypes.Structure):
-    """The supervisor's counters, in memory shared with the workers."""
-
-    _fields_ = [(name, ctypes.c_long) for name in (*_COUNTED, "is_tracing")]
-
-
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: Any
     control: socket.socket
-    closed: Any
-    most: Any
     started: float
     place: int
     ready: bool = False
-    handed: int = 0
 
-    @property
-    def open_connections(self) -> int:
-        return self.handed - int(self.closed.value)
+    def accept(self) -> None:
+        """Make the worker accept connections."""
+        with contextlib.suppress(OSError):  # it has exited
+            self.control.send(ACCEPT)
 
     def watched(self) -> list[Any]:
         """Return objects that become readable when the worker is ready or has exited."""
@@ -89,7 +78,7 @@ class _Worker:
 class Server:
     """A scoring server.
 
-    The supervisor accepts connections and passes each to the worker with the fewest. If a worker
+    Each connection belongs to one worker, the one with the fewest when it was opened. If a worker
     exits, its unanswered requests fail and a new worker replaces it; connections of other workers
     are not affected. Worker processes are started by ``spawn``: a script that creates a `Server`
     needs the usual ``if __name__ == "__main__"``.
@@ -143,7 +132,7 @@ class Server:
     def counts(self) -> dict[str, int]:
         """The supervisor's counters by name. ``weights_lag_us`` is the time in microseconds from
         the training step of the last published delta to its use; 0 for full weights."""
-        return {name: int(getattr(self._counts, name)) for name in _COUNTED}
+        return {name: int(getattr(self._counts, name)) for _, name, _ in SUPERVISOR}
 
     def start(self, signals: Signals | None = None) -> Self:
         """Start the workers and listen; return when all workers are ready.
@@ -164,16 +153,10 @@ class Server:
             raise InvalidInputError("cannot start the server", "state", "started", "not started",
                                     "make another Server")
         self._context = processes.get_context("spawn")
-        self._counts = self._context.RawValue(Counts)
-        self._layout = metrics.Layout(self.model.signature.key_features)
-        self._numbers = self._context.RawArray(ctypes.c_double,
-                                               self.options.workers * self._layout.size)
-        self._rings = shared_rings(self._context, self.options.workers)
-        self._tracer = Tracer(self._rings, self.options.workers, self._counts)
-        try:
-            self._listener = self._bind()
-        except OSError as error:
-            raise self._cannot_listen(error) from error
+        self._shared = Shared(self._context, self.options.workers,
+                              self.model.signature.key_features)
+        self._counts, self._tracer = self._shared.counts, Tracer(self._shared)
+        self._listener = self._bind()
         if signals is not None:
             signals.interrupts = False  # an exception could leave the thread running and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
@@ -208,32 +191,18 @@ class Server:
             raise InvalidInputError("cannot publish new weights", "model",
                                     type(self.model).__name__, "one with prepare()",
                                     "serve a PublishedModel")
-        found: list[Any] = []
-
-        def work() -> None:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            try:
-                found.append(prepare(weights))
-            except Exception as error:
-                found.append(error)
-            trim_memory()  # temporary memory of the preparation
-
-        with self._publishing:
+        with self._publishing, ThreadPoolExecutor(1, "oper-publish", _be_nice) as thread:
             begin = time.monotonic()
-            thread = threading.Thread(target=work, name="oper-publish")
-            thread.start()
-            thread.join()
             try:
-                if isinstance(found[0], Exception):
-                    raise found[0]
+                prepared = [thread.submit(prepare, weights).result()]
                 switch = time.monotonic()
-                epoch = int(found.pop()())
+                epoch = int(prepared.pop()())
             except Exception:
                 self._counts.failed_publications += 1
                 raise
+            finally:
+                thread.submit(trim_memory)  # temporary memory of the preparation
             self._tracer.add_publication(begin, switch, epoch)
-            trim_memory()
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
@@ -302,7 +271,7 @@ class Server:
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
             noted.interrupts = False
-            traces: list[threading.Thread] = []
+            traces = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="oper-trace"))
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(FOLLOW_S)
                 if noted.reload:
@@ -310,16 +279,11 @@ class Server:
                     self.try_publish()
                 if noted.trace:
                     noted.trace = False
-                    traces = [t for t in traces if t.is_alive()]
-                    traces.append(threading.Thread(target=self._try_trace, name="oper-trace",
-                                                   daemon=True))
-                    traces[-1].start()
+                    traces.submit(self._try_trace)
                 if every is not None:
                     every()
             log.info("draining: finishing requests in flight")
             self.stop()
-            for thread in traces:
-                thread.join(_WRITE_S)
         if self._error is not None:
             raise self._error
 
@@ -367,9 +331,9 @@ class Server:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.options.host, self.options.port))
-        except OSError:
+        except OSError as error:
             listener.close()
-            raise
+            raise self._cannot_listen(error) from error
         return listener
 
     def _cannot_listen(self, error: OSError) -> OperError:
@@ -382,7 +346,6 @@ class Server:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # two servers can bind a port, but only one can listen on it
             raise self._cannot_listen(error) from error
-        self._listener.setblocking(False)
 
     def _supervise(self) -> None:
         assert self._listener is not None
@@ -391,6 +354,8 @@ class Server:
                 self._start_worker()
             self._wait_until_ready()
             self._listen()
+            for worker in self._workers:
+                worker.accept()
             self._started.set()
             while not self._stop.is_set():
                 self._turn()
@@ -401,14 +366,12 @@ class Server:
             self._started.set()
 
     def _start_worker(self) -> None:
+        assert self._listener is not None
         ours, theirs = socket.socketpair()
-        closed = self._context.RawValue(ctypes.c_long)
-        most = self._context.RawValue(ctypes.c_long, _ANY_NUMBER)
-        opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
-        taken = {w.place for w in self._workers}
-        place = next(k for k in range(self.options.workers) if k not in taken)
-        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, self._rings,
-                        closed, most)
+        opener = (self.model.opener() if hasattr(self.model, "opener")
+                  else partial(_itself, self.model))
+        place = min({*range(self.options.workers)} - {w.place for w in self._workers})
+        job = WorkerJob(opener, self.options, self._shared, place, self._listener)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # The worker inherits blocked signals, so none kills it before it ignores them. Start the
@@ -418,7 +381,7 @@ class Server:
         with theirs, allocator_settings():
             process.start()
         ours.setblocking(False)
-        self._workers.append(_Worker(process, ours, closed, most, time.monotonic(), place))
+        self._workers.append(_Worker(process, ours, time.monotonic(), place))
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
@@ -434,24 +397,22 @@ class Server:
                                     "all ready by then", "increase start_s")
 
     def _turn(self) -> None:
-        """Wait up to `_POLL_S` seconds for events of workers and the listener, and handle them."""
-        assert self._listener is not None
-        can_hand = any(w.ready for w in self._workers)
-        watched = [x for w in self._workers for x in w.watched()]
-        wait([*watched, self._listener] if can_hand else watched, _POLL_S)
+        """Wait up to `_POLL_S` seconds for events of workers, and handle them."""
+        wait([x for w in self._workers for x in w.watched()], _POLL_S)
         for worker in list(self._workers):
-            self._look_at(worker)
+            if self._look_at(worker):
+                worker.accept()
             if not worker.process.is_alive():
                 self._replace(worker)
-        while can_hand and self._hand_over():
-            pass
-        self._level()
         self._counts.workers = sum(w.ready for w in self._workers)
 
-    def _look_at(self, worker: _Worker) -> None:
-        if not worker.ready:
+    def _look_at(self, worker: _Worker) -> bool:
+        """Return whether the worker has become ready since the last call."""
+        was_ready = worker.ready
+        if not was_ready:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 worker.ready = worker.control.recv(1) == READY
+        return worker.ready and not was_ready
 
     def _replace(self, worker: _Worker) -> None:
         """Replace a worker that has exited, after a pause if it exited before it was ready."""
@@ -476,45 +437,13 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        self._layout.forget(self._numbers, worker.place)
-
-    def _hand_over(self) -> bool:
-        """Pass a waiting connection to a worker; return whether there was one."""
-        assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return False
-        except OSError as error:  # no free file descriptor; one may become free soon
-            log.error("cannot accept a connection: %s", error)
-            time.sleep(_POLL_S)
-            return False
-        with connection:
-            for worker in sorted((w for w in self._workers if w.ready),
-                                 key=lambda w: w.open_connections):
-                try:
-                    socket.send_fds(worker.control, [CONNECTION], [connection.fileno()])
-                except OSError:  # the worker has exited or does not read: try the next one
-                    continue
-                worker.handed += 1
-                return True
-        return True
-
-    def _level(self) -> None:
-        """Make workers with far more than an equal share of connections close the excess ones. When
-        a worker exits, its clients connect to other workers. As connections are long-lived, the new
-        worker would otherwise get few requests."""
-        ready = [w for w in self._workers if w.ready]
-        if not ready:
-            return
-        share = -(-sum(w.open_connections for w in ready) // len(ready))
-        for worker in ready:
-            far_more = worker.open_connections > share + max(1, share // 8)
-            worker.most.value = share if far_more else _ANY_NUMBER
+        self._shared.forget(worker.place)
 
     def _drain(self) -> None:
         """Stop listening, let the workers drain, and kill those that exceed `drain_s`."""
         assert self._listener is not None
+        with contextlib.suppress(OSError):  # it does not listen yet
+            self._listener.shutdown(socket.SHUT_RDWR)  # for the workers as well
         self._listener.close()
         for worker in self._workers:
             worker.control.close()
@@ -536,11 +465,10 @@ class Server:
             close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opener:
-    """An opener for a picklable predictor, which returns it."""
+def _itself(predictor: Predictor) -> Predictor:
+    return predictor
 
-    predictor: Any
 
-    def __call__(self) -> Predictor:
-        return self.predictor
+def _be_nice() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -10,17 +10,18 @@ from typing import Any, Self
 # manager may send them to the entire process group.
 OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
+_EFFECTS: dict[int, str] = {signal.SIGHUP: "reload", signal.SIGUSR1: "trace"}
+
 
 class Signals:
-    """Records SIGTERM and SIGINT (stop), SIGHUP (reload) and SIGUSR1 (trace) within a block of the
-    main thread.
+    """Records signals within a block of the main thread.
 
     Until a server checks `stop`, a stop signal raises KeyboardInterrupt.
 
     Attributes:
-        stop: whether the server should stop.
-        reload: whether the weights should be published again; the server resets it.
-        trace: whether a trace should be recorded; the server resets it.
+        stop: whether the server should stop (SIGTERM, SIGINT).
+        reload: whether the weights should be published again (SIGHUP); the server resets it.
+        trace: whether a trace should be recorded (SIGUSR1); the server resets it.
         interrupts: whether a stop signal raises KeyboardInterrupt; the server sets it to False.
     """
 
@@ -38,12 +39,6 @@ class Signals:
             signal.signal(number, handler)
 
     def _told(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self.reload = True
-            return
-        if number == signal.SIGUSR1:
-            self.trace = True
-            return
-        self.stop = True
-        if self.interrupts:
+        setattr(self, _EFFECTS.get(number, "stop"), True)
+        if self.stop and self.interrupts:
             raise KeyboardInterrupt

@@ -8,15 +8,30 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from oper.errors import UsageError
+from oper.errors import FileFormatError, InvalidInputError, UsageError
 from oper.serve.requests import check_model, check_name
 from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
+_LIMITS: tuple[tuple[str, Callable[[str], Any], Any, str | None, str], ...] = (
+    ("host", str, "127.0.0.1", None, "address to listen on"),
+    ("port", whole(0, 65535), 8500, None, "port to listen on; 0 = any free port"),
+    ("workers", whole(1), 2, None, "scoring processes"),
+    ("threads", whole(1), 1, None, "threads of each worker"),
+    ("max-batch", whole(1), 1024, "SAMPLES", "maximum samples per scored batch"),
+    ("max-wait-ms", number(), 0, "MS",
+     "longest wait of a request for others while the model is idle"),
+    ("max-queued", whole(1), 16_384, "SAMPLES",
+     "maximum samples that wait in a worker; further requests get status 503"),
+    ("max-bytes", whole(1), 8 << 20, "N", "maximum size of a request, bytes"),
+    ("spin-us", number(), 0, "US",
+     "how long an idle worker polls for requests before it sleeps"),
+    ("drain-s", number(), 30, "S", "seconds for requests in flight after SIGTERM"))
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +39,9 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "MODULE:FUNCTION that returns a predictor (see docs/how-to/serve.md)")
     parser.add_argument("--name", type=text_for(check_name),
                         help="name of the model in URLs, for a folder (default dlrm)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default "
-                                                            "127.0.0.1)")
-    parser.add_argument("--port", type=whole(0, 65535), default=8500,
-                        help="port to listen on; 0 = any free port (default 8500)")
-    parser.add_argument("--workers", type=whole(1), default=2, help="scoring processes "
-                                                                    "(default 2)")
-    parser.add_argument("--threads", type=whole(1), default=1, help="threads of each worker "
-                                  "(default 1)")
+    for name, kind, default, metavar, about in _LIMITS:
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar,
+                            help=f"{about} (default {default})")
     parser.add_argument("--row-dtype", choices=_ROW_DTYPES,
                         help="type of the tables' rows (default: as trained)")
     parser.add_argument("--error-budget", type=number(above=True), metavar="X",
@@ -43,21 +53,6 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         help="access statistics (of 'oper analyze') for --error-budget")
     parser.add_argument("--keep-spare", action="store_true",
                         help="keep the second buffer, for new weights, between publications")
-    parser.add_argument("--max-batch", type=whole(1), default=1024, metavar="SAMPLES",
-                        help="maximum samples per scored batch (default 1024)")
-    parser.add_argument("--max-wait-ms", type=number(), default=0.0, metavar="MS",
-                        help="longest wait of a request for others while the model is idle "
-                        "(default 0)")
-    parser.add_argument("--max-queued", type=whole(1), default=16_384, metavar="SAMPLES",
-                        help="maximum samples that wait in a worker; further requests get "
-                        "status 503 (default 16384)")
-    parser.add_argument("--max-bytes", type=whole(1), default=8 << 20, metavar="N",
-                        help="maximum size of a request, bytes (default 8388608)")
-    parser.add_argument("--spin-us", type=number(), default=0.0, metavar="US",
-                        help="how long an idle worker polls for requests before it sleeps "
-                        "(default 0)")
-    parser.add_argument("--drain-s", type=number(), default=30.0, metavar="S",
-                        help="seconds for requests in flight after SIGTERM (default 30)")
     parser.add_argument("--trace", metavar="FILE", default="",
                         help="where SIGUSR1 makes the server write a timeline of requests, batches "
                              "and publications, for ui.perfetto.dev")
@@ -82,6 +77,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise UsageError(f"cannot serve {args.model}", "--trace-s", args.trace_s,
                          "no value without --trace", "add --trace FILE")
     with Signals() as signals:  # before the imports, which take seconds
+        from oper.integration.checkpoint.follow import Follower
         from oper.serve.options import BatchOptions, ServeOptions
         from oper.serve.server import Server
 
@@ -90,10 +86,13 @@ def run_serve(args: argparse.Namespace) -> int:
             BatchOptions(args.max_batch, args.max_wait_ms, args.max_queued), args.max_bytes,
             drain_s=args.drain_s, spin_us=args.spin_us, trace=args.trace, trace_s=args.trace_s)
         with contextlib.ExitStack() as stack:
-            folder = args.model
+            folder, run = args.model, None
             if args.follow:
                 folder = stack.enter_context(_local_folder(args.follow))
-            run = _follower(folder, bool(args.follow)) if args.watch or args.follow else None
+            if args.watch or args.follow:
+                from oper.train.trained import find_weights
+
+                run = Follower(partial(find_weights, folder), in_service=not args.follow)
             model = _model(args)
             if args.follow:
                 _read_from(model, folder)
@@ -125,17 +124,8 @@ def _local_folder(place: str) -> Iterator[str]:
         yield str(mirror.folder)
 
 
-def _follower(folder: str, is_other: bool) -> Any:
-    """Return a follower of the training run in a folder, which may be another one than MODEL."""
-    from oper.integration.checkpoint.follow import Follower
-    from oper.train.trained import find_weights
-
-    return Follower(lambda: find_weights(folder), in_service=not is_other)
-
-
 def _read_from(model: Any, folder: str) -> None:
     """Make a model read its next weights from another folder."""
-    from oper.errors import InvalidInputError
     from oper.serve.model import PublishedModel
     from oper.train.trained import read_weights
 
@@ -163,8 +153,6 @@ def _row_dtype(args: argparse.Namespace) -> Any:
 
 
 def _model(args: argparse.Namespace) -> Any:
-    from oper.errors import FileFormatError, InvalidInputError
-
     module, colon, function = args.model.partition(":")
     if not colon or os.path.exists(args.model):
         if not os.path.isdir(args.model):

@@ -20,18 +20,19 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError
-from oper.serve.requests import WHAT, Request, Signature, places, reorder
+from oper.errors import OperError
+from oper.serve.requests import Request, Signature, bad_request, places, reorder
 
 HEADER_LENGTH = "inference-header-content-length"
 DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "INT32": np.dtype("<i4"), "INT64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-INPUTS = {"dense": ("FP32", 2), "lengths": ("INT32", 2), "ids": ("INT64", 1)}
+INPUTS = {"dense": "FP32", "lengths": "INT32", "ids": "INT64"}
 _MAX_HEADER = 1 << 20  # bytes of JSON
 _MAX_DIMS = 8
 _LARGE = int(np.finfo(np.float64).max)
@@ -87,40 +88,35 @@ def decode(body: bytes, header_length: int | None, direction: str
     """
     size = len(body) if header_length is None else header_length
     if not 0 < size <= min(len(body), _MAX_HEADER):
-        raise _bad("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
-    header = _header(body[:size])
+        raise bad_request("header length", size, f"in [1, {min(len(body), _MAX_HEADER)}]")
+    try:
+        header = json.loads(body[:size])
+    except RecursionError:
+        raise bad_request("header", "deeply nested JSON", "fewer levels") from None
+    except ValueError as error:
+        raise bad_request("header", str(error), "JSON") from None
+    if not isinstance(header, dict):
+        raise bad_request("header", header, "a JSON object")
     try:
         listed = [(str(t["name"]), str(t["datatype"]), [int(x) for x in t["shape"]], t)
                   for t in header[direction]]
         parameters = dict(header.get("parameters") or {})
     except (ValueError, KeyError, TypeError, OverflowError):
-        raise _bad("header", sorted(header), f"{direction}, a list of tensors with name, datatype "
-                   "and shape, and parameters by name") from None
+        raise bad_request("header", sorted(header), f"{direction}, a list of tensors with name, "
+                          "datatype and shape, and parameters by name") from None
     tensors: dict[str, np.ndarray] = {}
     at = size
     for name, datatype, shape, entry in listed:
         if name in tensors:
-            raise _bad("repeated tensor", name, "unique names")
+            raise bad_request("repeated tensor", name, "unique names")
         if datatype not in DTYPES:
-            raise _bad(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
+            raise bad_request(f"datatype of {name!r}", datatype, f"one of {sorted(DTYPES)}")
         if any(x < 0 for x in shape) or len(shape) > _MAX_DIMS:
-            raise _bad(f"shape of {name!r}", shape, f"at most {_MAX_DIMS} numbers >= 0")
+            raise bad_request(f"shape of {name!r}", shape, f"at most {_MAX_DIMS} numbers >= 0")
         tensors[name], at = _tensor(name, datatype, shape, entry, (body, at))
     if at != len(body):
-        raise _bad("size of the message", len(body), f"{at} bytes, as its header specifies")
+        raise bad_request("size of the message", len(body), f"{at} bytes, as its header specifies")
     return {**header, "parameters": parameters}, tensors
-
-
-def _header(text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except RecursionError:
-        raise _bad("header", "deeply nested JSON", "fewer levels") from None
-    except ValueError as error:
-        raise _bad("header", str(error), "JSON") from None
-    if not isinstance(header, dict):
-        raise _bad("header", header, "a JSON object")
-    return header
 
 
 def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any],
@@ -133,16 +129,16 @@ def _tensor(name: str, datatype: str, shape: list[int], entry: Mapping[str, Any]
     stated = entry.get("parameters")
     size = stated.get("binary_data_size") if isinstance(stated, Mapping) else None
     if type(size) is not int or size != count * dtype.itemsize:
-        raise _bad(f"binary_data_size of {name!r}", size,
-                   f"{count * dtype.itemsize} bytes for {datatype} {shape}")
+        raise bad_request(f"binary_data_size of {name!r}", size,
+                          f"{count * dtype.itemsize} bytes for {datatype} {shape}")
     if at + size > len(body):
-        raise _bad("size of the message", len(body),
-                   f">= {at + size} bytes, as its header specifies")
+        raise bad_request("size of the message", len(body),
+                          f">= {at + size} bytes, as its header specifies")
     try:
         # A copy, since PyTorch requires aligned and writable memory.
         return np.frombuffer(body, dtype, count, at).reshape(shape).copy(), at + size
     except (ValueError, OverflowError):  # such as [10**30, 0], which has no elements
-        raise _bad(f"shape of {name!r}", shape, "sizes that an array can have") from None
+        raise bad_request(f"shape of {name!r}", shape, "sizes that an array can have") from None
 
 
 def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray:
@@ -156,20 +152,21 @@ def _listed(name: str, datatype: str, shape: list[int], data: Any) -> np.ndarray
         kind = type(value)  # not isinstance, since bool is a subclass of int
         if (kind is int and least <= value <= most) or (kind is float and not is_whole):
             continue
-        raise _bad(what, value, f"{'integers' if is_whole else 'numbers'} in {datatype}'s range")
+        raise bad_request(what, value,
+                          f"{'integers' if is_whole else 'numbers'} in {datatype}'s range")
     try:
         with np.errstate(over="ignore"):  # Request.check refuses infinity
             return np.array(data, dtype).reshape(shape)
     except (ValueError, TypeError):
-        raise _bad(what, f"{count} numbers", f"{math.prod(shape)}, as {datatype} {shape}, in lists "
-                   "of equal length") from None
+        raise bad_request(what, f"{count} numbers", f"{math.prod(shape)}, as {datatype} {shape}, "
+                          "in lists of equal length") from None
 
 
 def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
     if not isinstance(data, list):
         yield data
     elif depth == _MAX_DIMS:
-        raise _bad(what, "lists in lists", f"at most {_MAX_DIMS} deep")
+        raise bad_request(what, "lists in lists", f"at most {_MAX_DIMS} deep")
     else:
         for item in data:
             yield from _leaves(item, what, depth + 1)
@@ -178,32 +175,39 @@ def _leaves(data: Any, what: str, depth: int = 0) -> Iterator[Any]:
 def decode_request(body: bytes, header_length: int | None, signature: Signature) -> Request:
     """Decode and validate a request; raises InvalidInputError."""
     header, tensors = decode(body, header_length, "inputs")
-    if set(tensors) != set(INPUTS):
-        raise _bad("inputs", sorted(tensors), f"{sorted(INPUTS)}")
-    for name, (datatype, ndim) in INPUTS.items():
-        value = tensors[name]
-        if value.dtype != DTYPES[datatype] or value.ndim != ndim:
-            raise _bad(f"input {name!r}", f"{_NAMES[value.dtype]} {list(value.shape)}",
-                       f"{datatype} with {ndim} dimensions")
-    lengths, ids = tensors["lengths"], tensors["ids"]
-    if lengths.shape[1] != tensors["dense"].shape[0]:  # before arrays of this size are allocated
-        raise _bad("columns of lengths", lengths.shape[1],
-                   f"{tensors['dense'].shape[0]}, the rows of dense")
+    if set(tensors) != INPUTS.keys():
+        raise bad_request("inputs", sorted(tensors), f"{sorted(INPUTS)}")
     features, users = (header["parameters"].get(key) for key in ("features", "user_features"))
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
-            raise _bad(key, text, "text, names separated by commas")
-    if features is not None and features != ",".join(signature.features):
-        lengths, ids = reorder(features.split(",") if features else [], lengths, ids, signature)
-    shared = _places(users, signature) if users else ()
-    request = Request(tensors["dense"], lengths, ids, shared)
-    request.check(signature)
-    return request
+            raise bad_request(key, text, "text, names separated by commas")
+    sent = signature if features is None else _selected(features, signature)
+    request = Request(tensors["dense"], tensors["lengths"], tensors["ids"])
+    request.check(sent)
+    if sent.features != signature.features:
+        request = Request(request.dense, *reorder(sent.features, request.lengths, request.ids,
+                                                  signature))
+    if not users:
+        return request
+    shared = _places(users, signature)
+    if request.lengths[list(shared), 1:].any():
+        raise bad_request("lengths of user_features", "more than one bag",
+                          "one, that of the first sample")
+    return replace(request, shared=shared)
 
 
-@functools.lru_cache(maxsize=64)  # requests repeat the same names
+# Cached, since requests repeat the same names.
+@functools.lru_cache(maxsize=64)
 def _places(names: str, signature: Signature) -> tuple[int, ...]:
     return tuple(sorted(places(names.split(","), signature)))
+
+
+@functools.lru_cache(maxsize=64)
+def _selected(names: str, signature: Signature) -> Signature:
+    """Return a signature with these features only, in their order."""
+    features = tuple(names.split(",")) if names else ()
+    return replace(signature, features=features, num_rows=tuple(
+        signature.num_rows[k] for k in places(features, signature)))
 
 
 def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True
@@ -234,8 +238,3 @@ def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, i
         raise OperError("cannot read the answer", "outputs", sorted(tensors), "scores and an epoch",
                         "connect to a server started by oper serve")
     return scores, epoch
-
-
-def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(WHAT, name, value, expected,
-                             "see the model's inputs at GET /v2/models/NAME")

@@ -1,13 +1,10 @@
-"""A worker process: one thread reads requests from connections, scores them and answers.
-
-The supervisor accepts the connections and passes them to the workers.
-"""
+"""A worker process: one thread accepts connections, reads requests, scores them and answers."""
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -18,24 +15,25 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from oper.serve import metrics
 from oper.serve.app import App
-from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.connection import Connection
+from oper.serve.metrics import Shared
 from oper.serve.options import ServeOptions
 from oper.serve.requests import Predictor
 from oper.serve.signals import OURS
-from oper.serve.tracing import TracedMetrics
 
-# Messages on the control socket: CONNECTION, with a file descriptor, to the worker; READY from it.
-# At the end of the stream, the worker drains: the supervisor is stopping it, or has exited.
-CONNECTION, READY = b"c", b"r"
-_HANDOVERS = 64  # maximum connections received in one call
+log = logging.getLogger("oper.serve")
+# Messages on the control socket: READY from the worker; ACCEPT to it, once it may accept
+# connections. At the end of the stream, the worker drains: the supervisor is stopping it, or has
+# exited.
+READY, ACCEPT = b"r", b"a"
 _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is forced to exit
+_YIELD_S = 0.25  # a connection waits so long for workers with fewer connections, if these are busy
+_STEP_S = 0.002  # interval at which a worker looks whether these have accepted it
+_BUSY_S = 1.0  # for so long further ones do not wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +43,16 @@ class WorkerJob:
     Attributes:
         opener: creates the predictor.
         options: options of the server.
-        numbers: counters of all workers, in shared memory; see `oper.serve.metrics`.
-        place: index of this worker's counters in `numbers`.
-        counts: `oper.serve.server.Counts` of the supervisor, in shared memory.
-        rings: records of all workers for traces, in shared memory; see `oper.serve.tracing`.
-        closed: number of connections that this worker has closed, shared with the supervisor.
-        most: connections that the worker should have at most, set by the supervisor. The worker
-            closes excess connections after their next answer.
+        shared: the memory that all workers share with the supervisor.
+        place: index of this worker in `shared`.
+        listener: the socket from which all workers accept connections.
     """
 
     opener: Callable[[], Predictor]
     options: ServeOptions
-    numbers: Any
+    shared: Shared
     place: int
-    counts: Any
-    rings: Any
-    closed: Any
-    most: Any
+    listener: socket.socket
 
 
 def run_worker(control: socket.socket, job: WorkerJob) -> None:
@@ -97,17 +88,16 @@ class _Worker:
 
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
-        self._control, self._job, self._predictor = control, job, predictor
-        layout = metrics.Layout(predictor.signature.key_features)
-        self._counted = TracedMetrics(job.numbers, job.place, layout, job.rings, job.counts,
-                                      predictor)
-        self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
-        self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
-                        lambda: metrics.page(job.numbers, job.counts, layout))
+        self._control, self._listener = control, job.listener
+        self._app = App(predictor, job.options, job.shared, job.place, self._plan)
+        self._batcher = self._app.batcher
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
-        self._taken = 0  # connections received so far
+        # Open connections of all workers; -1 = the worker accepts none.
+        self._counts, self._place = job.shared.workers()["connections"], job.place
+        self._most = float("inf")  # connections beyond it are closed after their next answer
         self._leaving = 0  # connections that close after the answer being written
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._others_busy_until = 0.0
+        self._arriving: dict[Connection, asyncio.Task[None]] = {}
         self._drains = False
         self._next: asyncio.Handle | None = None  # scheduled call of `_turn` or `_plan`
         self._spins_until = 0.0
@@ -116,14 +106,14 @@ class _Worker:
         """Serve until the supervisor closes the control socket and requests are answered."""
         self._loop = asyncio.get_running_loop()
         self._control.setblocking(False)
-        self._loop.add_reader(self._control.fileno(), self._take)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._control.fileno(), self._obey)
         self._control.send(READY)
         ticks, until = 0, float("inf")
         while not (self._drains and not self.connections) and time.monotonic() < until:
             await asyncio.sleep(_TICK_S)
             ticks += 1
-            self._leaving = 0
-            self._job.closed.value = self._taken - len(self.connections) - len(self._arriving)
+            self._level()
             if ticks % _REPORT_TICKS == 0:
                 self.report()
             if ticks % _EXPIRE_TICKS == 0:
@@ -139,14 +129,31 @@ class _Worker:
 
     def report(self) -> None:
         """Update the gauges and the counts of rows and keys read."""
-        self._counted.set_gauges(self._batcher.queued, self._app.in_flight, self._predictor.epoch)
-        self._counted.observe_reads(self._predictor)
+        self._app.counted.report(self._batcher.queued, self._app.in_flight)
+
+    def _obey(self) -> None:
+        """Begin to accept connections, or begin draining at the end of the stream."""
+        try:
+            data = self._control.recv(len(ACCEPT))
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            self._counts[self._place] = 0
+            self._watch()
+            return
+        self._loop.remove_reader(self._control.fileno())
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._drains = True
+        self._counts[self._place] = -1
+        # Exit even if the model never returns.
+        timer = threading.Timer(self.options.drain_s + _GRACE_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
 
     # ---- batches ---------------------------------------------------------------------------------
-
-    def _submit(self, pending: PendingRequest) -> None:
-        self._batcher.submit(pending)
-        self._plan()
 
     def _plan(self) -> None:
         """Schedule scoring of the next batch for when it is due, after reading ready sockets."""
@@ -179,41 +186,55 @@ class _Worker:
 
     # ---- connections -----------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        """Receive connections from the supervisor, or begin draining at the end of the stream."""
-        try:
-            data, files = _receive(self._control)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data, files = b"", []
-        # If this process has reached its limit of descriptors, the kernel drops further ones, and
-        # their clients see closed connections.
-        self._taken += data.count(CONNECTION)
-        for number in files:
-            task = self._loop.create_task(self._adopt(socket.socket(fileno=number)))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
-        if not data:
-            self._loop.remove_reader(self._control.fileno())
-            self._drains = True
-            # Exit even if the model never returns.
-            timer = threading.Timer(self.options.drain_s + _GRACE_S, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
+    def _watch(self) -> None:
+        if not self._drains:
+            self._loop.add_reader(self._listener.fileno(), self._arrive)
 
-    async def _adopt(self, connection: socket.socket) -> None:
-        self._evict_idle()
+    def _arrive(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._accept(time.monotonic())
+
+    def _accept(self, since: float) -> None:
+        """Accept a connection that has waited since a time, or leave it to workers with fewer."""
+        if self._drains:
+            return
+        now, others = time.monotonic(), self._counts[self._counts >= 0]
+        yields = now > self._others_busy_until and (others < self._counts[self._place]).any()
+        if yields and now < since + _YIELD_S:
+            self._loop.call_later(_STEP_S, self._accept, since)
+            return
+        pause_s = 0.0
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            pass  # another worker has it, or the client has gone already
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # the server is stopping
+                return
+            log.error("cannot accept a connection: %s", error)
+            pause_s = _TICK_S  # a file descriptor may become free
+        else:
+            if yields:
+                self._others_busy_until = now + _BUSY_S
+            self._evict_idle()
+            arriving = Connection(self)
+            self._arriving[arriving] = self._loop.create_task(self._adopt(arriving, connection))
+            self._count()
+        self._loop.call_later(pause_s, self._watch)
+
+    async def _adopt(self, arriving: Connection, connection: socket.socket) -> None:
         connection.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self), connection)
+            await self._loop.connect_accepted_socket(lambda: arriving, connection)
         except OSError:
             connection.close()  # the client has gone already
+        finally:
+            del self._arriving[arriving]
 
     def _evict_idle(self) -> None:
         """Close the least recently used idle connections in excess of `max_connections`. As in
         nginx, idle clients cannot keep out new ones."""
-        too_many = len(self.connections) + len(self._arriving) - self.options.max_connections
+        too_many = self._count() + 1 - self.options.max_connections
         if too_many <= 0:
             return
         held = [c for c in self.connections if not c.is_closing]
@@ -222,22 +243,27 @@ class _Worker:
         for connection in idle[:max(0, too_many)]:
             connection.close()
 
+    def _count(self) -> int:
+        """Publish and return the number of open connections."""
+        count = len(self.connections) + sum(c not in self.connections for c in self._arriving)
+        if self._counts[self._place] >= 0:
+            self._counts[self._place] = count
+        return count
+
+    def _level(self) -> None:
+        """Close excess connections if this worker has far more than an equal share. When a worker
+        exits, its clients connect to other workers. As connections are long-lived, the new worker
+        would otherwise get few requests."""
+        mine, counts = self._count(), self._counts[self._counts >= 0]
+        share = -(-int(counts.sum()) // max(1, counts.size))
+        self._most = share if mine > share + max(1, share // 8) else float("inf")
+        self._leaving = 0
+
     def should_close(self) -> bool:
         """Whether to close the connection after the answer that is being written."""
         if self._drains:
             return True
-        if len(self.connections) - self._leaving <= self._job.most.value:
+        if len(self.connections) - self._leaving <= self._most:
             return False
         self._leaving += 1
         return True
-
-
-def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive bytes and file descriptors; the bytes are empty at the end of the stream."""
-    files = array.array("i")
-    data, extra, _, _ = control.recvmsg(_HANDOVERS, socket.CMSG_SPACE(
-        _HANDOVERS * files.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            files.frombytes(content[:len(content) - len(content) % files.itemsize])
-    return data, list(files)

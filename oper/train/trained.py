@@ -58,6 +58,11 @@ class TrainedRun:
             self.rule = _rule(config)
         except (FileFormatError, InvalidInputError):
             raise
+        except FileNotFoundError as error:
+            if not self._folder.is_dir():
+                raise
+            raise FileFormatError(what, CONFIG, "missing", "the file that oper train writes first",
+                                  "name the output folder of oper train") from error
         except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
             raise FileFormatError(what, CONFIG, f"{type(error).__name__}: {error}",
                                   "the configuration of a DLRM and its tables",

@@ -55,30 +55,6 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
     assert error <= true.total() / entries
 
 
-def test_heavy_hitters_beside_apache_datasketches() -> None:
-    """With as many entries, the error bound and the errors are at most those of Apache
-    DataSketches."""
-    datasketches = pytest.importorskip("datasketches")
-    ids = zipf(200_000, 600_000, 1.05)
-    true = Counter(ids.tolist())
-    theirs = datasketches.frequent_items_sketch(12)  # 4096 slots, of which three quarters are used
-    for value in ids.tolist():
-        theirs.update(str(value))
-    ours = HeavyHitters(3072)
-    for part in np.array_split(ids, 40):
-        ours.add(*np.unique(part.astype(np.int64), return_counts=True))
-    found = counts_by(*ours.result())
-    hottest = [i for i, _ in true.most_common(200)]
-    our_error = max(true[i] - found.get(i, 0) for i in hottest)
-    their_error = max(abs(theirs.get_estimate(str(i)) - true[i]) for i in hottest)
-    assert our_error <= ours.error <= 600_000 / 3072
-    assert our_error <= max(their_error, 600_000 * theirs.epsilon)
-    # Both sketches are within their bounds and agree on the hottest ids.
-    for i in hottest:
-        assert found[i] <= theirs.get_upper_bound(str(i))
-        assert theirs.get_lower_bound(str(i)) <= found[i] + ours.error
-
-
 @pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
 def test_statistics_from_sketches_are_close_to_exact_ones(
     exponent: float, monkeypatch: pytest.MonkeyPatch

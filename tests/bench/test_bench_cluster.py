@@ -191,12 +191,14 @@ def test_quality_with_fewer_bits() -> None:
 @emulated
 @pytest.mark.slow
 def test_what_overlap_allows() -> None:
-    found, = _run(Overlap("overlap", Links(2, 50), CASE.work, num_batches=8, num_stats_batches=8))
+    # The link takes longer than the computation even on a busy machine, but not so much longer that
+    # what it cannot hide would be within the error of its measured rate.
+    found, = _run(Overlap("overlap", Links(2, 200), CASE.work, num_batches=8, num_stats_batches=8))
     assert found["verified"] is True and not _namespaces()
     assert len(found["sides"]) == 3 and found["overlap_ratio"] < found["overlap_limit"]
     for side in found["sides"].values():
         sent = max(side["sent_bytes_by_host"])
-        assert side["link_ms"] == pytest.approx(8e-3 * sent / 50, rel=0.3)
+        assert side["link_ms"] == pytest.approx(8e-3 * sent / 200, rel=0.3)
         assert side["least_ms"] == max(side["link_ms"], side["unlimited_ms"])
         assert side["least_ms"] < side["executed_ms"]
     assert "overlap: " in report([found], grid.FIGURES)

@@ -96,7 +96,7 @@ def test_rows_on_demand_of_another_model_are_copied() -> None:
 
 # ---- memory --------------------------------------------------------------------------------------
 
-ROWS, DIM = 300_000, 64  # 77 MB of rows and 77 MB of state
+ROWS, DIM = 200_000, 64  # 51 MB of rows and 51 MB of state
 
 
 def _peak(action: Any) -> int:

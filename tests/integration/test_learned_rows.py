@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,11 @@ def test_counts_are_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of == counts and len(counts) > 50
     assert default / found.num_accesses == pytest.approx(usage.default_share, abs=0.01)
     assert found.length_values.tolist() == [2] and found.num_rows == ROWS
+    with monkeypatch.context() as changed:  # few of the counted lookups were of keys without rows
+        changed.setattr(model.tables.keys, "counts", lambda name: replace(
+            usage, lookups=10**9, missed=1))
+        rare = oper.row_stats(model, key_stats()).tables["weight"]
+        assert rare.head_counts[rare.head_ids == 0].tolist() == [1]
     monkeypatch.setattr(learned, "_HEAD", HOT)
     short = oper.row_stats(model, key_stats()).tables["weight"]
     assert short.head_ids.tolist() == found.head_ids[:HOT].tolist()

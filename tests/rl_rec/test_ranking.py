@@ -97,6 +97,10 @@ def test_bad_rankings_are_refused() -> None:
         top_k([(1, torch.tensor([[1.0, float("nan")]]))], 1)
     with pytest.raises(InvalidInputError, match="k"):
         top_k([(1, torch.ones(1, 2))], 0)
+    with pytest.raises(InvalidInputError, match=r"rows of negative length=\[9\]"):
+        Jagged(torch.ones(8), torch.tensor([1] * 9 + [-1]))
+    with pytest.raises(InvalidInputError, match="sum of lengths=3, expected 8"):
+        Jagged(torch.ones(8), torch.tensor([1, 2]))
     with pytest.raises(InvalidInputError, match="shards"):
         top_k([], 1)
     with pytest.raises(InvalidInputError, match="score the same users"):

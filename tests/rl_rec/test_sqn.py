@@ -114,9 +114,9 @@ def world(count: int, steps: int, gamma: float) -> Sequences:
                      returns[:, :-1].flatten())
 
 
-def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[int, float]:
+def shares_of_best(name: str, gamma: float, **changes: Any) -> dict[int, float]:
     """Return how often each item is ranked first after histories without the bait."""
-    model = model_of(name, 4, seed, dim=16, gamma=gamma, steps=6, window=0, targets="all",
+    model = model_of(name, 4, 1, dim=16, gamma=gamma, steps=6, window=0, targets="all",
                      **changes)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(250):
@@ -131,10 +131,9 @@ def shares_of_best(name: str, gamma: float, seed: int, **changes: Any) -> dict[i
     return {item: float((best == item).float().mean()) for item in (BAIT, PATIENT, NOTHING)}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_rewards_to_come_count(seed: int) -> None:
+def test_the_rewards_to_come_count() -> None:
     """The log is uniform, so only values distinguish the items, and only future rewards distinguish
     the patient item from the bait."""
-    assert shares_of_best("dqn", 0.5, seed, q_negatives=0)[PATIENT] == 1
-    assert shares_of_best("dqn", 0.0, seed, q_negatives=0)[BAIT] == 1
-    assert shares_of_best("sa2c", 0.5, seed, q_negatives=1)[PATIENT] == 1
+    assert shares_of_best("dqn", 0.5, q_negatives=0)[PATIENT] == 1
+    assert shares_of_best("dqn", 0.0, q_negatives=0)[BAIT] == 1
+    assert shares_of_best("sa2c", 0.5, q_negatives=1)[PATIENT] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 from search_cases import gpus, host, tables_and_stats
 
@@ -14,11 +15,13 @@ from oper.errors import (
     PlanInfeasibleError,
     UsageError,
 )
-from oper.plan import Plan
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, make_problem, summary, topology_preset
 from oper.search.explain.summary import as_json
 from oper.search.planner import plan_problem
 from oper.search.problem.presets import preset_names
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec
 from tests.support import run_command
 
 
@@ -102,6 +105,20 @@ def test_verb_explain_bounds_a_plan_anew_for_another_machine(stats_file, tmp_pat
     assert " 8 ranks, 8 memory domains, 1 host (" in capsys.readouterr().out
     assert slower["lower_bound_us"] > first["lower_bound_us"]
     assert slower["step_us"] >= slower["lower_bound_us"] * (1 - 1e-9)
+
+
+def test_verb_explain_refuses_statistics_of_another_order(tmp_path):
+    spec, ranks = TableSpec("t", 3, 4, ("t",)), (0, 1)
+    tiers = (Tier(0, 1, "replicated", ranks), Tier(1, 3, "striped", ranks))
+    Plan(2, (TablePlan(spec, (Piece(0, 4, tiers),), np.array([2])),)).save(tmp_path / "plan.json")
+    words = ("explain", tmp_path / "plan.json", "--topology", "this-host", "--batch-size", 8)
+    for ids in ([2, 1, 0], [0, 1, 2]):
+        AccessStats(10, {"t": TableStats(
+            3, np.array(ids), np.array([9, 5, 1]), length_values=np.array([1]),
+            length_counts=np.array([15]))}).save(tmp_path / f"{ids[0]}.npz")
+    assert run_command(*words, "--stats", tmp_path / "2.npz") == 0
+    with pytest.raises(InvalidInputError, match=r"another hotness order in the statistics=\['t'\]"):
+        run_command(*words, "--stats", tmp_path / "0.npz")
 
 
 def test_verb_plan_json_presets_and_files(stats_file, tmp_path, capsys):

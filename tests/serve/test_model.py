@@ -186,6 +186,16 @@ def test_other_folders_are_refused(tmp_path: Path, text: str, words: str) -> Non
         load_model(tmp_path)
 
 
+def test_a_folder_without_configuration_is_one_error(tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    """One of an interrupted copy, say."""
+    write_run(tmp_path, 1)
+    (tmp_path / CONFIG).unlink()
+    assert cli.main(["serve", str(tmp_path)]) == 1
+    assert "config.json='missing', expected the file that oper train writes first; name the" in (
+        capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", ["nowhere", "a.file"])
 def test_a_path_that_is_no_folder_is_reported(name: str, tmp_path: Path,
                                               capsys: pytest.CaptureFixture[str]) -> None:

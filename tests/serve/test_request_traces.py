@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import threading
@@ -23,10 +22,6 @@ from tests.serve_support import Sums, random_request
 from tests.support import read_trace, run_here
 
 STAGES = list(metrics.STAGES)
-
-
-class _Counts(ctypes.Structure):
-    _fields_ = [("is_tracing", ctypes.c_long)]
 
 
 def test_every_request_has_its_stages(tmp_path: Path) -> None:
@@ -84,12 +79,10 @@ class _Worker:
     """A worker's metrics with a tracer, in one process."""
 
     def __init__(self, predictor: Any = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        rings, self.counts, layout = tracing.shared_rings(context, 1), _Counts(), metrics.Layout(())
-        self.metrics = tracing.TracedMetrics(
-            context.RawArray(ctypes.c_double, layout.size), 0, layout, rings, self.counts,
-            predictor or Sums())
-        self.tracer = tracing.Tracer(rings, 1, self.counts)
+        shared = metrics.Shared(multiprocessing.get_context("spawn"), 1)
+        self.counts = shared.counts
+        self.metrics = metrics.WorkerMetrics(shared, 0, predictor or Sums())
+        self.tracer = tracing.Tracer(shared)
 
     def request(self, k: int) -> None:
         self.metrics.observe_request(k, (k + 0.1, k + 0.2, k + 0.3, k + 0.4, k + 0.5), 1, 1)
@@ -98,7 +91,7 @@ class _Worker:
 def test_what_a_ring_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                             ) -> None:
     """The oldest record of a full ring is not used, since the worker may be replacing it."""
-    monkeypatch.setattr(tracing, "_RECORDS", 8)
+    monkeypatch.setattr(metrics, "_RECORDS", 8)
     worker = _Worker()
     worker.request(0)  # before it
 

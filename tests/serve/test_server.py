@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import http.server
 import json
@@ -218,14 +219,29 @@ def test_other_methods_are_refused(server: Server, path: str, allowed: str) -> N
 
 def test_connections_are_spread_evenly(server: Server) -> None:
     clients = [Client(server.address) for _ in range(8)]
-    wait_for(lambda: not any(w.open_connections for w in server._workers))  # of earlier tests
-    before = [w.handed for w in server._workers]
+    counts = server._shared.workers()["connections"]
+    wait_for(lambda: not counts.any())  # of earlier tests
     for client in clients:
         client.metadata()
-    # The supervisor counts after it has handed over, while the worker answers already.
-    wait_for(lambda: [w.handed - n for w, n in zip(server._workers, before, strict=True)] == [4, 4])
+    assert counts.tolist() == [4, 4]
     for client in clients:
         client.close()
+
+
+def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
+    """Not even connections of which it should get most, as it has the fewest."""
+    request = random_request(np.random.default_rng(0), 2)
+    with (Server(Sums(3.0), ServeOptions(port=0, workers=2)) as server,
+          ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as clients):
+        slow = clients.enter_context(Client(server.address, timeout_s=60))
+        assert slow.model == "sums"
+        scores = pool.submit(slow.score_request, request)
+        time.sleep(0.2)
+        for _ in range(6):
+            clients.enter_context(Client(server.address)).metadata()
+        assert not scores.done()
+        assert server._shared.workers()["connections"].sum() >= 6
+        assert np.array_equal(scores.result()[0], expected(request))
 
 
 # ---- a worker's death (changes the workers: last of those that share the server) -----------------
@@ -255,7 +271,7 @@ def test_a_dead_worker_is_replaced_and_clients_retry(server: Server, client: Cli
         wait_for(lambda: len(server.worker_pids) == 2)
         retries = client.counts.retries
         # Connections do not stay where they had to go: the new worker gets its share.
-        wait_for(lambda: min(w.open_connections for w in server._workers) >= 2)
+        wait_for(lambda: server._shared.workers()["connections"].min() >= 2)
         assert client.counts.retries == retries
     finally:
         stop.set()

@@ -239,17 +239,6 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         assert torch.equal(after, torch.zeros_like(rows)) == (name != "coded"), name
 
 
-def test_one_domain_rounds_nothing() -> None:
-    case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 4, 3)
-    plan = rich_plan(case.tables, 4, 1, columns=True)
-    chosen = RowWiseAdagrad(lr=0.05, eps=1e-8)
-    exact, eight = (train_virtual(case, replace(plan, message_bits=bits), steps, chosen)
-                    for bits in (32, 8))
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(exact, part), getattr(eight, part), part)
-
-
 # ---- without bias --------------------------------------------------------------------------------
 
 
@@ -302,21 +291,6 @@ def test_the_planners_variance_limits_that_of_every_row(dim: int, bits: int) -> 
         assert (squared_error(got, rows) <= relative_variance(16, dim)).all()
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_the_variance_of_rounded_gradients_is_that_of_the_formula(mode: str) -> None:
-    """Mean squared errors of one row, over 6,000 draws, are the sum of s^2 u (1 - u)."""
-    one = torch.randn(1, 40, generator=torch.Generator().manual_seed(8))
-    rows = one.repeat(1500, 1)
-    found = torch.cat([squared_error(received(rows, (32, 8), mode=mode, seed=s)[0], rows)
-                       for s in range(4)])
-    step = float(step_of(one))
-    code = (one - one.min()).double() / step
-    up = code - code.floor()
-    wanted = float(step**2 * (up * (1 - up)).sum() / one.double().square().sum())
-    assert float(found.mean()) == pytest.approx(wanted, rel=0.03)
-    assert wanted < relative_variance(8, 40)
-
-
 def test_senders_do_not_share_their_draws() -> None:
     """Two hosts send the same gradient: with equal random numbers the sum would be twice a code."""
     one = torch.linspace(0, 1, 256)[None] + 0.5 / LEVELS
@@ -354,54 +328,6 @@ def test_runs_repeat_bit_by_bit(bits: Any) -> None:
                     for threads in (1, 3))
         for part in ("outputs", "weights", "states", "replicas"):
             assert_bitwise(getattr(one, part), getattr(two, part), part)
-
-
-# ---- what training makes of it -------------------------------------------------------------------
-
-
-def _factorise(bits: Any, push: bool) -> tuple[float, float]:
-    """Mean squared error of a matrix factorisation before and after training on two hosts."""
-    users, items, dim, size = 120, 80, 8, 64
-    g = torch.Generator().manual_seed(5)
-    true = [torch.randn(n, dim, generator=g) / dim**0.5 for n in (users, items)]
-    start = {n: 0.5 * torch.randn(k, dim, generator=g) for n, k in (("u", users), ("i", items))}
-    specs = [TableSpec(n, k, dim, (n,), "sum", optimizer="rowwise_adagrad")
-             for n, k in (("u", users), ("i", items))]
-    plan = replace(uniform_plan(specs, 2, "striped"), message_bits=bits)
-    if push:
-        plan = replace(plan, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
-            replace(x, mode="push") for x in p.tiers)) for p in t.pieces)) for t in plan.tables))
-
-    def error(u: torch.Tensor, i: torch.Tensor) -> float:
-        return float((u @ i.T - true[0] @ true[1].T).square().mean())
-
-    def body(group: ThreadGroup) -> float:
-        tables = ShardedTables(plan, [("u", "u"), ("i", "i")], group, RowWiseAdagrad(lr=0.1), 0.5,
-                               seed=0)
-        for name, weights in start.items():
-            tables.write(name, weights)
-        tables.publish()
-        draws = torch.Generator().manual_seed(group.rank)
-        for _ in range(400):
-            ids = [torch.randint(n, (size,), generator=draws) for n in (users, items)]
-            out = tables.lookup(Lookup(torch.cat(ids), torch.ones(2 * size, dtype=torch.int64),
-                                       torch.arange(2), size))
-            target = (true[0][ids[0]] * true[1][ids[1]]).sum(1)
-            ((out[:, :dim] * out[:, dim:]).sum(1) - target).square().mean().backward()
-        found = error(tables.read("u"), tables.read("i"))
-        tables.barrier()
-        tables.close()
-        return found
-
-    return error(start["u"], start["i"]), run_ranks(2, body, domains=(0, 1))[0]
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_training_with_8_bits_ends_near_the_exact_loss(push: bool) -> None:
-    before, exact = _factorise(32, push)
-    _, eight = _factorise(8, push)
-    assert exact < 0.2 * before
-    assert eight < exact + 0.03 * before
 
 
 # ---- all alike -----------------------------------------------------------------------------------

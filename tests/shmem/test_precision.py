@@ -214,6 +214,22 @@ def test_rows_change_as_in_a_whole_publication() -> None:
         assert reader.sums() == changed
 
 
+def test_rows_of_unknown_order_follow_in_the_order_of_their_ids() -> None:
+    """A range of types may end among them."""
+    spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")
+    hottest = np.array([250, 3, 17])
+    entry = with_row_dtypes(
+        TablePlan(spec, (Piece(0, 20, (Tier(0, NUM_ROWS, "owned", (0,)),)),)),
+        [(2, "float16"), (100, "int8"), (NUM_ROWS, "int4")], hottest)
+    values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(6))
+    wanted = stored(values, "int4")
+    wanted[:99] = stored(values[:99], "int8")  # 17, and the 97 first of the others
+    wanted[hottest[:2]] = stored(values[hottest[:2]], "float16")
+    batch = Lookup(torch.arange(NUM_ROWS), torch.ones(NUM_ROWS, dtype=torch.int64), KEY, NUM_ROWS)
+    with published(Plan(1, (entry,), "inference"), values) as (_, (reader,)):
+        assert torch.equal(look_up(reader, batch), wanted)
+
+
 def test_a_range_of_one_type_is_a_table_of_that_type() -> None:
     """Also holds if the type of all tiers differs from the table's."""
     values = torch.randn(NUM_ROWS, 20, generator=torch.Generator().manual_seed(4))
@@ -247,8 +263,5 @@ def test_what_is_refused() -> None:
         tiers = (Tier(0, NUM_ROWS, "owned", (0,), dtype=tier),)
         with pytest.raises(PlanError, match="dtype"):
             Plan(1, (TablePlan(table, (Piece(0, table.dim, tiers),)),), "inference")
-    with pytest.raises(PlanError, match="count accesses exactly"):
-        with_row_dtypes(replace(entry, head_ids=entry.head_ids[:0]),
-                        [(9, "int8"), (NUM_ROWS, "int4")], np.arange(5))
     with pytest.raises(PlanError, match="the same statistics"):
         with_row_dtypes(entry, [(9, "int8"), (NUM_ROWS, "int4")], np.arange(9))

@@ -1,31 +1,13 @@
-"""Model checking of the barrier, and of memory access between the phases of a training step.
+"""Model checking of the barrier.
 
-Models: the atomic steps of csrc/host/barrier.cpp, and which rank reads and writes which region
-between the phases of csrc/host/steps. Every interleaving of a model is explored, and mutations of
-the protocol must violate the checked properties.
+The model has the atomic steps of csrc/host/barrier.cpp. Every interleaving is explored, and
+mutations of the protocol must violate the checked properties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-
 import pytest
 
-
-def explore(start: tuple, following: Callable[[tuple], Iterable[tuple]],
-            look: Callable[[tuple, list[tuple]], None]) -> set[tuple]:
-    """Explore all states from `start`; calls `look` on each state and its successors."""
-    seen, todo = {start}, [start]
-    while todo:
-        state = todo.pop()
-        found = list(following(state))
-        look(state, found)
-        todo += set(found) - seen
-        seen.update(found)
-    return seen
-
-
-# ---- the barrier ---------------------------------------------------------------------------------
 # One rank's state: (step, peer, seen, round). A shared word is written through a store buffer, as
 # on x86: others see the value when it leaves the buffer. A seq_cst store is followed by a fence; a
 # release store is not. Read-modify-writes empty the buffer first.
@@ -51,10 +33,14 @@ class BarrierModel:
 
     def check(self) -> int:
         """Return the number of states; raises AssertionError at the first bad one."""
-        def look(state, following) -> None:
-            assert following or all(r[0] == DONE for r in state[0]), f"asleep for ever: {state}"
-
-        return len(explore(self.start, self.following, look))
+        seen, todo = {self.start}, [self.start]
+        while todo:
+            state = todo.pop()
+            found = list(self.following(state))
+            assert found or all(r[0] == DONE for r in state[0]), f"asleep for ever: {state}"
+            todo += set(found) - seen
+            seen.update(found)
+        return len(seen)
 
     def following(self, state):
         ranks, epochs, sleepers, buffers = state
@@ -122,76 +108,3 @@ def test_no_rank_passes_alone_and_none_sleeps_for_ever(world_size: int, rounds: 
 def test_a_wrong_barrier_is_caught(mutation: str) -> None:
     with pytest.raises(AssertionError, match=r"asleep|passed"):
         BarrierModel(2, 2, mutation).check()
-
-
-# ---- what is written and read between the phases -------------------------------------------------
-# (what, region, whose): "own" or all ranks' region, or a barrier.
-
-STEP = (
-    ("read", "rows", "all"),       # forward: rows that are pulled
-    ("write", "requests", "own"),  # ids in pushed tiers
-    ("barrier", "requests", ""),
-    ("read", "requests", "all"),
-    ("write", "partials", "own"),  # owners pool
-    ("barrier", "partials", ""),
-    ("read", "partials", "all"),
-    ("write", "requests", "own"),  # backward: reduced rows, requests, bag gradients
-    ("barrier", "gradients", ""),
-    ("read", "requests", "all"),
-    ("write", "squares", "own"),   # tables split by columns
-    ("barrier", "squares", ""),
-    ("read", "squares", "all"),
-    ("write", "rows", "own"),      # the update, and the list of touched rows
-    ("barrier", "refreshes", ""),
-    ("read", "rows", "all"),       # refresh of replicas
-)
-
-
-class PublicationModel:
-    """All states of W ranks that train for some steps; an access lasts from one state to the next.
-
-    Args:
-        world_size: ranks W.
-        steps: training steps.
-        without: a barrier that is left out.
-    """
-
-    def __init__(self, world_size: int, steps: int, without: str = "") -> None:
-        one = tuple(x for x in STEP if x[0] != "barrier" or x[1] != without)
-        self.size, self.program = world_size, one * steps
-
-    def check(self) -> int:
-        """Return the number of states; raises AssertionError if a region in use is written."""
-        start = ((0, False),) * self.size  # place in the program, whether inside of the access
-        seen = explore(start, self.following, self.look_for_races)
-        assert ((len(self.program), False),) * self.size in seen, "the ranks never finish"
-        return len(seen)
-
-    def following(self, state: tuple) -> Iterator[tuple]:
-        for r, (at, inside) in enumerate(state):
-            if at == len(self.program):
-                continue
-            if self.program[at][0] != "barrier":
-                yield put(state, r, (at + 1, False) if inside else (at, True))
-            # A rank passes a barrier when every other has come to it, or is behind it.
-            elif all(other >= at for other, _ in state):
-                yield put(state, r, (at + 1, False))
-
-    def look_for_races(self, state: tuple, _: list[tuple]) -> None:
-        active = [(r, *self.program[at]) for r, (at, inside) in enumerate(state) if inside]
-        for r, what, region, _ in active:
-            if what == "write":
-                others = [q for q, kind, used, whose in active
-                          if q != r and used == region and (whose == "all" or kind == "read")]
-                assert not others, f"rank {r} writes its {region} while {others} read: {state}"
-
-
-@pytest.mark.parametrize("world_size, steps", [(2, 3), (3, 2)])
-def test_nothing_is_written_while_it_is_read(world_size: int, steps: int) -> None:
-    assert PublicationModel(world_size, steps).check() > 500
-
-
-@pytest.mark.parametrize("without", ["requests", "partials", "gradients", "squares", "refreshes"])
-def test_every_barrier_is_needed(without: str) -> None:
-    with pytest.raises(AssertionError, match="while"):
-        PublicationModel(2, 2, without).check()

@@ -378,36 +378,6 @@ def test_a_rank_that_alone_differs_in_frozen_tables_keeps_its_group_in_step(
     assert all(torch.equal(x, y) for of in found[1:] for x, y in zip(found[0], of, strict=True))
 
 
-def test_rows_are_written_only_after_a_synchronization() -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 4, 1)
-
-    def body(tables: ShardedTables, rank: int) -> None:
-        train(tables, case, steps[0][rank])
-        with pytest.raises(OperError, match=r"last synchronization .*=1"):
-            tables.write("tiny", torch.zeros(7, 8))
-        tables.replicas.synchronize()
-        tables.write("tiny", torch.full((7, 8), float(rank // 2)))
-        tables.publish()
-        assert not tables.read("tiny").any()  # the first group's
-        tables.barrier()
-
-    run_groups(case, PLANS["mixed"](case), RowWiseAdagrad(), 2, body)
-
-
-def test_other_learning_rates_in_another_group_are_an_error() -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 4, 1)
-
-    def body(tables: ShardedTables, rank: int) -> None:
-        for group in tables.param_groups:
-            group["lr"] = 0.1 * (1 + rank // 2)
-        with pytest.raises(InvalidInputError, match="rates, frozen tables and no_sync of rank"):
-            train(tables, case, steps[0][rank])
-
-    run_groups(case, PLANS["striped"](case), RowWiseAdagrad(), 1, body)
-
-
 def test_what_replica_groups_do_not_support() -> None:
     case = dlrm_case()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.case import paired, sent_by_host
+from oper.bench.cluster.case import HEADER_BYTES, paired, sent_by_host
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_in_parts, build_plan
 from oper.bench.cluster.network import WithWorkload
@@ -21,14 +23,16 @@ from oper.bench.tables.verify import Checks, Reference, verify
 
 WHOLE = "whole batches"
 _PARTS = (1, 2)
-_ROUNDS = (6, 4)  # rounds, and steps per side and round
+_TURNS = 3  # on unlimited and on limited links, so that both see the same load of other programs
+_ROUNDS = {"unlimited": (1, 4), "limited": (2, 4)}  # per turn, and steps per side and round
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap(WithWorkload):
     """Steps of a whole DLRM in whole batches and in micro-batches, on limited and on unlimited
     links. If messages overlapped all other work, a side's step would take the longer of two times:
-    that for which its bytes keep the busiest link busy, and its step on unlimited links."""
+    that for which its payload keeps the busiest link busy at the measured rate of payload, and its
+    step on unlimited links."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Make, compare and time all sides; rank 0 returns the record's entry. Collective."""
@@ -47,26 +51,24 @@ class Overlap(WithWorkload):
             f"{n} micro-batch{'es' * (n > 1)}": build_in_parts(self.work, plan, n)
             for n in _PARTS}}
         passed = all(self._verified(side, checks, reference) for side in sides.values())
-        runs = {name: over(given, side.step) for name, side in sides.items()}
-        unlimited = run.time(runs, dist.barrier, "unlimited", rounds=(_ROUNDS[0] // 2, _ROUNDS[1]))
-        limit(self.links)
-        times = run.time(runs, dist.barrier, "limited", rounds=_ROUNDS)
-        sent = {name: [float(x[0]) for x in sent_by_host(self.links, call)]
-                for name, call in runs.items()}
+        unlimited, times = self._timed(run, sides, given)
+        sent = {name: sent_by_host(self.links, over(given, side.step))
+                for name, side in sides.items()}
         for side in sides.values():
             side.close()
         if run.rank:
             return {}
         found: dict[str, dict[str, Any]] = {}
         for name, seconds in times.items():
+            payloads = [num_bytes - HEADER_BYTES * packets for num_bytes, packets in sent[name]]
             link_ms = max(8e-3 * x / rate for x, rate in zip(
-                sent[name], measured["link_mbits"], strict=True))
+                payloads, measured["link_mbits"], strict=True))
             compute_ms = float(np.median(unlimited[name])) * 1e3
             found[name] = {
                 "executed_ms": round(float(np.median(seconds)) * 1e3, 3),
                 "unlimited_ms": round(compute_ms, 3), "link_ms": round(float(link_ms), 3),
                 "least_ms": round(max(compute_ms, float(link_ms)), 3),
-                "sent_bytes_by_host": [round(x) for x in sent[name]],
+                "sent_bytes_by_host": [round(x[0]) for x in sent[name]],
                 "step": record.summary(seconds)}
             if name != WHOLE:
                 found[name]["over_whole"] = paired(seconds, times[WHOLE])
@@ -79,6 +81,22 @@ class Overlap(WithWorkload):
                 x["least_ms"] for n, x in found.items() if n != WHOLE), 4),
             "verified": passed, "sides": found, "links": asdict(self.links),
             "workload": asdict(self.work), "measured": measured, "other_busy_cores": run.others}
+
+    def _timed(self, run: Run, sides: Mapping[str, Side], given: Sequence[Any]
+               ) -> list[dict[str, np.ndarray]]:
+        """Times (s) of steps by side, on unlimited and on limited links. Collective."""
+        found: dict[str, list[dict[str, np.ndarray]]] = {phase: [] for phase in _ROUNDS}
+        busy: dict[str, list[float]] = {phase: [] for phase in _ROUNDS}
+        for turn, phase in itertools.product(range(_TURNS), _ROUNDS):
+            at = turn * len(given) // _TURNS  # every turn has other batches
+            runs = {name: over([*given[at:], *given[:at]], side.step)
+                    for name, side in sides.items()}
+            limit(self.links, phase == "limited")
+            found[phase].append(run.time(runs, dist.barrier, phase, rounds=_ROUNDS[phase]))
+            busy[phase].append(run.others[phase])
+        run.others = {phase: max(cores) for phase, cores in busy.items()}
+        return [{name: np.concatenate([times[name] for times in turns]) for name in sides}
+                for turns in found.values()]
 
     def _verified(self, side: Side, checks: Checks, reference: Reference | None) -> bool:
         verdict = verify([side], checks, reference, lambda text: None)

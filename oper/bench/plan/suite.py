@@ -14,7 +14,7 @@ from typing import Any
 from oper.bench.core import memory
 from oper.bench.core.launch import Progress
 from oper.bench.plan import workloads as plan_workloads
-from oper.bench.plan.torchrec_planner import configure_torchrec, torchrec_planner
+from oper.bench.plan.torchrec_planner import torchrec_planner
 from oper.bench.plan.workloads import Workload
 from oper.plan import OBJECTIVES
 from oper.search.certificate.carried import not_certified
@@ -102,7 +102,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constants", choices=CONSTANTS, default="published",
                         help="GPU machines with published constants, or CPU clusters with "
                              "measured ones (default published)")
-    configure_torchrec(parser)
+    parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
+                        help="time limit of TorchRec's planner per case (default 10; 0 = leave "
+                             "that planner out)")
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
                         help="seconds to raise the bound after planning, for cases above the "
                              "target gap (default 20; 0 = none)")

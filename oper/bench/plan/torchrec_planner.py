@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -13,17 +12,9 @@ from oper.bench.core.child import Child
 from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.problem.statement import Problem
-from oper.support.flags import number
 
 _START_S = 120.0  # time limit of importing torchrec on a busy machine
 _GRACE_S = 2.0  # in addition to the time limit, for the proposal that is then in progress
-
-
-def configure_torchrec(parser: argparse.ArgumentParser) -> None:
-    """Add the argument of benchmarks that compare with TorchRec's plans."""
-    parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
-                        help="time limit of TorchRec's planner per case (default 10; 0 = leave "
-                             "that planner out)")
 
 
 @functools.cache

@@ -60,7 +60,7 @@ SPACES: dict[str, Space] = {
     "ease": {"l2": Between(20, 3000)},
     "ials": {"dim": OneOf((32, 64, 128)), "alpha": Between(0.05, 2), "l2": Between(1e-3, 0.1),
              "nu": OneOf((0.5, 1.0))},
-    "multvae": {**_AUTOENCODER, "beta": Between(0.05, 0.5)},
+    "multvae": {**_AUTOENCODER, "beta": Between(0.05, 0.5), "decoder_hidden": OneOf((0, 200, 400))},
     "recvae": {**_AUTOENCODER, "gamma": Between(1e-3, 0.02)},
     "macridvae": _CONCEPTS,
     "cadvae": {**_CONCEPTS, "sharpness": OneOf((1.0, 4.0)), "beta_z": Between(5e-3, 0.2),

@@ -22,10 +22,12 @@ class Jagged:
     lengths: torch.Tensor
 
     def __post_init__(self) -> None:
+        negative = (self.lengths < 0).nonzero().flatten().tolist()
+        total = int(self.lengths.sum())
         require("cannot read rows", "pass the length of each row",
-                ("lengths", self.lengths.tolist()[:8], int(self.lengths.sum()) == len(self.values)
-                 and not bool((self.lengths < 0).any()),
-                 f"lengths >= 0 that sum to {len(self.values)}, the number of values"))
+                ("rows of negative length", negative[:8], not negative, "none"),
+                ("sum of lengths", total, total == len(self.values),
+                 f"{len(self.values)}, the number of values"))
 
     def __len__(self) -> int:
         return self.lengths.numel()
