@@ -172,13 +172,25 @@ def test_every_branching_gives_two_smaller_nodes():
     tree.run(150)
     nodes = tree.lowest(200)
     assert len(nodes) > 20
-    for bound in nodes:
-        limits = bound.node.limits
-        for cut in _load_branchings(bound, np.inf):
+    for bound, mixed in product(nodes, (False, True)):
+        limits, largest = bound.node.limits, _largest(bound, mixed)
+        assert (largest <= limits.most * (1 + 1e-9)).all()
+        for cut in _load_branchings(bound, np.inf, mixed):
             low, high = (x.limits for x in cut.children)
             assert low.most[cut.at] == high.least[cut.at]
             assert limits.least[cut.at] < low.most[cut.at] < min(limits.most[cut.at],
-                                                              _largest(bound)[cut.at])
+                                                              largest[cut.at])
+    assert any((_largest(x, True) > _largest(x, False) * 1.01).any() for x in nodes)
+
+
+def test_phase_times_of_the_relaxed_solution_satisfy_the_rows():
+    problem = stated(1, "hosts")
+    for bound in branched(problem, 30).lowest(20):
+        relaxation, times = bound.relaxation, bound.pool.times
+        timed = relaxation.phase_of != -1
+        room = relaxation.phase_weight @ times - bound.total()
+        assert room[timed].min() >= -1e-6 * bound.relaxed_us
+        assert times.sum() + relaxation.fixed_us == pytest.approx(bound.relaxed_us)
 
 
 def test_tighten_bound_raises_the_bound_of_a_plan():

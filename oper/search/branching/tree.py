@@ -127,15 +127,18 @@ class SearchTree:
             parent = self._heap[0][2]
             node = parent.bound
             loads, tables = _load_branchings(node, limit), _table_branchings(node, limit)
-            if not loads and not tables:
-                if parent.is_close:
-                    self.is_single = self.solved == 0
-                    break
+            if not loads and not tables and not parent.is_close:
                 # Solved more tightly, it may underestimate a load or table, or have a higher bound.
                 parent.bound, parent.is_close = self._again(node, deadline, True), True
                 heapq.heapreplace(self._heap, (parent.bound.lower_bound_us, next(self._order),
                                                parent))
                 continue
+            if len(loads) < _CANDIDATES:
+                known = {x.at for x in loads}
+                loads += [x for x in _load_branchings(node, limit, mixed=True) if x.at not in known]
+            if not loads and not tables:
+                self.is_single = self.solved == 0
+                break
             tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
             most = max(1, _PRICED // len(node.node.pushes))
             if len(tried) > most:
@@ -220,17 +223,18 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
     return out
 
 
-def _load_branchings(node: Bound, limit: float) -> list[Branching]:
+def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Branching]:
     """Branchings at loads that the relaxed solution underestimates, by descending score: the
-    underestimated time, weighted by the price of the resource (at least by `_IDLE`)."""
+    underestimated time, weighted by the price of the resource (at least by `_IDLE`). For `mixed`
+    see `_largest`."""
     relaxation, limits = node.relaxation, node.node.limits
-    largest = _largest(node)
-    total = node.total()
-    times = np.array([max(0.0, float(total[relaxation.phase_of == p].max()))
-                      for p in range(largest.shape[0])])
+    if not node.pool.weight.any():  # the node was bounded by given prices, without a solution
+        return []
+    largest = _largest(node, mixed)
+    total, times = node.total(), node.pool.times
     slack = np.full(largest.shape, np.inf)
     for x in relaxation.inequalities:
-            # The largest piece that the owner row admits, given the solution's phase times.
+        # The largest piece that the owner row admits, given the solution's phase times.
         room, share = relaxation.phase_weight[x.row] @ times - total[x.row], node.node.share(x)
         if share > 0:
             slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
@@ -259,9 +263,14 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
     return out
 
 
-def _largest(node: Bound) -> np.ndarray:
+def _largest(node: Bound, mixed: bool) -> np.ndarray:
     """Largest load of any piece of the relaxed solution on its owner, by phase and group,
-    microseconds; float64 [num_phases, 5]."""
+    microseconds; float64 [num_phases, 5].
+
+    The limits admit a mass of a piece that an owner can hold if its rows are those that load it
+    least. Pieces are taken to have such rows, or, if `mixed`, the rows of the entire piece in
+    proportion: owners cannot all have the rows that load them least.
+    """
     relaxation, pool = node.relaxation, node.pool
     out = np.zeros(relaxation.pieces.floor.shape[1:])
     for n in np.flatnonzero(pool.weight > 1e-6).tolist():
@@ -276,7 +285,8 @@ def _largest(node: Bound) -> np.ndarray:
                 owned = piece.amount[o] * min(1.0, float(mass[0]) / ids)
                 width = widths[j][0]
                 load = relaxation.pieces.load(k, rank_class, width, owned)
-                # Scaled down to the limits: an owner holds that mass of the cheapest rows only.
+                if mixed:
+                    load = np.minimum(load, node.node.limits.most)
                 over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
                 out = np.maximum(out, load / max(1.0, over))
     return out

@@ -40,6 +40,7 @@ class Pool:
         resources: float64 [R] each, their consumption of the resource rows.
         known: keys that identify the configurations, in the same order.
         weight: float64 [N], value of each configuration in the relaxed solution.
+        times: float64 [P], lengths of the phases in the relaxed solution, microseconds.
         basis: final basis of the last simplex run: HiGHS statuses of the columns that are not
             configurations, and of the rows; None before the first run.
         in_basis: whether each configuration was basic in that run.
@@ -49,6 +50,7 @@ class Pool:
     configuration: list[Configuration] = field(default_factory=list)
     resources: list[np.ndarray] = field(default_factory=list)
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    times: np.ndarray = field(default_factory=lambda: np.zeros(0))
     known: dict[tuple[Any, ...], None] = field(default_factory=dict)
     basis: tuple[list[Any], list[Any]] | None = None
     in_basis: list[bool] = field(default_factory=list)
@@ -320,8 +322,9 @@ class _Master:
         return times + self.relaxation.fixed_us, float(values[self.num_fixed - 1]), prices
 
     def store_weights(self) -> None:
-        """Write the last primal solution and basis into the pool."""
-        values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
+        """Write the last solution, its phase times and basis into the pool."""
+        values = np.array(self.highs.getSolution().col_value)
+        self.pool.times, values = values[:self.num_fixed - 1], values[self.num_fixed:]
         self.pool.weight = np.zeros(len(self.pool.table))
         self.pool.weight[:values.size] = np.maximum(values, 0.0)
         basis = self.highs.getBasis()
