@@ -89,7 +89,7 @@ def cuda_sources() -> list[str]:
             sys.exit("OPER_CUDA=1, but no nvcc in CUDA_HOME, /usr/local/cuda or PATH; install the "
                      "CUDA toolkit or unset OPER_CUDA.")
         return []
-    return found + sources("csrc/device/*.cpp", "csrc/bindings/device*.cpp")
+    return found + sources("csrc/device/*.cpp", "csrc/bindings/device/*.cpp")
 
 
 def arch_flags() -> list[str]:
@@ -213,10 +213,9 @@ except ValueError as error:
 packing = bool({"sdist", "egg_info"} & set(sys.argv[1:]))
 if not packing:
     torch_version()
-host_sources = [s for s in sources("csrc/host/**/*.cpp", "csrc/bindings/*.cpp")
-                if "bindings/device" not in s]
 extensions = [Extension(SEARCH, sources("csrc/search/*.cpp")),
-              Extension(DATA, sources("csrc/data/*.cpp")), Extension(HOST, host_sources)]
+              Extension(DATA, sources("csrc/data/*.cpp")),
+              Extension(HOST, sources("csrc/host/**/*.cpp", "csrc/bindings/*.cpp"))]
 if not packing and cuda_sources():
     extensions.append(Extension(CUDA, cuda_sources()))
 setup(ext_modules=extensions,

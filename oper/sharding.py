@@ -103,7 +103,8 @@ def shard(
         dynamic: settings of tables whose ids are raw keys instead of row numbers, one for all
             tables or by table name; see `oper.DynamicTable`. ``"torchrec"``, for all tables behind
             TorchRec's managed-collision modules or by name, takes the settings of these modules,
-            which dynamic tables replace. Only for training, in host memory that all ranks share.
+            which dynamic tables replace. Only for training; on GPUs, these must be able to address
+            each other's memory.
         replica_groups: number of groups of consecutive ranks into which the ranks are divided. Each
             group holds all tables, placed by a plan for its ranks; lookups and updates stay within
             it. By default the plan's, or 1 without a plan. Only for training, of tables in host
@@ -230,9 +231,7 @@ def shard(
             opened.guard.choose(gradient_guard)
             mine = {s.name: rules[s.name] for s in target.specs if s.name in rules}
             if mine:
-                from oper.shmem.keys.directories import Keys
-
-                opened.keys = Keys(opened, mine)
+                opened.open_keys(mine)
     except BaseException:
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/lookup.h"
+#include "common/key_rules.h"
 #include "common/operators.h"
 #include "host/kernels/kernels.h"
 #include "host/keys/tables.h"
@@ -16,48 +17,12 @@
 namespace oper::host {
 namespace {
 
-// Columns of Python's description of a table, in the order of oper/shmem/keys/directories.py.
-enum TableColumn {
-  kSlots, kSeed, kDraws, kMinCount, kAdmitBelow, kEviction, kHalfLife, kTimeToLive, kFeature,
-  kFirstWidth, kSecondWidth, kTableWidth
-};
-enum NumberColumn { kBound, kFirstState, kNumberWidth };
-
 Handles<KeyTables>& collections() { return all_handles<KeyTables>(); }
-
-std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers) {
-  const int64_t T = tables.numel() / kTableWidth;
-  STD_TORCH_CHECK(tables.numel() == T * kTableWidth && numbers.numel() == T * kNumberWidth &&
-                      numbers.scalar_type() == ScalarType::Double && numbers.is_contiguous(),
-                  "internal: not the rules of dynamic tables");
-  std::vector<KeyTableRules> rules;
-  for (int64_t t = 0; t < T; ++t) {
-    const int64_t* x = int64_data(tables) + t * kTableWidth;
-    const double* y = static_cast<const double*>(numbers.data_ptr()) + t * kNumberWidth;
-    KeyTableRules of{x[kSlots], {}, {}};
-    of.keys.seed = static_cast<uint64_t>(x[kSeed]);
-    of.keys.draws = static_cast<uint64_t>(x[kDraws]);
-    of.keys.min_count = static_cast<uint64_t>(x[kMinCount]);
-    of.keys.admit_below = static_cast<uint64_t>(x[kAdmitBelow]);
-    of.keys.eviction = static_cast<Eviction>(x[kEviction]);
-    of.keys.half_life = static_cast<uint32_t>(x[kHalfLife]);
-    of.keys.time_to_live = static_cast<uint32_t>(x[kTimeToLive]);
-    of.rows.seed = static_cast<uint64_t>(x[kDraws]);
-    of.rows.bound = static_cast<float>(y[kBound]);
-    of.rows.first_state = static_cast<float>(y[kFirstState]);
-    of.rows.widths[0] = static_cast<StateWidth>(x[kFirstWidth]);
-    of.rows.widths[1] = static_cast<StateWidth>(x[kSecondWidth]);
-    of.rows.feature = static_cast<int32_t>(x[kFeature]);
-    STD_TORCH_CHECK(of.num_slots > 0, "internal: a dynamic table without rows");
-    rules.push_back(of);
-  }
-  return rules;
-}
 
 // Bytes of a rank's directories and of its arena. `seen_bytes`: space for keys seen by lookups.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
-  return KeyTables::num_bytes(rules_of(tables, numbers), world_size, rank, seen_bytes);
+  return KeyTables::num_bytes(key_rules_of(tables, numbers), world_size, rank, seen_bytes);
 }
 
 // `arenas`: addresses by rank. `table_of`: by feature of the collection, -1 = none of these.
@@ -68,7 +33,7 @@ int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes,
   std::vector<char*> addresses;
   for (int64_t address : arenas) addresses.push_back(reinterpret_cast<char*>(address));
   return collections().add(std::make_shared<KeyTables>(
-      addresses, rank, seen_bytes, rules_of(tables, numbers), std::move(table_of)));
+      addresses, rank, seen_bytes, key_rules_of(tables, numbers), std::move(table_of)));
 }
 
 // A vector of int64 records as a tensor, [n, columns], or [n] for one column.
@@ -173,10 +138,6 @@ std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
           c.expired, c.refused,       c.lookups,  c.missed};
 }
 
-int64_t keys_num_records(int64_t handle, int64_t table, bool candidates) {
-  return collections().share(handle)->directory(table).num_records(candidates);
-}
-
 // Records, int64 [end - begin, 3]: key, count and clock; clock -1 = no key.
 Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, int64_t end) {
   const auto tables = collections().share(handle);
@@ -224,13 +185,12 @@ Tensor keys_expired(int64_t handle, int64_t table, int64_t since) {
 }
 
 // The rows, int64 [n], of `keys`, int64 [n], in a directory without ages; 0 = no row. `buckets`:
-// uint8 [num_buckets, KeyDirectory::kBucketBytes].
+// uint8 [num_buckets, kBucketBytes].
 Tensor keys_rows(Tensor buckets, int64_t num_slots, int64_t seed, Tensor keys) {
   static Spares<DistinctKeys> spares;
   STD_TORCH_CHECK(num_slots > 0 && buckets.is_contiguous() &&
                       buckets.scalar_type() == ScalarType::Byte &&
-                      buckets.numel() == (num_slots + kBucketSlots - 1) / kBucketSlots *
-                                             KeyDirectory::kBucketBytes,
+                      buckets.numel() == buckets_for(num_slots) * kBucketBytes,
                   "internal: not the buckets of a directory");
   KeyRules rules;
   rules.seed = static_cast<uint64_t>(seed);
@@ -280,7 +240,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(keys_clock, "(int handle, int table) -> int");
   OPER_OPERATOR(keys_set_clock, "(int handle, int table, int clock) -> ()");
   OPER_OPERATOR(keys_counts, "(int handle, int table) -> int[]");
-  OPER_OPERATOR(keys_num_records, "(int handle, int table, bool candidates) -> int");
   OPER_OPERATOR(keys_read,
                 "(int handle, int table, bool candidates, int begin, int end) -> Tensor");
   OPER_OPERATOR(keys_write,

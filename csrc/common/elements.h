@@ -83,6 +83,26 @@ OPER_HD float to_float(Float16 value) {
 #endif
 }
 
+// Rounds to the nearest element, ties to even; infinite beyond the largest one.
+OPER_HD float nearest(float, float value) { return value; }
+
+OPER_HD BFloat16 nearest(BFloat16, float value) {
+  const uint32_t bits = bits_of_float(value);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<uint16_t>(is_nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+}
+
+OPER_HD Float16 nearest(Float16, float value) {
+  const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  // The sum's last place is the step of subnormal halves, so that adding 1/2 rounds to it.
+  const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t half = magnitude < 0x38800000u ? small : magnitude < 0x47800000u ? normal : special;
+  return {static_cast<uint16_t>(sign | half)};
+}
+
 // Stochastic rounding with 16 random bits.
 OPER_HD BFloat16 round_to(BFloat16, float value, uint32_t random) {
   const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;

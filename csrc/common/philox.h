@@ -55,7 +55,7 @@ OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t blo
 }
 
 // A draw depends only on the key and the purpose.
-inline Philox4 draw_bits(uint64_t seed, uint64_t of, uint32_t number, uint32_t purpose) {
+OPER_HD Philox4 draw_bits(uint64_t seed, uint64_t of, uint32_t number, uint32_t purpose) {
   return philox4x32({{static_cast<uint32_t>(of), static_cast<uint32_t>(of >> 32), number, purpose}},
                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }

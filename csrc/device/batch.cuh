@@ -162,6 +162,27 @@ OPER_DEVICE bool outbox_is_closed(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 
+// Whether any rank refuses its batch or updates with other settings than this one, or a peer is
+// lost. All ranks find the same, and report the lowest rank for which it holds. One block.
+OPER_DEVICE bool is_refused(const View& view) {
+  const auto header = [&](int64_t rank) {
+    return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);
+  };
+  const auto refuses = [&](int64_t rank) { return header(rank)->num_runs < 0 ? 1 : 0; };
+  const auto differs = [&](int64_t rank) {
+    return header(rank)->settings != static_cast<int64_t>(*view.settings) ? 1 : 0;
+  };
+  const bool reports = blockIdx.x == 0 && !refuses(view.rank);
+  const auto any = [&](auto holds, int code) {
+    return block_sums(view.world_size, holds, [&](int64_t rank, int64_t lower) {
+      if (reports && lower == 0 && rank < view.world_size && holds(rank))
+        report(view.peers, code, static_cast<int>(rank), 0);
+    });
+  };
+  if (any(refuses, 13) > 0 || any(differs, 15) > 0) return true;
+  return *view.error.claimed == kLost;
+}
+
 // Fills a range of device memory with a byte.
 inline void clear(void* data, int value, int64_t num_bytes, cudaStream_t stream) {
   check(cudaMemsetAsync(data, value, static_cast<size_t>(num_bytes), stream),

@@ -278,27 +278,6 @@ void Context::barrier(cudaStream_t stream) const {
     arrive_and_wait(pads_, epoch_, view.rank, view.world_size, deadline_ms_, view.error, stream);
 }
 
-namespace {
-
-// Allocates consecutive parts of one block; if the block is null, it only counts bytes.
-class BumpAllocator {
- public:
-  explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* out = block_ ? reinterpret_cast<T*>(block_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return out;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* block_;
-  int64_t used_ = 0;
-};
-
-}  // namespace
-
 Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   const View& view = context.view;
   const int64_t P = batch.max_pairs, T = view.num_tables, W = view.world_size,

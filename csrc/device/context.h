@@ -109,6 +109,23 @@ struct Context {
   int64_t deadline_ms_;
 };
 
+// Allocates consecutive parts of one block; if the block is null, it only counts bytes.
+class BumpAllocator {
+ public:
+  explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* out = block_ ? reinterpret_cast<T*>(block_ + used_) : nullptr;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return out;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* block_;
+  int64_t used_ = 0;
+};
+
 // Device memory of one batch plan and its work buffers, allocated within `block`.
 struct Workspace {
   BatchPlan plan;

@@ -97,10 +97,11 @@ struct Feature {
 struct ErrorWord {
   // 0 ok, 2 deadline, 3 outbox full, 4 id out of range, 5 bag lengths, 8 ranks are not at the same
   // exchange, 13 a peer has refused its batch, 15 ranks update with different settings, 16 the batch
-  // was refused in its lookup, whose error was not stored or has been raised
+  // was refused in its lookup, whose error was not stored or has been raised, 17 the keys of a batch do
+  // not fit
   int32_t code;
   int32_t rank;    // rank that failed; 4: index of the feature
-  int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all
+  int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all, 17: distinct keys
 };
 
 // Destination of kernels' errors: the first thread to set `claimed` writes the word.

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import require
+from oper.ranges import Rule
 from oper.stats import AccessStats, TableStats
 from oper.support.numeric import falling_root
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS
@@ -55,6 +56,11 @@ class KeyForecast:
     unseen_mass: float
 
 
+_ROWS = Rule(lambda n: n >= 2, "an integer >= 2, for the default row and a key")
+_COUNT = Rule(lambda n: n >= 1, "an integer >= 1")
+_TIME = Rule(lambda t: t > 0, "None or a number > 0")
+
+
 @dataclass(frozen=True, slots=True)
 class DynamicRows:
     """Settings of a dynamic table that affect the use of its rows; see `oper.DynamicTable`.
@@ -78,13 +84,14 @@ class DynamicRows:
         require("cannot forecast a dynamic table",
                 "pass num_rows, admit_after and times in range, and an eviction of "
                 "oper.DynamicTable",
-                ("num_rows", self.num_rows, self.num_rows >= 2,
-                 ">= 2, for the default row and a key"),
-                ("admit_after", self.admit_after, self.admit_after >= 1, ">= 1"),
+                ("num_rows", self.num_rows, _ROWS.allows(self.num_rows, int), _ROWS.expected),
+                ("admit_after", self.admit_after, _COUNT.allows(self.admit_after, int),
+                 _COUNT.expected),
                 ("eviction", self.eviction, self.eviction in KEY_EVICTIONS,
                  f"one of {KEY_EVICTIONS}"),
                 *((name, getattr(self, name),
-                   getattr(self, name) is None or getattr(self, name) > 0, "None or > 0")
+                   getattr(self, name) is None or _TIME.allows(getattr(self, name), float),
+                   _TIME.expected)
                   for name in ("half_life", "time_to_live")))
         require("cannot forecast a dynamic table", "leave it out, or choose another eviction",
                 ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",

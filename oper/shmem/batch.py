@@ -23,19 +23,14 @@ class SeenKeys:
         version: in-place version counter of `ids` at the lookup; -1 if it has none.
         rows: int64 or int32 [N], the rows that the lookup read: the key's row, or 0 for a key
             without one; for other tables equal to `ids`.
-        counts: int64 [N], lookups of each key that has a row, as the directories' kernels take it.
-        missed: int64 [M], the keys without a row, in the order of `parts`.
-        parts: int64 [P, 6], one line per dynamic table: its number, begin and end of its ids in
-            `ids`, its number of missed keys, and two values for the kernels about `counts`.
+        found: what the back end's kernels need for the update, see `Keys` and `DeviceKeys`.
         updates: number of updates of the directories before the lookup.
     """
 
     ids: torch.Tensor
     version: int
     rows: torch.Tensor
-    counts: torch.Tensor
-    missed: torch.Tensor
-    parts: torch.Tensor
+    found: tuple[torch.Tensor, ...]
     updates: int
 
 

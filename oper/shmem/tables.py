@@ -39,6 +39,8 @@ from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
 from oper.shmem.group.status import NOT_BEGUN, PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
+from oper.shmem.keys.directories import Keys
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
@@ -169,7 +171,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def _keep(self) -> None:
         """Arrange that unreferenced tables are released without a call of `close`."""
-        self._release = weakref.finalize(self, _release, self.handle, self._check_open())
+        self._release: Any = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
@@ -480,6 +482,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._migration.restart()
 
     # ---- memory ----------------------------------------------------------------------------------
+
+    def open_keys(self, rules: Mapping[str, DynamicTable]) -> None:
+        """Make tables dynamic, by name; raises InvalidInputError if one cannot be. Collective."""
+        self.keys = Keys(self, rules)
 
     def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
         if self.turns.parts is not None:

@@ -21,7 +21,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("80", "90")
 _SOURCES = ("csrc/device/*.*", "csrc/device/kernels/*", "csrc/common/*",
-            "csrc/bindings/device*", "tests/cuda/emulation*")
+            "csrc/bindings/device/*", "tests/cuda/emulation*")
 _DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", "-Icsrc"]
 _NVCC_FLAGS = ["-std=c++20", "--fmad=false", "-cudart", "shared", "-DUSE_CUDA", "-Xcompiler",
                "-fPIC,-fvisibility=hidden,-ffp-contract=off", *_DEFINES]
@@ -59,15 +59,16 @@ def _kept(name: str, make: Callable[[Path], None], *recipe: object) -> Path:
 def _library(name: str, command: list[str], as_cpp: list[str], tail: list[str]) -> Path:
     sources = [*sorted(ROOT.glob("csrc/device/kernels/*.cu")),
                *sorted(ROOT.glob("csrc/device/*.cpp")),
-               *sorted(ROOT.glob("csrc/bindings/device*.cpp"))]
+               *sorted(ROOT.glob("csrc/bindings/device/*.cpp"))]
     if as_cpp:  # the host compiler: its memory is of `emulation.h`
-        sources.remove(ROOT / "csrc/bindings/device_memory.cpp")
+        sources.remove(ROOT / "csrc/bindings/device/memory.cpp")
         sources.append(ROOT / "tests/cuda/emulation.cpp")
     includes = [f for path in include_paths() for f in ("-isystem", path)]
 
     def make(target: Path) -> None:
         def compile_one(source: Path) -> str:
-            out = target.with_name(f"{source.name}.o")
+            name = "_".join(source.relative_to(ROOT).parts)
+            out = target.with_name(f"{name}.o")
             _run([*command, *includes, *as_cpp, "-c", str(source), "-o", str(out)])
             return str(out)
 

@@ -102,6 +102,8 @@ class FromHost:
         if self._tables.optimizers is None or not torch.is_grad_enabled():
             plain: torch.Tensor = self._tables.lookup(there)
             return plain.cpu()
+        if self._tables.keys is not None:
+            there = self._tables.keys.translate(there)
         out: torch.Tensor = _HostLookup.apply(  # type: ignore[no-untyped-call]
             self._tables.anchor.detach().cpu().requires_grad_(), batch.weights, self._tables, there)
         return out

@@ -133,7 +133,8 @@ inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
   std::memset(data, value, bytes);
   return cudaSuccess;
 }
-constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaHostAllocMapped = 2;
+constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
+              cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   const oper::emulation::As driver(oper::emulation::Side::kDriver);
   std::memcpy(to, from, bytes);

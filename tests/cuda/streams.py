@@ -96,13 +96,13 @@ class StreamedTables(DeviceTables):
 
     ahead: str | None = None
 
-    def lookup(self, batch: Lookup) -> torch.Tensor:
+    def lookup(self, batch: Lookup, has_rows: bool = False) -> torch.Tensor:
         mine = current_stream()
         if self.ahead is not None:
             ids = torch.zeros_like(batch.ids)
             torch.ops.oper_emulated.stream_copy(mine.number, ids, batch.ids)
             batch = self._resolved(replace(batch, ids=ids))
-        out = super().lookup(batch)
+        out: torch.Tensor = super().lookup(batch, has_rows)
         mine.synchronize()
         return out
 

@@ -10,8 +10,7 @@ import torch
 
 import oper
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.batch import SeenKeys
-from oper.shmem.keys.across import pack, unpack
+from oper.shmem.keys.across import Seen, pack, unpack
 from tests.integration.test_dynamic_deltas import assert_same, loaded, saved_run
 from tests.integration.test_dynamic_tables import (
     DIM,
@@ -105,10 +104,8 @@ def test_a_refused_update_ends_on_all_hosts(harm: str, message: str) -> None:
         assert said.startswith("PeerLostError") and "rank=0" in said, said
 
 
-def seen(parts: list[list[int]], counts: list[int], missed: list[int]) -> SeenKeys:
-    none = torch.empty(0, dtype=torch.int64)
-    return SeenKeys(none, 0, none, torch.tensor(counts), torch.tensor(missed, dtype=torch.int64),
-                    torch.tensor(parts), 0)
+def seen(parts: list[list[int]], counts: list[int], missed: list[int]) -> Seen:
+    return torch.tensor(counts), torch.tensor(missed, dtype=torch.int64), torch.tensor(parts)
 
 
 def test_messages_hold_what_was_seen() -> None:

@@ -16,7 +16,12 @@ from hypothesis import given, strategies as st
 
 from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import row_seed, rule_numbers
-from oper.shmem.keys.places import buckets_of_keys, slots_of_buckets, slots_of_keys
+from oper.shmem.keys.places import (
+    buckets_of_keys,
+    num_candidates,
+    slots_of_buckets,
+    slots_of_keys,
+)
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
@@ -108,7 +113,8 @@ class Directory:
         return rows.tolist()
 
     def read(self, candidates: bool = False) -> torch.Tensor:
-        number = OPS.keys_num_records(self.handles[0], 0, candidates)
+        number = self.slots if not candidates else num_candidates(self.slots) * (
+            self.rule.admit_after > 1)
         return OPS.keys_read(self.handles[-1], 0, candidates, 0, number)
 
     def write(self, candidates: bool, records: torch.Tensor) -> list[int]:

@@ -16,27 +16,6 @@ struct MergeArgs {
   int32_t table_begin, table_end;
 };
 
-// Whether any rank refuses its batch or updates with other settings than this one, or a peer is
-// lost. All ranks find the same, and report the lowest rank for which it holds. One block.
-OPER_DEVICE bool is_refused(const View& view) {
-  const auto header = [&](int64_t rank) {
-    return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);
-  };
-  const auto refuses = [&](int64_t rank) { return header(rank)->num_runs < 0 ? 1 : 0; };
-  const auto differs = [&](int64_t rank) {
-    return header(rank)->settings != static_cast<int64_t>(*view.settings) ? 1 : 0;
-  };
-  const bool reports = blockIdx.x == 0 && !refuses(view.rank);
-  const auto any = [&](auto holds, int code) {
-    return block_sums(view.world_size, holds, [&](int64_t rank, int64_t lower) {
-      if (reports && lower == 0 && rank < view.world_size && holds(rank))
-        report(view.peers, code, static_cast<int>(rank), 0);
-    });
-  };
-  if (any(refuses, 13) > 0 || any(differs, 15) > 0) return true;
-  return *view.error.claimed == kLost;
-}
-
 // One block per source rank: prefix sums, over tables, of the rows that it left for this rank.
 __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;

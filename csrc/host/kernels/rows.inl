@@ -298,18 +298,6 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
 
 // ---- from rows of numbers to rows of codes, as in FBGEMM ----------------------------------------
 
-// Rounds to the nearest float16, ties to even; infinite beyond the largest float16.
-OPER_INLINE Float16 nearest_half(float value) {
-  const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  // The sum's last place is the step of subnormal halves, so that adding 1/2 rounds to it.
-  const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t half = magnitude < 0x38800000u ? small : magnitude < 0x47800000u ? normal : special;
-  return {static_cast<uint16_t>(sign | half)};
-}
-
 OPER_INLINE bool is_finite(Float16 value) { return (value.bits & 0x7c00u) != 0x7c00u; }
 
 // A row's scale and bias, and the factor by which its numbers (less the bias) are multiplied.
@@ -317,13 +305,13 @@ struct CodedRange {
   Float16 scale, bias;
   float inverse;
 
-  OPER_INLINE CodedRange(float low, float high, float largest) : bias(nearest_half(low)) {
+  OPER_INLINE CodedRange(float low, float high, float largest) : bias(nearest(Float16{}, low)) {
     const float span = high - to_float(bias);
-    scale = nearest_half(span == 0 ? 1.0f : span / largest);
+    scale = nearest(Float16{}, span == 0 ? 1.0f : span / largest);
     const float found = to_float(scale);
     inverse = 1.0f / found;
     if (found == 0 || std::isinf(inverse)) {
-      scale = nearest_half(1.0f);
+      scale = nearest(Float16{}, 1.0f);
       inverse = 1.0f;
     }
   }

@@ -1,8 +1,7 @@
 // Which key is evicted, and the initial values of a new key's row. Part of kernels.inl.
 
-// Scores of a bucket's slots, ascending in the order of eviction; kNever: not to be evicted.
+// Scores of a bucket's slots, ascending in the order of eviction.
 struct EvictionOrder {
-  static constexpr uint64_t kNever = ~uint64_t{0};  // no clock is as high
   uint64_t scores[kBucketSlots];
 
   // For all places of a bucket, even beyond its slots. In separate loops, because compilers vectorise
@@ -17,7 +16,7 @@ struct EvictionOrder {
     if (rules.half_life != 0) halve(rules.half_life, clocks, clock, counts);
     const auto order_by = [&](const uint32_t* first, const uint32_t* second) {
       for (int64_t i = 0; i < kBucketSlots; ++i)
-        scores[i] = clocks[i] == clock ? kNever : uint64_t{first[i]} << 32 | second[i];
+        scores[i] = eviction_score(first[i], second[i], clocks[i], clock);
     };
     if (rules.eviction == Eviction::kLeastRecent) {
       order_by(clocks, counts);
@@ -25,16 +24,11 @@ struct EvictionOrder {
       order_by(counts, clocks);
     } else {
       uint32_t ratios[kBucketSlots];
-      for (int64_t i = 0; i < kBucketSlots; ++i) {
-        // A clock that is ahead counts as the present one.
-        const uint32_t distance = std::max(clock, clocks[i]) - clocks[i] + 1;
-        // Floats >= 0 have the order of their bits.
-        ratios[i] = std::bit_cast<uint32_t>(static_cast<float>(counts[i]) /
-                                            static_cast<float>(distance));
-      }
+      for (int64_t i = 0; i < kBucketSlots; ++i)
+        ratios[i] = count_per_distance(counts[i], clocks[i], clock);
       order_by(ratios, clocks);
     }
-    std::fill(scores + num_slots, scores + kBucketSlots, kNever);
+    std::fill(scores + num_slots, scores + kBucketSlots, kNeverEvicted);
   }
   // KeyRules::decayed for all places. Quotients of integers below 2^32 can be truncated in double
   // precision: none of them is rounded up to an integer.
@@ -56,7 +50,7 @@ struct EvictionOrder {
   // The slot of a line that comes first in that order, or -1.
   OPER_INLINE int64_t first_in(int64_t line) const {
     int64_t first = -1;
-    uint64_t least = kNever;
+    uint64_t least = kNeverEvicted;
     for (int64_t i = line; i < kBucketSlots; i += kLines) {
       const bool is_less = scores[i] < least;
       first = is_less ? i : first;
@@ -71,18 +65,15 @@ struct EvictionOrder {
   }
   // The first slot of all, or -1.
   OPER_INLINE int64_t first() const {
-    uint64_t least = kNever;
+    uint64_t least = kNeverEvicted;
     for (int64_t i = 0; i < kBucketSlots; ++i) least = std::min(least, scores[i]);
-    return least == kNever ? -1 : std::find(scores, scores + kBucketSlots, least) - scores;
+    return least == kNeverEvicted ? -1 : std::find(scores, scores + kBucketSlots, least) - scores;
   }
 };
 
-// The slot of the first key in eviction order. A key in the home line is preferred if less than a sixteenth of
-// the bucket's keys come before it, since keys in their home lines are found faster. With an eighth, nearly full
-// tables evict 1 % more than in strict eviction order, with a quarter 3 %.
+// The slot of the first key in eviction order, see `kNearShare`.
 int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
                uint32_t clock) {
-  constexpr int64_t kNearShare = 16;
   const EvictionOrder order(rules, ages, num_slots, clock);
   const int64_t near = order.first_in(line);
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
@@ -91,15 +82,12 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
 // Draws blocks of four columns, 16 blocks at a time, vectorised.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
   constexpr int64_t kColumns = 64;
-  constexpr uint32_t kRowDraw = 0x696e6974u;
   float drawn[kColumns];
   for (int64_t first = begin / 4 * 4; first < end; first += kColumns) {
     for (int64_t j = 0; j < kColumns / 4; ++j) {
-      const Philox4 bits = draw_bits(seed, static_cast<uint64_t>(key),
-                                     static_cast<uint32_t>(first / 4 + j), kRowDraw);
-      for (int64_t k = 0; k < 4; ++k)
-        drawn[4 * j + k] =
-            (static_cast<float>(bits.word[k] >> 8) * (1.0f / 8388608.0f) - 1.0f) * bound;
+      const FirstColumns four =
+          first_columns(key, seed, static_cast<uint32_t>(first / 4 + j), bound);
+      for (int64_t k = 0; k < 4; ++k) drawn[4 * j + k] = four.at[k];
     }
     const int64_t from = std::max(begin, first), to = std::min(end, first + kColumns);
     std::copy(drawn + (from - first), drawn + (to - first), out + (from - begin));

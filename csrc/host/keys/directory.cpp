@@ -4,7 +4,6 @@
 #include <limits>
 #include <utility>
 
-#include "common/philox.h"
 #include "host/kernels/kernels.h"
 
 namespace oper::host {
@@ -13,7 +12,6 @@ namespace {
 
 constexpr size_t kAhead = 96;         // keys whose ages are prefetched together
 constexpr size_t kBucketsAhead = 16;  // keys whose buckets are prefetched
-constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
 // The first slot with `tag` for which body(slot) is true, or -1.
 template <class Body>
@@ -21,16 +19,6 @@ int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
   for (uint64_t bits = equal_tags(tags, tag); bits != 0; bits &= bits - 1)
     if (const int64_t slot = std::countr_zero(bits); body(slot)) return slot;
   return -1;
-}
-
-// The first of `slots` (a bit each) that is in `line`, or the first of all if none is.
-int64_t first_slot_near(uint64_t slots, int64_t line) {
-  const uint64_t near = slots & uint64_t{0x0101010101010101} << line;
-  return std::countr_zero(near != 0 ? near : slots);
-}
-
-uint32_t saturated(uint64_t count) {
-  return static_cast<uint32_t>(std::min<uint64_t>(count, std::numeric_limits<uint32_t>::max()));
 }
 
 bool by_hash(const KeyCount& a, const KeyCount& b) { return a.hash < b.hash; }
@@ -46,18 +34,6 @@ void KeyEvents::add(const KeyEvents& other) {
 
 // ---- places --------------------------------------------------------------------------------------
 
-namespace {
-
-int64_t buckets_for(int64_t num_slots) { return (num_slots + kBucketSlots - 1) / kBucketSlots; }
-
-constexpr int64_t kBucketAgeBytes = kBucketSlots * sizeof(KeyAge);
-
-int64_t bytes_per_bucket(bool counts) {
-  return KeyDirectory::kBucketBytes + kBucketAgeBytes + (counts ? KeyDirectory::kCandidateBytes : 0);
-}
-
-}  // namespace
-
 KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
                            const KeyRules& rules)
     : rank_(rank),
@@ -70,23 +46,14 @@ KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64
     const int64_t first = ranks.begin(static_cast<int64_t>(r));
     const int64_t end = ranks.begin(static_cast<int64_t>(r) + 1);
     first_bucket_.push_back(first);
-    char* const ages = arenas[r] + (end - first) * kBucketBytes;
-    char* const candidates = ages + (end - first) * kBucketAgeBytes;
-    bases_.push_back(arenas[r] - first * kBucketBytes);
-    ages_.push_back(reinterpret_cast<KeyAge*>(ages) - first * kBucketSlots);
-    candidate_bases_.push_back(candidates - first * kCandidateBytes);
+    parts_.push_back(DirectoryPart::at(arenas[r], first, end));
   }
-}
-
-int64_t KeyDirectory::num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts) {
-  const Shares ranks(buckets_for(num_slots), world_size);
-  return (ranks.begin(rank + 1) - ranks.begin(rank)) * bytes_per_bucket(counts);
 }
 
 void KeyDirectory::begin() const {
   for (int64_t bucket = 0; bucket < num_buckets_; ++bucket) {
     if (owner_of(bucket) != rank_) continue;
-    const Bucket at = bucket_at(bucket);
+    const KeyBucket at = bucket_at(bucket);
     for (int64_t slot = 0; slot < kBucketSlots; ++slot) at.hash(slot) = free_hash(slot);
   }
 }
@@ -96,27 +63,6 @@ std::vector<int64_t> KeyDirectory::place_bounds() const {
   for (int64_t bucket : first_bucket_) bounds.push_back(bucket * kBucketSlots);
   bounds.push_back(num_places());
   return bounds;
-}
-
-int64_t KeyDirectory::key_of(uint64_t hash) const {
-  uint64_t x = (hash ^ (hash >> 31) ^ (hash >> 62)) * 0x319642b2d24d8ec3u;
-  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
-  return static_cast<int64_t>(x ^ (x >> 30) ^ (x >> 60) ^ rules_.seed);
-}
-
-KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
-  const size_t owner = static_cast<size_t>(owner_of(bucket));
-  char* at = bases_[owner] + bucket * kBucketBytes;
-  char* candidates = candidate_bases_[owner] + bucket * kCandidateBytes;
-  const int64_t first = first_slot(bucket);
-  return {reinterpret_cast<uint8_t*>(at),
-          reinterpret_cast<uint64_t*>(at + kHashesAt),
-          ages_[owner] + bucket * kBucketSlots,
-          reinterpret_cast<uint64_t*>(candidates),
-          reinterpret_cast<uint32_t*>(candidates + kCandidateClocksAt),
-          reinterpret_cast<uint8_t*>(candidates + kCandidateCountsAt),
-          first_slot(bucket + 1) - first,
-          first};
 }
 
 // ---- updates -------------------------------------------------------------------------------------
@@ -177,7 +123,7 @@ std::vector<KeyCount> KeyDirectory::merge(
 }
 
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
-  KeyAge* const ages = ages_[rank_];
+  KeyAge* const ages = parts_[rank_].ages;
   const size_t n = keys.size();
   // To the second-level cache, which can fetch more lines at once than the first.
   const auto fetch = [&](size_t i) { __builtin_prefetch(ages + keys[i].place, 0, 2); };
@@ -185,30 +131,25 @@ void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) fetch(i + kAhead);
     KeyAge& age = ages[keys[i].place];
-    age.count = saturated(uint64_t{rules_.decayed(age.count, age.clock, clock)} + keys[i].count);
-    age.clock = clock;
+    age = rules_.seen(age, keys[i].count, clock);
   }
 }
 
 // The count of a key without a row if it is high enough for a row, else 0.
-uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
+uint64_t KeyDirectory::admitted_count(const KeyBucket& bucket, const KeyCount& key,
                                       uint32_t clock) const {
-  if (rules_.admit_below != 0) {
-    const Philox4 bits = draw_bits(rules_.draws, key.hash, clock, kAdmissionDraw);
-    const uint64_t drawn = bits.word[0] | static_cast<uint64_t>(bits.word[1]) << 32;
-    return drawn < rules_.admit_below ? key.count : 0;
-  }
-  if (rules_.min_count <= 1) return key.count;
+  if (rules_.admit_below != 0) return rules_.draws_row(key.hash, clock) ? key.count : 0;
+  if (!rules_.has_candidates()) return key.count;
   int64_t place = -1, oldest = 0;
   for (int64_t i = 0; i < kBucketCandidates; ++i) {
     if (bucket.candidate_counts[i] != 0 && bucket.candidates[i] == key.hash) {
       place = i;
       break;
     }
-    const bool is_free = bucket.candidate_counts[i] == 0;
-    const bool was_free = bucket.candidate_counts[oldest] == 0;
-    if (!was_free && (is_free || bucket.candidate_clocks[i] < bucket.candidate_clocks[oldest]))
-      oldest = i;
+    const auto order = [&](int64_t k) {
+      return candidate_order(bucket.candidate_counts[k], bucket.candidate_clocks[k]);
+    };
+    if (order(i) < order(oldest)) oldest = i;
   }
   const uint64_t total = key.count + (place < 0 ? 0 : bucket.candidate_counts[place]);
   if (place < 0) {
@@ -223,7 +164,7 @@ uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
 
 // A slot for a new key: a free one, an expired one (of these preferably in the key's line), or that
 // of the key to be evicted; -1 if all keys of the bucket have been seen in this update.
-int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clock,
+int64_t KeyDirectory::take_slot(const KeyBucket& bucket, int64_t line, uint32_t clock,
                                 KeyChanges& changes) const {
   const uint64_t all = ~uint64_t{0} >> (kBucketSlots - bucket.num_slots);
   if (const uint64_t free = equal_tags(bucket.tags, 0) & all; free != 0)
@@ -231,7 +172,7 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clo
   if (rules_.time_to_live != 0) {
     uint64_t expired = 0;
     for (int64_t i = 0; i < bucket.num_slots; ++i)
-      expired |= static_cast<uint64_t>(is_expired(bucket.ages[i].clock, clock)) << i;
+      expired |= static_cast<uint64_t>(rules_.is_expired(bucket.ages[i].clock, clock)) << i;
     if (expired != 0) {
       ++changes.expired;
       return first_slot_near(expired, line);
@@ -244,16 +185,15 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clo
 
 void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
                                    std::vector<KeyCount>& fresh, KeyChanges& changes) const {
-  const Bucket bucket = bucket_at(bucket_of(keys.front().hash));
+  const KeyBucket bucket = bucket_at(bucket_of(keys.front().hash));
   fresh.clear();
   for (const KeyCount& key : keys) {
     const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
       return bucket.hash(at) == key.hash;
     });
     // The key got its row in an update after the lookup that missed it.
-    if (slot >= 0 && !is_expired(bucket.ages[slot].clock, clock - 1)) {
-      const uint32_t before = rules_.decayed(bucket.ages[slot].count, bucket.ages[slot].clock, clock);
-      bucket.ages[slot] = {clock, saturated(before + key.count)};
+    if (slot >= 0 && !rules_.is_expired(bucket.ages[slot].clock, clock - 1)) {
+      bucket.ages[slot] = rules_.seen(bucket.ages[slot], key.count, clock);
       continue;
     }
     if (slot >= 0) {
@@ -282,7 +222,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     bucket.ages[slot] = {clock, saturated(key.count)};
     ++changes.admitted;
     changes.rows.push_back({bucket.first_slot + slot + 1, key_of(key.hash)});
-    if (rules_.min_count > 1)
+    if (rules_.has_candidates())
       for (int64_t i = 0; i < kBucketCandidates; ++i)
         if (bucket.candidates[i] == key.hash && bucket.candidate_counts[i] != 0) {
           bucket.candidate_clocks[i] = clock;
@@ -302,7 +242,7 @@ void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
     __builtin_prefetch(at, 0, 2);
     __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1, 2);
     for (int64_t slot = 0; slot < kBucketSlots; slot += kLineSlots)
-      __builtin_prefetch(ages_[rank_] + place_in(bucket, slot), 1, 2);
+      __builtin_prefetch(parts_[rank_].ages + place_in(bucket, slot), 1, 2);
   };
   for (size_t i = 0; i < kBucketsAhead; ++i) fetch(i);
   std::vector<KeyCount> fresh;
@@ -318,7 +258,7 @@ KeyOccupancy KeyDirectory::occupancy() const {
   KeyOccupancy found;
   const int64_t end = place_bounds()[static_cast<size_t>(rank_) + 1] / kBucketSlots;
   for (int64_t number = first_bucket_[static_cast<size_t>(rank_)]; number < end; ++number) {
-    const Bucket bucket = bucket_at(number);
+    const KeyBucket bucket = bucket_at(number);
     // Tags beyond the bucket's slots are 0.
     const int64_t held = kBucketSlots - std::popcount(equal_tags(bucket.tags, 0));
     found.slots += held;
@@ -331,7 +271,7 @@ KeyOccupancy KeyDirectory::occupancy() const {
 
 int64_t KeyDirectory::num_records(bool candidates) const {
   if (!candidates) return num_slots_;
-  return rules_.min_count > 1 ? num_buckets_ * kBucketCandidates : 0;
+  return rules_.has_candidates() ? num_buckets_ * kBucketCandidates : 0;
 }
 
 KeyDirectory::Place KeyDirectory::place_of(bool candidates, int64_t number) const {
@@ -343,7 +283,7 @@ KeyDirectory::Place KeyDirectory::place_of(bool candidates, int64_t number) cons
 void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const {
   for (int64_t i = 0; i < n; ++i) {
     const auto [number, at] = place_of(candidates, begin + i);
-    const Bucket bucket = bucket_at(number);
+    const KeyBucket bucket = bucket_at(number);
     const bool is_free = (candidates ? bucket.candidate_counts : bucket.tags)[at] == 0;
     if (is_free)
       out[i] = {0, 0, -1};
@@ -370,7 +310,7 @@ int64_t KeyDirectory::write(bool candidates, std::span<const int64_t> numbers,
   for (int64_t i = 0; i < n; ++i) {
     const auto [number, at] = place_of(candidates, numbers[i]);
     if (owner_of(number) != rank_) continue;
-    const Bucket bucket = bucket_at(number);
+    const KeyBucket bucket = bucket_at(number);
     const KeyRecord& r = records[i];
     const bool is_free = r.clock == -1;
     const uint64_t hash = is_free ? free_hash(at) : hash_of(r.key);
@@ -393,7 +333,7 @@ std::vector<int64_t> KeyDirectory::changed(bool candidates, uint32_t since) cons
   std::vector<int64_t> found;
   if (candidates && num_records(true) == 0) return found;
   for (int64_t bucket = first_bucket_[rank_]; bucket < end_bucket(); ++bucket) {
-    const Bucket at = bucket_at(bucket);
+    const KeyBucket at = bucket_at(bucket);
     const int64_t n = candidates ? kBucketCandidates : at.num_slots;
     const int64_t first = candidates ? bucket * kBucketCandidates : at.first_slot;
     for (int64_t i = 0; i < n; ++i)
@@ -407,11 +347,11 @@ std::vector<int64_t> KeyDirectory::expired(int64_t since, uint32_t clock) const 
   std::vector<int64_t> found;
   if (rules_.time_to_live == 0) return found;
   for (int64_t bucket = first_bucket_[rank_]; bucket < end_bucket(); ++bucket) {
-    const Bucket at = bucket_at(bucket);
+    const KeyBucket at = bucket_at(bucket);
     for (int64_t i = 0; i < at.num_slots; ++i) {
       const uint32_t seen = at.ages[i].clock;
-      if (at.tags[i] != 0 && is_expired(seen, clock) &&
-          (since < 0 || !is_expired(seen, static_cast<uint32_t>(since))))
+      if (at.tags[i] != 0 && rules_.is_expired(seen, clock) &&
+          (since < 0 || !rules_.is_expired(seen, static_cast<uint32_t>(since))))
         found.push_back(at.first_slot + i);
     }
   }

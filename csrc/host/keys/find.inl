@@ -46,7 +46,7 @@ struct KeyBlock {
   const char* addresses[kSize];
 
   const uint64_t* hashes(int64_t i) const {
-    return reinterpret_cast<const uint64_t*>(addresses[i] + KeyDirectory::kHashesAt);
+    return reinterpret_cast<const uint64_t*>(addresses[i] + kHashesAt);
   }
   const uint64_t* home(int64_t i, uint64_t hash) const {
     return hashes(i) + home_line(hash) * kLineSlots;

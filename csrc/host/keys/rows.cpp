@@ -1,8 +1,5 @@
 #include "host/keys/rows.h"
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -13,15 +10,15 @@ namespace oper::host {
 
 namespace {
 
-// Rounds to the nearest element, as torch does.
 template <class E>
 void store_as(const std::vector<float>& values, char* to) {
-  for (size_t k = 0; k < values.size(); ++k) reinterpret_cast<E*>(to)[k] = E(values[k]);
+  for (size_t k = 0; k < values.size(); ++k)
+    reinterpret_cast<E*>(to)[k] = nearest(E{}, values[k]);
 }
 
 void store_row(const std::vector<float>& values, RowType type, char* to) {
-  if (type == RowType::kFloat16) return store_as<torch::headeronly::Half>(values, to);
-  if (type == RowType::kBFloat16) return store_as<torch::headeronly::BFloat16>(values, to);
+  if (type == RowType::kFloat16) return store_as<Float16>(values, to);
+  if (type == RowType::kBFloat16) return store_as<BFloat16>(values, to);
   std::memcpy(to, values.data(), values.size() * sizeof(float));
 }
 

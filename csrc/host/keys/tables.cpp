@@ -41,14 +41,9 @@ KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int
                                     int64_t rank, int64_t seen_bytes) {
   Layout found;
   const int64_t T = static_cast<int64_t>(rules.size());
-  int64_t at = 0, num_rows = 0;
-  for (const KeyTableRules& r : rules) {
-    found.directories.push_back(at);
-    at = round_up(
-        at + KeyDirectory::num_bytes(r.num_slots, world_size, rank, r.keys.min_count > 1), kPage);
-    num_rows += r.num_slots;
-  }
-  found.seen = at;
+  found.directories = directory_offsets(rules, world_size, rank);
+  int64_t at = found.seen = found.directories.back(), num_rows = 0;
+  for (const KeyTableRules& r : rules) num_rows += r.num_slots;
   const int64_t entry = static_cast<int64_t>(sizeof(SeenTable)) + 8 * (world_size + 1);
   found.fresh = at = round_up(at + round_up(T * entry, 64) + seen_bytes, kPage);
   // A row may be lost and given to a new key in one update.
@@ -60,7 +55,7 @@ std::vector<int64_t> KeyTables::num_bytes(const std::vector<KeyTableRules>& rule
                                           int64_t world_size, int64_t rank, int64_t seen_bytes) {
   int64_t directories = 0;
   for (const KeyTableRules& r : rules)
-    directories += KeyDirectory::num_bytes(r.num_slots, world_size, rank, r.keys.min_count > 1);
+    directories += directory_bytes(r.num_slots, world_size, rank, r.keys.has_candidates());
   return {directories, layout(rules, world_size, rank, seen_bytes).end};
 }
 

@@ -22,12 +22,6 @@ namespace oper::host {
 
 constexpr uint32_t kLastClock = 0xfffffffeu;
 
-struct KeyTableRules {
-  int64_t num_slots;
-  KeyRules keys;
-  RowRules rows;
-};
-
 // Keys [begin, end) of one table in a batch; `missed` of them had no row, and `counted` distinct
 // keys had one. With `has_repeats`, `counted` is the number of entries of such keys.
 struct KeyPart {
@@ -105,7 +99,7 @@ class KeyTables {
   };
   // Offsets of the lists in an arena, in bytes.
   struct Layout {
-    std::vector<int64_t> directories;  // by table
+    std::vector<int64_t> directories;  // by table, then their end
     int64_t seen, fresh, end;
   };
   // Keys that a rank has seen of one table, as offsets from `seen` (bytes): PlaceCounts by owner of

@@ -1,8 +1,8 @@
 """Python callbacks within steps on a device: barriers, exchanges between domains, counting.
 
-An operator performs an entire forward or backward pass (csrc/bindings/device.cpp). It calls back
-into Python only if ranks are threads of this process, there are several memory domains, or reads
-are counted.
+An operator performs an entire forward or backward pass (csrc/bindings/device/steps.cpp). It calls
+back into Python only if ranks are threads of this process, there are several memory domains, or
+reads are counted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
 from oper.shmem.group.status import Status
 from oper.shmem.memory.device_batch import StepArrays
+from oper.shmem.settings import OUTBOX_ENV
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-# Status codes in addition to `Status`, numbered as in csrc/bindings/device.h.
+# Status codes in addition to `Status`, numbered as in csrc/bindings/device/tables.h.
 _NOT_IN_GRAPHS, _NEW_ARGUMENTS = 22, 23
 _MOST_IDS = 2**31 - 64
+# Of the outbox's size: memory for the keys of a batch. Owners need W times as much for a moment.
+KEYS_SHARE = 64
 
 
 class Point(enum.IntEnum):
-    """Points of a pass at which operators call back, numbered as in csrc/bindings/device.h."""
+    """Points of a pass at which operators call back; csrc/bindings/device/tables.h numbers them."""
 
     BARRIER, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
         UPDATED = range(10)
@@ -190,6 +193,11 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
                                 detail, "no negative length, and a sum equal to the number of ids",
                                 "pass lengths and ids of the same bags")
+    if code == Status.TOO_MANY_KEYS:
+        raise OperError("the distinct keys of a batch do not fit their part of the outbox", "keys",
+                        detail, f"12 bytes for each in a {KEYS_SHARE}th of {OUTBOX_ENV}",
+                        f"raise {OUTBOX_ENV} or use a smaller batch; no rank has updated rows with "
+                        "that batch")
     if code == Status.REFUSED_BEFORE:
         raise InvalidInputError("cannot train on a batch", "batch", "refused in its lookup",
                                 "a batch whose lookup found no error",

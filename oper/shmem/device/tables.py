@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,17 +21,19 @@ from oper.rows.traffic import Traffic
 from oper.shmem import library
 from oper.shmem.batch import Lookup, ResolvedIds
 from oper.shmem.counters.device import DeviceCounters
-from oper.shmem.device.steps import DeviceSteps, raise_found, raise_stopped
+from oper.shmem.device.steps import KEYS_SHARE, DeviceSteps, raise_found, raise_stopped
 from oper.shmem.exchange.device import DeviceExchange
 from oper.shmem.group.groups import Group
 from oper.shmem.group.status import Status
 from oper.shmem.group.turns import in_turn
+from oper.shmem.keys.on_device import DeviceKeys
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_arenas import DeviceArenas
-from oper.shmem.memory.device_heap import DeviceHeap
+from oper.shmem.memory.device_heap import release
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.passes import Backward
 from oper.shmem.placement.outbox import reserved_bytes
-from oper.shmem.settings import deadline_s
+from oper.shmem.settings import deadline_s, outbox_bytes
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
@@ -104,6 +107,10 @@ class DeviceTables(ShardedTables):
         self._layout, self._addresses = self.arenas.layout, self.arenas.addresses
         self._heap = self.arenas.heap  # type: ignore[assignment]
 
+    def open_keys(self, rules: Mapping[str, DynamicTable]) -> None:
+        least = min(self.group.all_gather(outbox_bytes(self._exchange_bytes())))
+        self.keys = DeviceKeys(self, rules, least // KEYS_SHARE)
+
     def _exchange_bytes(self) -> int:
         """Return the limit on an outbox, in bytes, if ``OPER_OUTBOX_BYTES`` is not set."""
         memory = 0
@@ -159,7 +166,8 @@ class DeviceTables(ShardedTables):
     def _keep(self) -> None:
         assert self._heap is not None
         self._release = weakref.finalize(
-            self, _release, self.handle, self._heap)  # type: ignore[arg-type]
+            self, release, self._heap,  # type: ignore[arg-type]
+            partial(torch.ops.oper.device_context_close, self.handle))
         self._release.atexit = False
 
     def _segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
@@ -334,21 +342,3 @@ class DeviceTables(ShardedTables):
 
     def check_room(self) -> None:
         """Do nothing: device memory has been allocated when the arenas were created."""
-
-
-_to_release: list[tuple[int, DeviceHeap]] = []
-
-
-def _release(handle: int, heap: DeviceHeap) -> None:
-    _to_release.append((handle, heap))
-    streams = library.streams_of(heap.device)
-    # Running kernels still use both, and one cannot wait for them during graph capture; the next
-    # release then closes both.
-    if streams is not None and streams.is_current_stream_capturing():
-        return
-    while _to_release:
-        handle, heap = _to_release.pop()
-        if streams is not None:
-            streams.synchronize(heap.device)
-        torch.ops.oper.device_context_close(handle)
-        heap.close()

@@ -6,7 +6,7 @@ domain, which adds them to its own. Changes of a directory depend only on the ke
 batches together, so all copies stay equal.
 
 A message is int64: the number P of parts, the parts [P, 6], the counts of their keys that have a
-row, and their keys without a row (see `SeenKeys`).
+row, and their keys without a row (see `Seen`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from oper.shmem.protocol import Tables
 # Columns of KeyPart in csrc/host/keys/tables.h.
 _TABLE, _BEGIN, _END, _MISSED, _COUNTED, _, _WIDTH = range(7)
 
-# Counts, keys without a row and parts, as in `SeenKeys`.
+# What a lookup in host memory has found: counts, int64 [N], lookups of each key that has a row, as
+# the kernels take it; int64 [M], the keys without a row, in the order of the parts; and the parts,
+# int64 [P, 6], one line per dynamic table: its number, begin and end of its ids, its number of keys
+# without a row, and two values for the kernels about the counts.
 Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -55,22 +58,22 @@ class OtherDomains:
         """
         if not self._receivers:
             return []
-        message = pack(seen)
+        message = pack([s.found for s in seen])
         return tables.send(dict.fromkeys(self._receivers, message),
                            lambda words: unpack(words, self._num_places), KEYS)
 
 
-def pack(seen: Sequence[SeenKeys]) -> torch.Tensor:
-    """Return the keys that lookups have seen as a message, int64 [n]."""
+def pack(seen: Sequence[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Return the keys that lookups have seen (`Seen`) as a message, int64 [n]."""
     parts, counts = [torch.empty(0, _WIDTH, dtype=torch.int64)], []
     first = 0
-    for one in seen:
-        moved = one.parts.clone()
+    for of_counts, _, of_parts in seen:
+        moved = of_parts.clone()
         num = moved[:, _COUNTED]
         begin = num.cumsum(0) - num
         n = int(num.sum())
         # Entries at the end of a lookup's `counts` parts are unused.
-        counts.append(one.counts[torch.arange(n) + (moved[:, _BEGIN] - begin)
+        counts.append(of_counts[torch.arange(n) + (moved[:, _BEGIN] - begin)
                                  .repeat_interleave(num, output_size=n)])
         moved[:, _BEGIN] = begin + first
         moved[:, _END] = moved[:, _BEGIN] + num
@@ -78,7 +81,7 @@ def pack(seen: Sequence[SeenKeys]) -> torch.Tensor:
         first += n
     table = torch.cat(parts)
     return torch.cat([torch.tensor([table.shape[0]]), table.reshape(-1), *counts,
-                      *(one.missed for one in seen)])
+                      *(missed for _, missed, _ in seen)])
 
 
 def unpack(words: torch.Tensor, num_places: torch.Tensor) -> Seen | None:

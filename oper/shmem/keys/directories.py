@@ -27,6 +27,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,7 +40,7 @@ from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group
 from oper.shmem.keys.across import OtherDomains
 from oper.shmem.keys.late import RowHistory
-from oper.shmem.keys.places import num_buckets
+from oper.shmem.keys.places import num_buckets, num_candidates
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
@@ -114,31 +115,35 @@ class Keys:
     def __init__(self, tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
         _check(tables, rules)
         self._tables: Tables = weakref.proxy(tables)
+        self.tables = {name: number for number, name in enumerate(rules)}
+        self.rules = dict(rules)
+        self._table_of = [self.tables.get(table, -1) for _, table in tables.features]
+        self._arguments = _arguments(tables, rules)
+        self._domains = OtherDomains(tables, [
+            num_buckets(tables.specs[name].num_rows - 1) * KEY_BUCKET_ROWS for name in rules])
+        self._open(tables)
+
+    def _open(self, tables: Tables) -> None:
+        """Allocate and initialise the directories."""
         operators = torch.ops.oper
         group: Group = tables.group
         if not tables.is_one_domain:
             group = DomainGroup(tables.group, list(tables.members))
         seen_bytes = outbox_bytes()
-        arguments = _arguments(tables, rules)
-        sizes = [operators.keys_num_bytes(rank, group.world_size, seen_bytes, *arguments)
+        sizes = [operators.keys_num_bytes(rank, group.world_size, seen_bytes, *self._arguments)
                  for rank in range(group.world_size)]
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
         self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
-        self.tables = {name: number for number, name in enumerate(rules)}
-        self.rules = dict(rules)
         self._handle = int(operators.keys_open(
-            self._heap.addresses, group.rank, seen_bytes, *arguments,
-            [self.tables.get(table, -1) for _, table in tables.features]))
+            self._heap.addresses, group.rank, seen_bytes, *self._arguments, self._table_of))
         # Huge pages, since buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
-        handle = self._handle
-        self._domains = OtherDomains(tables, [
-            num_buckets(tables.specs[name].num_rows - 1) * KEY_BUCKET_ROWS for name in rules])
-        self._history = RowHistory(lambda: torch.ops.oper.keys_new(handle))
+        self._last = partial(operators.keys_new, self._handle)
+        self._history = RowHistory(self._last)
         # Without `.default`, torch would search for the overload in every call.
         self._find: Any = operators.keys_find.default
         self._leave: Any = operators.keys_leave.default
-        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release: Any = weakref.finalize(self, _release, self._handle, self._heap)
         self._release.atexit = False
 
     def refuse(self, what: str, todo: str) -> NoReturn:
@@ -167,22 +172,26 @@ class Keys:
         caller must hold the tables' lock. An invalid batch is returned unchanged, for the lookup to
         refuse.
         """
-        ids, lengths = batch.ids, batch.lengths
-        if not ids.numel():
+        if not batch.ids.numel():
             return batch
         trains = torch.is_grad_enabled()
-        rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
-                                                       batch.batch_size, trains)
+        rows, *found, code = self._find_keys(batch, trains)
         if code:
             return batch  # the lookup refuses it and notifies the other ranks
         seen: tuple[SeenKeys, ...] = ()
         if trains:
-            version = version_of(ids)
-            seen = (SeenKeys(ids, version, rows, counts, missed, parts,
+            seen = (SeenKeys(batch.ids, version_of(batch.ids), rows, tuple(found),
                              self._history.num_updates),)
             self._history.wait(seen[0])
-        return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
-                      batch.shared, seen=seen, apart=batch.apart)
+        return Lookup(rows, batch.lengths, batch.key_of, batch.batch_size, batch.weights,
+                      batch.pooled, batch.shared, seen=seen, apart=batch.apart)
+
+    def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
+        """Return the rows of a batch's ids, `SeenKeys.found`, and a code that is not 0 for an
+        invalid batch."""
+        found: tuple[Any, ...] = self._find(self._handle, batch.ids, batch.lengths, batch.key_of,
+                                            batch.batch_size, trains)
+        return found
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -203,11 +212,8 @@ class Keys:
         # If this fails, no rank reaches the gradient exchange, which otherwise reports a refusal.
         received = self._domains.exchange(self._tables, batch.seen)
         try:
-            self._history.keep()
-            for seen in batch.seen:
-                if seen.updates != self._history.num_updates:
-                    self._history.check(seen, list(self.tables))
-            every = [*((s.counts, s.missed, s.parts) for s in batch.seen), *received]
+            self._check_rows(batch)
+            every = [*(seen.found for seen in batch.seen), *received]
             left, number = self._leave(
                 self._handle, [x[0] for x in every], [x[1] for x in every], [x[2] for x in every],
                 [self.tables[n] for n in frozen if n in self.tables], self._tables.handle)
@@ -217,11 +223,20 @@ class Keys:
             self._tables.refuse()
             raise
 
+    def _check_rows(self, batch: Lookup) -> None:
+        """Raise InvalidInputError if a row of the batch has been given to another key."""
+        self._history.keep()
+        for seen in batch.seen:
+            if seen.updates != self._history.num_updates:
+                self._history.check(seen, self._parts(seen), list(self.tables))
+
+    def _parts(self, seen: SeenKeys) -> list[tuple[int, int, int]]:
+        """Return the numbers of a lookup's dynamic tables, with begin and end of their ids."""
+        return [(number, begin, end) for number, begin, end, *_ in seen.found[2].tolist()]
+
     def _refuse_batch(self, left: int, number: int) -> NoReturn:
         if left == _CLOCK_AT_END:
-            raise OperError(f"cannot update dynamic table {list(self.tables)[number]!r}", "updates",
-                            MOST_UPDATES, f"< {MOST_UPDATES}, since its clock has 32 bits",
-                            "export its rows to a new table")
+            raise clock_at_end(list(self.tables)[number])
         assert left == _NO_ROOM
         raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
                         "8 bytes for each of its distinct keys, 16 for those without a row; also "
@@ -235,7 +250,7 @@ class Keys:
     def new_rows(self) -> dict[str, np.ndarray]:
         """Return the rows, int64 [n], that the last update has given to new keys on any rank, by
         table."""
-        new, bounds = torch.ops.oper.keys_new(self._handle)
+        new, bounds = self._last()
         rows = new[:, 0].numpy()
         found = {name: rows[bounds[k]:bounds[k + 1]] for name, k in self.tables.items()}
         return {name: of[of > 0] for name, of in found.items() if (of > 0).any()}
@@ -254,17 +269,23 @@ class Keys:
         """Restore the number of updates of a table."""
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
+    def _records(self, writes: bool = False) -> int:
+        """Return the handle by which operators read or write records in host memory."""
+        return self._handle
+
     def num_records(self, name: str, candidates: bool) -> int:
         """Return the number of records of a part: slots of the table, or entries for candidates,
         which are keys that are counted but have no row."""
-        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name],
-                                                   candidates))
+        slots = self._tables.specs[name].num_rows - 1
+        if not candidates:
+            return slots
+        return num_candidates(slots) if self.rules[name].admit_after > 1 else 0
 
     def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
         """Return the records `[begin, end)` of a part, int64 [n, 3]: key, count, clock of the last
         occurrence (-1 = empty record). One-sided: no rank may be in an update."""
         return torch.ops.oper.keys_read(
-            self._handle, self.tables[name], RECORDS[part], begin, end)
+            self._records(), self.tables[name], RECORDS[part], begin, end)
 
     def changed(self, name: str, part: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the records of a part, in this rank's buckets, that have changed or become empty
@@ -276,7 +297,7 @@ class Keys:
         """
         since = since if self._domains.is_first else self.clock(name)
         numbers, records = torch.ops.oper.keys_changed(
-            self._handle, self.tables[name], RECORDS[part], since)
+            self._records(), self.tables[name], RECORDS[part], since)
         return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
@@ -284,7 +305,7 @@ class Keys:
         their time to live now and had not at clock `since`; -1: all whose keys have. With several
         memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
-        slots: torch.Tensor = torch.ops.oper.keys_expired(self._handle, self.tables[name], since)
+        slots: torch.Tensor = torch.ops.oper.keys_expired(self._records(), self.tables[name], since)
         return slots
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,
@@ -302,8 +323,9 @@ class Keys:
                                     "load a checkpoint of this model")
         if not checks:
             self._history.load()
-        bad = torch.ops.oper.keys_write(self._handle, self.tables[name], RECORDS[part],
-                                        numbers, records.contiguous(), checks)
+        handle = self._records(writes=True)
+        bad = torch.ops.oper.keys_write(handle, self.tables[name], RECORDS[part], numbers,
+                                        records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
                 f"cannot load the {part} of dynamic table {name!r}", f"record {int(numbers[bad])}",
@@ -318,7 +340,7 @@ class Keys:
     def own_counts(self, name: str) -> list[int]:
         """Return this rank's part of `counts`; `counts_of` takes the sum over all ranks. Reads
         one byte per row of this rank's buckets; call it between two batches."""
-        found = list(torch.ops.oper.keys_counts(self._handle, self.tables[name]))
+        found = list(torch.ops.oper.keys_counts(self._records(), self.tables[name]))
         # All copies of a directory have the same keys; lookups are each rank's own.
         return found if self._domains.is_first else [0] * (len(found) - 2) + found[-2:]
 
@@ -348,6 +370,13 @@ class Keys:
 def _release(handle: int, heap: HostHeap) -> None:
     torch.ops.oper.keys_close(handle)
     heap.close()
+
+
+def clock_at_end(name: str) -> OperError:
+    """Return the error for an update of a table whose clock has reached its end."""
+    return OperError(f"cannot update dynamic table {name!r}", "updates", MOST_UPDATES,
+                     f"< {MOST_UPDATES}, since its clock has 32 bits",
+                     "export its rows to a new table")
 
 
 def row_seed(name: str, seed: int) -> int:
@@ -429,9 +458,6 @@ def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
     if tables.optimizers is None:
         raise InvalidInputError(what, "objective", "inference", "training",
                                 "shard for training, and look up without gradients")
-    if tables.device.type != "cpu":
-        raise InvalidInputError(what, "tables on", tables.device.type, "host memory",
-                                "train on CPUs")
     users: dict[str, list[str]] = {}
     for feature, table in tables.features:
         users.setdefault(feature, []).append(table)

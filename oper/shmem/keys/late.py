@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,23 +63,26 @@ class RowHistory:
         self._loaded = self.num_updates
         self._updates = []
 
-    def check(self, seen: SeenKeys, names: Sequence[str]) -> None:
+    def check(self, seen: SeenKeys, parts: Iterable[tuple[int, int, int]], names: Sequence[str]
+              ) -> None:
         """Raise InvalidInputError if a gradient would go to the row of another key.
 
         Args:
             seen: the keys that the lookup found and missed.
+            parts: numbers of dynamic tables, with begin and end of their ids.
             names: names of the dynamic tables, by number.
         """
         if seen.updates < self._loaded:
             raise InvalidInputError("cannot update dynamic tables", "loaded since the lookup",
                                     list(names), "no load between lookup and backward pass",
                                     "look up again after loading a state")
-        for number, begin, end, *_ in seen.parts.tolist():
+        for number, begin, end in parts:
             moved = [u.rows[u.bounds[number]:u.bounds[number + 1]] for u in self._updates
                      if u.number > seen.updates]
             if not moved:
                 continue
-            at = begin + torch.isin(seen.rows[begin:end], torch.cat(moved)).nonzero()[:, 0]
+            lost_rows = torch.cat(moved).to(seen.rows.device)
+            at = begin + torch.isin(seen.rows[begin:end], lost_rows).nonzero()[:, 0]
             if not at.numel():
                 continue
             what, lost = "keys that have lost their rows since the lookup", seen.ids

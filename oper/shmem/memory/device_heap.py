@@ -9,7 +9,7 @@ alpha interface; only this file uses it, and only the integers in its handle.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from oper.shmem.memory.host_heap import exchange_over_sockets
 from oper.support.environment import setting
 
 HEAP_ENV = "OPER_DEVICE_HEAP"
-PART_BYTES = 2 << 20  # kPartBytes in csrc/bindings/device_memory.cpp
+PART_BYTES = 2 << 20  # kPartBytes in csrc/bindings/device/memory.cpp
 
 
 class DeviceHeap:
@@ -218,3 +218,22 @@ class DeviceHeap:
         self._mapped = []
         self._keep = []
         self.addresses = []
+
+
+_to_release: list[tuple[DeviceHeap, Callable[[], object]]] = []
+
+
+def release(heap: DeviceHeap, close: Callable[[], object]) -> None:
+    """When kernels have ended, call `close`, which frees what works on a heap, and close it."""
+    _to_release.append((heap, close))
+    streams = library.streams_of(heap.device)
+    # Running kernels still use both, and one cannot wait for them during graph capture; the next
+    # release then closes both.
+    if streams is not None and streams.is_current_stream_capturing():
+        return
+    while _to_release:
+        heap, close = _to_release.pop()
+        if streams is not None:
+            streams.synchronize(heap.device)
+        close()
+        heap.close()

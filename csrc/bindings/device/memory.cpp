@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings/device.h"
+#include "bindings/device/tables.h"
 #include "common/operators.h"
 
 namespace oper::device {

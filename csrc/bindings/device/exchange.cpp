@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "bindings/device.h"
+#include "bindings/device/tables.h"
 #include "common/operators.h"
 
 namespace oper::device {

@@ -4,7 +4,7 @@
 #include <set>
 #include <tuple>
 
-#include "bindings/device.h"
+#include "bindings/device/tables.h"
 #include "common/operators.h"
 
 namespace oper::device {

@@ -16,6 +16,7 @@
 #include "common/exchange.h"
 #include "common/handles.h"
 #include "device/context.h"
+#include "device/keys.h"
 
 namespace oper::device {
 
@@ -77,6 +78,14 @@ struct ReceivedRows {
   int64_t num_rows = 0, num_bytes = 0;
 };
 
+// The update of the directories of dynamic tables that the next backward pass makes.
+struct KeyUpdate {
+  std::shared_ptr<KeyTables> keys;
+  std::vector<ListedIds> lookups;
+  std::vector<std::vector<Tensor>> keep_alive;
+  bool found_varies;
+};
+
 struct Call;
 
 struct Tables {
@@ -101,6 +110,7 @@ struct Tables {
   bool all_row_wise_adagrad = false;  // whether all tables have this one
   std::optional<Tensor> inbox;      // its memory
   std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
+  std::optional<KeyUpdate> key_update;
   // State of the step under way.
   ReceivedRows received;
   const Call* current = nullptr;
@@ -137,6 +147,11 @@ struct Call {
   }
 };
 
+// Leaves the keys of a batch, whose plan exists, for the owners of their buckets.
+void leave_keys(const Call& call, const KeyUpdate& update);
+// Updates this rank's buckets; all ranks must have left their keys.
+void update_keys(const Call& call, const KeyUpdate& update);
+
 // Their handles differ from those of the host back end.
 inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {
@@ -151,6 +166,11 @@ void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, c
         what);
 }
 bool is_captured(cudaStream_t stream);
+
+constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
+// Offsets of bags from their lengths.
+Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
+                      cudaStream_t stream);
 
 // Directs launches to a device during its lifetime.
 class OnDevice {

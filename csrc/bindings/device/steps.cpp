@@ -1,19 +1,37 @@
 // The operators on batches of tables in device memory: a whole step each, launched on the current
 // stream. None waits for the device, except exchanges between memory domains, and lookups without
 // pooling whose number of ids only the device knows.
-#include "bindings/device.h"
+#include "bindings/device/tables.h"
 
 #include <algorithm>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "common/lookup_schemas.h"
 #include "device/range.h"
 
 namespace oper::device {
+
+Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
+                      cudaStream_t stream) {
+  const Range range("oper bounds");
+  const int64_t count = lengths.numel();
+  Tensor bounds = tables.empty(count + 1, ScalarType::Long);
+  if (count == 0) {
+    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
+    check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
+    return bounds;
+  }
+  const Tensor scratch = tables.empty(sum_scratch_bytes(count), ScalarType::Byte);
+  sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
+              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
+              tables.context->view.error, stream);
+  return bounds;
+}
+
 namespace {
 
-constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;  // kernels look a group of lanes ahead
 constexpr int64_t kMeasuredEvery = 256;  // forward passes of tables that need no plan otherwise
 
 struct Lookup {
@@ -43,23 +61,6 @@ void stop_at_errors(const Tables& tables, bool collective = false) {
 }
 
 // ---- preparation ---------------------------------------------------------------------------------
-
-Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,
-                      cudaStream_t stream) {
-  const Range range("oper bounds");
-  const int64_t count = lengths.numel();
-  Tensor bounds = tables.empty(count + 1, ScalarType::Long);
-  if (count == 0) {
-    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
-    check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
-    return bounds;
-  }
-  const Tensor scratch = tables.empty(sum_scratch_bytes(count), ScalarType::Byte);
-  sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
-              static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(),
-              tables.context->view.error, stream);
-  return bounds;
-}
 
 // Whether rows of peers are fetched once per batch; reads host memory only.
 bool pays_to_stage(const Tables& tables) {
@@ -433,8 +434,8 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   return inbox;
 }
 
-// Merges the gradients in all outboxes, and updates rows and replicas.
-void exchange_gradients(Call& call, float scale) {
+// Merges the gradients in all outboxes, and updates rows and replicas, and directories of keys.
+void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>& keys) {
   const Range range("oper exchange and update");
   Tables& tables = call.tables;
   call.inbox = inbox_of(tables, call.stream);
@@ -444,6 +445,7 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
   barrier(call);
+  if (keys) update_keys(call, *keys);
   collect(call.launch(), inbox);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
@@ -455,7 +457,8 @@ void exchange_gradients(Call& call, float scale) {
   barrier(call);
   at(tables, Point::kUpdated);
   refresh(call.launch());
-  if (tables.shares) barrier(call);
+  if (keys) begin_rows(call.launch(), keys->keys->view);
+  if (tables.shares || keys) barrier(call);
   tables.inbox = std::move(memory);
 }
 
@@ -475,6 +478,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
   const OnDevice on(*tables);
   try {
     const cudaStream_t stream = stream_of(*tables->like);
+    // Used by this pass only, even if it ends early.
+    const std::optional<KeyUpdate> keys = std::exchange(tables->key_update, std::nullopt);
     stop_at_errors(*tables, true);
     const Lookup x{ids, weights, key_of, batch_size, pooled};
     const auto prepared = known_or_new(*tables, x, offsets, addresses, stream);
@@ -483,6 +488,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
     const UnderWay under_way(call);
     plan(call);
     stage_optimizers(*tables, optimizers, stream);
+    if (keys) leave_keys(call, *keys);
     const bool at_once = call.context.updates_at_once;
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
@@ -491,7 +497,12 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
       reduce(call.launch(), call.batch, call.work.plan,
              {float_data(grads[0]), grads[0].stride(0), scale}, call.work.long_runs, at_once);
     }
-    if (!at_once) exchange_gradients(call, scale);
+    if (!at_once) {
+      exchange_gradients(call, scale, keys);
+    } else if (keys) {
+      update_keys(call, *keys);
+      begin_rows(call.launch(), keys->keys->view);
+    }
     return {0, 0};
   } catch (const Status& status) {
     return {status.code, status.detail};

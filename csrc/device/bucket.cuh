@@ -1,0 +1,214 @@
+// A bucket of a directory of keys, updated by a warp.
+#pragma once
+
+#include "device/batch.cuh"
+#include "device/keys.h"
+
+namespace oper::device {
+
+// Of values of the lanes, the one with the lowest score, and of these with the lowest number.
+struct Scored {
+  uint64_t score;
+  uint64_t number;
+  OPER_DEVICE bool is_before(const Scored& other) const {
+    return score < other.score || (score == other.score && number < other.number);
+  }
+};
+OPER_DEVICE Scored first_of(const Group<32>& warp, Scored own) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    const Scored other{warp.shuffle_xor(own.score, distance), warp.shuffle_xor(own.number, distance)};
+    if (other.is_before(own)) own = other;
+  }
+  return own;
+}
+
+constexpr int kSlotsOfLane = kBucketSlots / 32;
+
+// A bucket in the registers of a warp: lane l has the slots l and l + 32, and candidate l. Changes are
+// written to memory at once.
+struct WarpBucket {
+  const Group<32>& warp;
+  const KeyTable& table;
+  const KeyBucket at;
+  const uint32_t clock;
+  uint8_t tags[kSlotsOfLane];
+  uint64_t hashes[kSlotsOfLane];
+  KeyAge ages[kSlotsOfLane];
+  uint64_t candidate = 0;
+  uint32_t candidate_clock = 0;
+  uint8_t candidate_count = 0;
+  // Of the slots: whose keys have lost them, and that have been given to other keys.
+  uint64_t lost = 0, given = 0;
+  uint32_t events[kLookups] = {};
+
+  OPER_DEVICE WarpBucket(const Group<32>& lanes, const KeyTable& of, const KeyBucket& bucket,
+                         uint32_t now)
+      : warp(lanes), table(of), at(bucket), clock(now) {
+#pragma unroll
+    for (int k = 0; k < kSlotsOfLane; ++k) {
+      tags[k] = at.tags[slot(k)];
+      hashes[k] = at.hash(slot(k));
+      ages[k] = at.ages[slot(k)];
+    }
+    if (!table.rules.has_candidates()) return;
+    candidate = at.candidates[warp.lane];
+    candidate_clock = at.candidate_clocks[warp.lane];
+    candidate_count = at.candidate_counts[warp.lane];
+  }
+
+  OPER_DEVICE int slot(int k) const { return warp.lane + 32 * k; }
+  // A bit for each slot.
+  template <class Holds>
+  OPER_DEVICE uint64_t slots_where(Holds holds) const {
+    uint64_t found = 0;
+#pragma unroll
+    for (int k = 0; k < kSlotsOfLane; ++k)
+      found |= static_cast<uint64_t>(warp.ballot(holds(k))) << 32 * k;
+    return found;
+  }
+  OPER_DEVICE void set_age(int k, KeyAge age) { at.ages[slot(k)] = ages[k] = age; }
+  // Concurrent lookups without gradients may read the hash; they get the old or the new one.
+  OPER_DEVICE void set_key(int k, uint8_t tag, uint64_t hash) {
+    at.hash(slot(k)) = hashes[k] = hash;
+    at.tags[slot(k)] = tags[k] = tag;
+  }
+
+  // Counts a key, and returns with which count it is to get a row; 0 = it has one, or gets none.
+  OPER_DEVICE uint64_t count(uint64_t hash, uint64_t occurrences, bool is_known) {
+    const uint64_t held = slots_where(
+        [&](int k) { return tags[k] == tag_of(hash) && hashes[k] == hash; });
+    if (held != 0) {
+      bool is_live = false;
+#pragma unroll
+      for (int k = 0; k < kSlotsOfLane; ++k) {
+        if ((held >> slot(k) & 1) == 0) continue;
+        // The key may have got its row in an update after the lookup that missed it.
+        is_live = is_known || !table.rules.is_expired(ages[k].clock, clock - 1);
+        if (is_live) {
+          set_age(k, table.rules.seen(ages[k], occurrences, clock));
+        } else {
+          set_key(k, 0, free_hash(slot(k)));
+          set_age(k, {clock, 0});  // for `changed` on the host
+        }
+      }
+      if (warp.ballot(is_live) != 0) return 0;
+      ++events[kExpired];
+      lost |= held;
+    }
+    if (table.rules.admit_below != 0) return table.rules.draws_row(hash, clock) ? occurrences : 0;
+    if (!table.rules.has_candidates()) return occurrences;
+    return count_candidate(hash, occurrences);
+  }
+
+  OPER_DEVICE uint64_t count_candidate(uint64_t hash, uint64_t occurrences) {
+    const unsigned found = warp.ballot(candidate_count != 0 && candidate == hash);
+    int place = found != 0 ? lowest_bit(found) : 0;
+    const uint64_t before = warp.shuffle(static_cast<uint32_t>(candidate_count), place);
+    const uint64_t total = occurrences + (found != 0 ? before : 0);
+    if (found == 0) {
+      if (total >= table.rules.min_count) return total;
+      place = static_cast<int>(first_of(warp, {candidate_order(candidate_count, candidate_clock),
+                                               static_cast<uint64_t>(warp.lane)})
+                                   .number);
+    }
+    if (warp.lane == place)
+      set_candidate(hash, static_cast<uint8_t>(total < 255 ? total : 255));
+    return total >= table.rules.min_count ? total : 0;
+  }
+  OPER_DEVICE void set_candidate(uint64_t hash, uint8_t count) {
+    at.candidates[warp.lane] = candidate = hash;
+    at.candidate_clocks[warp.lane] = candidate_clock = clock;
+    at.candidate_counts[warp.lane] = candidate_count = count;
+  }
+
+  // A slot for a new key: a free one, an expired one, or that of the key to be evicted; -1 if all keys
+  // of the bucket have been seen in this update.
+  OPER_DEVICE int take_slot(int64_t line) {
+    const uint64_t free =
+        slots_where([&](int k) { return tags[k] == 0 && slot(k) < at.num_slots; });
+    if (free != 0) return static_cast<int>(first_slot_near(free, line));
+    if (table.rules.time_to_live != 0) {
+      const uint64_t expired = slots_where([&](int k) {
+        return slot(k) < at.num_slots && table.rules.is_expired(ages[k].clock, clock);
+      });
+      if (expired != 0) {
+        ++events[kExpired];
+        return static_cast<int>(first_slot_near(expired, line));
+      }
+    }
+    const int found = victim(line);
+    events[kEvicted] += found >= 0;
+    return found;
+  }
+
+  OPER_DEVICE uint64_t score(int k) const {
+    if (slot(k) >= at.num_slots) return kNeverEvicted;
+    const uint32_t seen = ages[k].clock;
+    const uint32_t count = table.rules.decayed(ages[k].count, seen, clock);
+    switch (table.rules.eviction) {
+      case Eviction::kLeastRecent: return eviction_score(seen, count, seen, clock);
+      case Eviction::kLeastFrequent: return eviction_score(count, seen, seen, clock);
+      default: return eviction_score(count_per_distance(count, seen, clock), seen, seen, clock);
+    }
+  }
+  OPER_DEVICE int victim(int64_t line) const {
+    const auto first_where = [&](auto holds) {
+      Scored own{kNeverEvicted, kBucketSlots};
+#pragma unroll
+      for (int k = 0; k < kSlotsOfLane; ++k) {
+        const Scored one{score(k), static_cast<uint64_t>(slot(k))};
+        if (holds(k) && one.score != kNeverEvicted && one.is_before(own)) own = one;
+      }
+      return first_of(warp, own);
+    };
+    const Scored near = first_where([&](int k) { return slot(k) % kLines == line; });
+    if (near.score != kNeverEvicted) {
+      const uint64_t before = slots_where([&](int k) { return score(k) < near.score; });
+      const int count = popcount32(static_cast<uint32_t>(before)) +
+                        popcount32(static_cast<uint32_t>(before >> 32));
+      if (count < at.num_slots / kNearShare) return static_cast<int>(near.number);
+    }
+    const Scored first = first_where([](int) { return true; });
+    return first.score == kNeverEvicted ? -1 : static_cast<int>(first.number);
+  }
+
+  // Gives a new key a row, unless all keys of the bucket have been seen in this update.
+  OPER_DEVICE bool admit(uint64_t hash, uint64_t count) {
+    const int place = take_slot(home_line(hash));
+    if (place < 0) return false;
+#pragma unroll
+    for (int k = 0; k < kSlotsOfLane; ++k)
+      if (place == slot(k)) {
+        set_key(k, tag_of(hash), hash);
+        set_age(k, {clock, saturated(count)});
+      }
+    if (table.rules.has_candidates() && candidate_count != 0 && candidate == hash)
+      set_candidate(hash, 0);
+    ++events[kAdmitted];
+    given |= uint64_t{1} << place;
+    return true;
+  }
+
+  // Lists the slots whose keys have changed. `first`: the number of the bucket's first slot.
+  OPER_DEVICE void list_changes(uint32_t* num_given, uint32_t* list, uint32_t first) const {
+    const uint64_t changed = lost | given;
+    if (changed == 0) return;
+    const auto num_in = [](uint64_t bits) {
+      return static_cast<uint32_t>(popcount32(static_cast<uint32_t>(bits)) +
+                                   popcount32(static_cast<uint32_t>(bits >> 32)));
+    };
+    uint32_t begin = 0;
+    if (warp.lane == 0) begin = atomicAdd(num_given, num_in(changed));
+    begin = warp.shuffle(begin, 0);
+#pragma unroll
+    for (int k = 0; k < kSlotsOfLane; ++k) {
+      const uint64_t bit = uint64_t{1} << slot(k);
+      if ((changed & bit) == 0) continue;
+      list[begin + num_in(changed & (bit - 1))] =
+          (first + static_cast<uint32_t>(slot(k))) | ((given & bit) != 0 ? 0 : kEmptied);
+    }
+  }
+};
+
+}  // namespace oper::device

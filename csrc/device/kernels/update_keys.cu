@@ -1,0 +1,260 @@
+// At the owner of buckets: which keys get and lose rows; and the first values of new rows.
+//
+// A warp updates a bucket, key by key in the order of hashes; no two warps update one bucket. All ranks'
+// keys of a bucket are known before. What happens in it depends on these keys and their counts alone.
+#include "device/batch.cuh"
+#include "device/bucket.cuh"
+#include "device/keys.h"
+
+namespace oper::device {
+namespace {
+
+// The arguments of a table's optimizer are those of no optimizer while the table is frozen.
+OPER_DEVICE bool is_frozen(const View& view, const UpdateArgs* optimizers, const KeyTable& table) {
+  for (int32_t f = 0; f < view.num_features; ++f)
+    if (view.features[f].logical == table.rows.feature)
+      return optimizers[view.features[f].table].optimizer.kind == Optimizer::kNone;
+  return false;
+}
+
+// One block: begins an update unless a rank has refused its batch; then no rank has left any keys.
+__global__ void __launch_bounds__(256)
+    begin_update_kernel(View view, KeyView keys, KeyInbox inbox, const UpdateArgs* optimizers,
+                        const uint32_t* refused) {
+  const int64_t W = keys.world_size, T = keys.num_tables;
+  const bool skips = refused != nullptr ? *refused != 0 : is_refused(view);
+  block_sums(
+      T * W,
+      [&](int64_t k) {
+        const uint32_t* begin = keys.lists[k % W].begin + k / W * W + keys.rank;
+        const bool skipped = skips || is_frozen(view, optimizers, keys.tables[k / W]);
+        return skipped ? 0 : static_cast<int64_t>(begin[1]) - begin[0];
+      },
+      [&](int64_t k, int64_t before) { inbox.begin[k] = before; });
+  for (int64_t t = threadIdx.x; t < T; t += 256) {
+    keys.lists[keys.rank].num_given[t] = 0;
+    if (!skips && !is_frozen(view, optimizers, keys.tables[t])) ++keys.clocks[t];
+  }
+}
+
+// Calls body(index in the inbox, table * W + source, index in the source's lists) for all keys.
+template <class Body>
+OPER_DEVICE void for_keys(const KeyView& keys, const KeyInbox& inbox, Body body) {
+  const int32_t W = keys.world_size, parts = keys.num_tables * W;
+  for (int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       e < inbox.begin[parts]; e += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int32_t part = static_cast<int32_t>(last_at_most(inbox.begin, parts, e));
+    const int64_t first = keys.lists[part % W].begin[part / W * W + keys.rank];
+    body(e, part, first + e - inbox.begin[part]);
+  }
+}
+
+__global__ void __launch_bounds__(256) receive_kernel(KeyView keys, KeyInbox inbox) {
+  for_keys(keys, inbox, [&](int64_t e, int32_t part, int64_t i) {
+    const KeyLists& from = keys.lists[part % keys.world_size];
+    inbox.received[e] = from.hashes[i];
+    inbox.counts[e] = from.counts[i];
+  });
+}
+
+// Merges the sources' lists: a key's place is the number of keys before it in all of them.
+__global__ void __launch_bounds__(256) merge_keys_kernel(KeyView keys, KeyInbox inbox) {
+  const int32_t W = keys.world_size;
+  for_keys(keys, inbox, [&](int64_t e, int32_t part, int64_t i) {
+    const KeyLists& own = keys.lists[keys.rank];
+    const uint64_t hash = W == 1 ? own.hashes[i] : inbox.received[e];
+    const uint32_t count = W == 1 ? own.counts[i] : inbox.counts[e];
+    uint64_t total = count & ~kFound, known = count & kFound;
+    bool is_first = true;
+    const int32_t of_table = part / W * W;
+    int64_t place = e - inbox.begin[part] + inbox.begin[of_table];
+    for (int32_t other = of_table; other < of_table + W; ++other) {
+      if (other == part) continue;
+      const uint64_t* hashes = inbox.received + inbox.begin[other];
+      const int64_t n = inbox.begin[other + 1] - inbox.begin[other];
+      const int64_t at = last_that(-1, n, [&](int64_t k) { return hashes[k] < hash; }) + 1;
+      place += at;
+      if (at == n || hashes[at] != hash) continue;
+      const uint32_t more = inbox.counts[inbox.begin[other] + at];
+      total += more & ~kFound;
+      known |= more & kFound;
+      is_first &= other > part;
+      place += other < part;
+    }
+    inbox.hashes[place] = hash;
+    inbox.totals[place] = is_first ? total | (known != 0 ? kKnown : 0) : 0;
+  });
+}
+
+// Updates the bucket of key `begin` of the inbox, which is its first one.
+OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const KeyInbox& inbox,
+                               int32_t t, int64_t begin) {
+  const KeyTable& table = keys.tables[t];
+  const int64_t end_of_table = inbox.begin[(t + 1) * keys.world_size];
+  const int64_t number = bucket_of_hash(inbox.hashes[begin], table.num_buckets);
+  WarpBucket bucket(warp, table, table.parts[keys.rank].bucket(number, table.slots),
+                    keys.clocks[t]);
+  int64_t end = begin, num_fresh = 0;
+  for (int num = 32; num == 32; end += num) {
+    const int64_t j = end + warp.lane;
+    const uint64_t hash = j < end_of_table ? inbox.hashes[j] : 0;
+    const bool is_here =
+        j < end_of_table && bucket_of_hash(hash, table.num_buckets) == number;
+    const uint64_t total = is_here ? inbox.totals[j] : 0;
+    num = popcount32(warp.ballot(is_here));
+    uint64_t own = 0;  // count with which the lane's key gets a row
+    for (int k = 0; k < num; ++k) {
+      const uint64_t seen = warp.shuffle(total, k);
+      if (seen == 0) continue;
+      const uint64_t fresh =
+          bucket.count(warp.shuffle(hash, k), seen & ~kKnown, (seen & kKnown) != 0);
+      num_fresh += fresh != 0;
+      if (warp.lane == k) own = fresh;
+    }
+    if (is_here) inbox.totals[j] = own;
+  }
+  // By descending count, then by hash. Scores are of descending counts: no count is 0 here.
+  Scored last{0, 0};
+  for (int64_t admitted = 0; admitted < num_fresh; ++admitted) {
+    Scored next{~uint64_t{0}, ~uint64_t{0}};
+    for (int64_t j = begin + warp.lane; j < end; j += 32) {
+      const Scored one{~inbox.totals[j], inbox.hashes[j]};
+      if (one.score != ~uint64_t{0} && (admitted == 0 || last.is_before(one)) &&
+          one.is_before(next))
+        next = one;
+    }
+    last = next = first_of(warp, next);
+    if (bucket.admit(next.number, ~next.score)) continue;
+    // Nor do those that follow.
+    bucket.events[kRefused] = static_cast<uint32_t>(num_fresh - admitted);
+    break;
+  }
+  const KeyLists& own = keys.lists[keys.rank];
+  bucket.list_changes(own.num_given + t, own.given[t],
+                      static_cast<uint32_t>((number - table.first_bucket[keys.rank]) * kBucketSlots));
+  if (warp.lane != 0) return;
+#pragma unroll
+  for (int k = 0; k < kLookups; ++k)
+    if (bucket.events[k] != 0)
+      atomicAdd(keys.counters + t * kNumKeyCounters + k, static_cast<Counter>(bucket.events[k]));
+}
+
+// A warp takes the buckets that begin within a tile of 32 keys.
+__global__ void __launch_bounds__(256) update_buckets_kernel(KeyView keys, KeyInbox inbox) {
+  const Group<32> warp;
+  const int64_t W = keys.world_size, num_keys = inbox.begin[keys.num_tables * W];
+  for (int64_t tile = warp.index() * 32; tile < num_keys; tile += warp.count() * 32) {
+    const int64_t j = tile + warp.lane;
+    int32_t t = 0;
+    bool begins = false;
+    if (j < num_keys) {
+      t = static_cast<int32_t>(
+          last_that(0, keys.num_tables, [&](int64_t k) { return inbox.begin[k * W] <= j; }));
+      const int64_t num_buckets = keys.tables[t].num_buckets;
+      begins = j == inbox.begin[t * W] || bucket_of_hash(inbox.hashes[j], num_buckets) !=
+                                              bucket_of_hash(inbox.hashes[j - 1], num_buckets);
+    }
+    for (unsigned left = warp.ballot(begins); left != 0; left &= left - 1) {
+      const int first = lowest_bit(left);
+      update_bucket(warp, keys, inbox, warp.shuffle(t, first), tile + first);
+    }
+  }
+}
+
+// ---- new rows ------------------------------------------------------------------------------------
+
+OPER_DEVICE void store(char* row, RowType type, int64_t column, float value) {
+  switch (type) {
+    case RowType::kFloat16:
+      reinterpret_cast<Float16*>(row)[column] = nearest(Float16{}, value);
+      return;
+    case RowType::kBFloat16:
+      reinterpret_cast<BFloat16*>(row)[column] = nearest(BFloat16{}, value);
+      return;
+    default: reinterpret_cast<float*>(row)[column] = value;
+  }
+}
+
+OPER_DEVICE void begin_row(const Group<32>& warp, const Table& table, const RowRules& rules,
+                           int64_t key, char* row) {
+  const int64_t first = table.piece_start, end = first + table.dim;
+  for (int64_t block = first / 4 + warp.lane; 4 * block < end; block += 32) {
+    const FirstColumns four = first_columns(key, rules.seed, static_cast<uint32_t>(block), rules.bound);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (const int64_t column = 4 * block + k; first <= column && column < end)
+        store(row, table.type, column - first, four.at[k]);
+  }
+}
+
+OPER_DEVICE void begin_state(const Group<32>& warp, float* state, StateWidth width, int64_t slot,
+                             int64_t dim, float value) {
+  if (width == StateWidth::kNone) return;
+  const int64_t columns = width == StateWidth::kPerRow ? 1 : dim;
+  for (int64_t c = warp.lane; c < columns; c += 32) state[slot * columns + c] = value;
+}
+
+// Initialises one row in all column pieces, where this rank holds them.
+OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const RowRules& rules,
+                              int64_t row, int64_t key) {
+  for (int32_t f = 0; f < view.num_features; ++f) {
+    if (view.features[f].logical != rules.feature) continue;
+    const int32_t index = view.features[f].table;
+    const Table& table = view.tables[index];
+    const int64_t home = locate(table.home, row);
+    const int64_t owner = last_at_most(table.owner_begin, view.world_size, home);
+    const int64_t slot = home - table.owner_begin[owner], row_bytes = bytes_of_row(table.type, table.dim);
+    if (owner == view.rank) {
+      begin_row(warp, table, rules, key, table.rows + slot * row_bytes);
+      begin_state(warp, table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
+      begin_state(warp, table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+    }
+    for (int32_t k = 0; k < view.num_refreshes; ++k) {
+      const Refresh& part = view.refreshes[k];
+      if (part.table == index && part.replicas != nullptr && part.owner == owner &&
+          part.slot_begin <= slot && slot < part.slot_end)
+        begin_row(warp, table, rules, key,
+                  part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes);
+    }
+  }
+}
+
+// A warp initialises a row.
+__global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys) {
+  const Group<32> warp;
+  const int32_t T = keys.num_tables, W = keys.world_size;
+  for (int32_t k = 0; k < T * W; ++k) {
+    const int32_t t = k % T;
+    const int32_t source = (k / T + view.rank) % W;  // so that no peer serves all ranks at once
+    const KeyTable& table = keys.tables[t];
+    const KeyLists& from = keys.lists[source];
+    const int64_t count = from.num_given[t];
+    for (int64_t i = warp.index(); i < count; i += warp.count()) {
+      const uint32_t place = from.given[t][i];
+      if ((place & kEmptied) != 0) continue;
+      const int64_t number = table.first_bucket[source] + place / kBucketSlots;
+      const int64_t slot = place % kBucketSlots;
+      const KeyBucket bucket = table.parts[source].bucket(number, table.slots);
+      begin_pieces(warp, view, table.rows, bucket.first_slot + slot + 1,
+                   key_of_hash(bucket.hash(slot), table.rules.seed));
+    }
+  }
+}
+
+}  // namespace
+
+void update_keys(const Launch& on, const KeyView& keys, const KeyInbox& inbox,
+                 const uint32_t* refused) {
+  const int64_t most = keys.world_size * keys.capacity;
+  OPER_LAUNCH(begin_update_kernel, 1, 256, on.stream, on.view, keys, inbox, on.optimizers, refused);
+  if (keys.world_size > 1)
+    OPER_LAUNCH(receive_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
+  OPER_LAUNCH(merge_keys_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
+  OPER_LAUNCH(update_buckets_kernel, blocks_for(most, 256), 256, on.stream, keys, inbox);
+}
+
+void begin_rows(const Launch& on, const KeyView& keys) {
+  OPER_LAUNCH(begin_rows_kernel, blocks_for(keys.capacity, 8), 256, on.stream, on.view, keys);
+}
+
+}  // namespace oper::device

@@ -1,0 +1,433 @@
+"""Dynamic tables of the device back end have the host's keys, counts, clocks and rows, bitwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from oper.errors import InvalidInputError, OperError
+from oper.plan import Plan, uniform_plan
+from oper.shmem import tables as sharded_tables
+from oper.shmem.batch import Lookup
+from oper.shmem.device.tables import DeviceTables
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.keys.directories import RECORDS, KeyCounts
+from oper.shmem.keys.rules import DynamicTable
+from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Optimizer, RowWiseAdagrad
+from oper.tables import TableSpec
+from tests import runtime_support
+from tests.cuda import streams
+from tests.cuda.emulated import has_gpu, on_devices
+from tests.integration import module_support
+from tests.runtime_support import Case, assert_bitwise, mixed_plan, rich_plan, run_ranks
+from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
+
+# Dynamic tables of one and several buckets, one with two features, and a static one between them.
+CASE = Case(tuple(TableSpec(name, rows, dim, features, pooling, "float32", "sgd")
+                  for name, rows, dim, features, pooling in (
+                      ("few", 30, 6, ("f",), "sum"), ("static", 50, 8, ("s",), "sum"),
+                      ("many", 200, 12, ("m", "n"), "mean"))), ("n", "s", "f", "m"))
+OPTIMIZER = RowWiseAdagrad(lr=0.1)
+Feed = Callable[[int, int], Lookup]  # by step and rank
+
+
+@dataclass
+class Trained:
+    """What training has left on a rank."""
+
+    outputs: list[torch.Tensor]
+    rows: dict[str, torch.Tensor]
+    records: dict[str, torch.Tensor]
+    clocks: dict[str, int]
+    counts: dict[str, KeyCounts]
+
+
+def batch_of(keys: Mapping[str, list[list[int]]], dtype: torch.dtype = torch.int64) -> Lookup:
+    """A batch with the bags of each key of CASE."""
+    bags = [bag for key in CASE.keys for bag in keys[key]]
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
+    return Lookup(torch.tensor([i for bag in bags for i in bag], dtype=dtype), lengths, CASE.key_of,
+                  len(keys["s"]))
+
+
+def feed(world_size: int, pool: int = 150, size: int = 24) -> Feed:
+    """Skewed keys of all magnitudes; one rank has an empty batch now and then."""
+    keys = np.random.default_rng(5).integers(SMALLEST, LARGEST, pool)
+
+    def at(step: int, rank: int) -> Lookup:
+        rng = np.random.default_rng(100 * step + rank)
+        n = 0 if world_size > 1 and (step + rank) % 5 == 4 else max(1, size // world_size)
+        bags = {key: [keys[rng.zipf(1.2, rng.integers(0, 5)) % pool].tolist() for _ in range(n)]
+                for key in CASE.keys}
+        bags["s"] = [[k % 50 for k in bag] for bag in bags["s"]]
+        return batch_of(bags)
+
+    return at
+
+
+def open_dynamic(plan: Plan, group: Any, rules: Mapping[str, DynamicTable],
+                 optimizer: Optimizer = OPTIMIZER, case: Case = CASE) -> Any:
+    tables = runtime_support.open_tables(case, plan, group, optimizer)
+    tables.open_keys(rules)
+    return tables
+
+
+def step_of(tables: Any, batch: Lookup) -> torch.Tensor:
+    out = tables.lookup(batch)
+    (out * torch.cos(torch.arange(out.numel())).view(out.shape)).sum().backward()
+    found: torch.Tensor = out.detach().clone()
+    return found
+
+
+def found_in(tables: Any, outputs: list[torch.Tensor]) -> Trained:
+    tables.barrier()
+    keys = tables.keys
+    parts = {spec.name: [part for part, _ in STATE_PARTS[spec.optimizer]]
+             for spec in tables.specs.values()}
+    found = Trained(
+        outputs,
+        {f"{name} {part}": tables.read(name, part=part) for name in tables.specs
+         for part in ("rows", *parts[name])},
+        {f"{name} {part}": keys.read(name, part, 0, keys.num_records(name, RECORDS[part]))
+         for name in keys.tables for part in keys.parts(name)},
+        {name: keys.clock(name) for name in keys.tables},
+        {name: keys.counts(name) for name in keys.tables})
+    tables.barrier()
+    return found
+
+
+def train(plan: Plan, rules: Mapping[str, DynamicTable], batches: Feed, steps: int = 6,
+          optimizer: Optimizer = OPTIMIZER, case: Case = CASE,
+          between: Callable[[Any, int], None] = lambda tables, step: None) -> list[Trained]:
+    """Train on virtual ranks; results by rank."""
+    def body(group: ThreadGroup) -> Trained:
+        tables = open_dynamic(plan, group, rules, optimizer, case)
+        outputs = []
+        for step in range(steps):
+            between(tables, step)
+            outputs.append(step_of(tables, batches(step, group.rank)))
+        with torch.no_grad():
+            outputs.append(tables.lookup(batches(0, group.rank)).clone())
+        found = found_in(tables, outputs)
+        tables.close()
+        return found
+
+    return run_ranks(plan.world_size, body)
+
+
+def assert_same(patches: pytest.MonkeyPatch, *args: Any, late: bool = False, **kwargs: Any
+                ) -> list[Trained]:
+    """Train on both back ends and compare. `late`: streams work as late as possible."""
+    host = train(*args, **kwargs)
+    with patches.context() as inner, streams.in_use(inner, None) if late else on_devices(inner):
+        device = train(*args, **kwargs)
+    for rank, (one, other) in enumerate(zip(host, device, strict=True)):
+        assert one.clocks == other.clocks
+        assert one.counts == other.counts
+        for field in ("records", "outputs", "rows"):
+            assert_bitwise(getattr(one, field), getattr(other, field), f"{field} of rank {rank}")
+    return host
+
+
+@pytest.fixture(autouse=True)
+def device(emulation: pytest.MonkeyPatch) -> Iterator[None]:
+    emulation.setenv("OPER_DEVICE_THREADS", "64")  # few blocks, which is faster
+    emulation.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
+    yield
+
+
+@pytest.mark.parametrize("number, rule", [*enumerate(RULES)])
+def test_training_gives_the_hosts_bits(emulation: pytest.MonkeyPatch, number: int,
+                                       rule: DynamicTable) -> None:
+    world_size = (1, 2, 4)[number % 3]
+    plan = (mixed_plan, lambda *a: rich_plan(*a, columns=True))[number % 2](
+        CASE.tables, world_size, number)
+    found = assert_same(emulation, plan, {"few": rule, "many": RULES[(number + 1) % len(RULES)]},
+                        feed(world_size), optimizer=(OPTIMIZER, Adam(lr=0.05))[number // 2 % 2])
+    changes = [*found[0].counts.values()]
+    assert sum(c.admitted for c in changes) and sum(c.evicted + c.expired for c in changes)
+
+
+@given(st.sampled_from(RULES), st.lists(st.lists(st.sampled_from(POOL), max_size=40), min_size=1,
+                                        max_size=5), st.sampled_from([1, 20, 100]))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_streams(emulation: pytest.MonkeyPatch, rule: DynamicTable,
+                        steps: list[list[int]], slots: int) -> None:
+    """The only table is dynamic: keys are sorted by table only with an unused key of the batch."""
+    spec = TableSpec("one", slots + 1, 4, ("f",), "sum", "float32", "sgd")
+    case = Case((spec,), ("extra", "f") if slots == 20 else ("f",))
+
+    def at(step: int, rank: int) -> Lookup:
+        ids = [steps[step][:5] if key == "extra" else steps[step] for key in case.keys]
+        return Lookup(torch.tensor([i for of in ids for i in of], dtype=torch.int64),
+                      torch.tensor([len(of) for of in ids]), case.key_of, 1)
+
+    assert_same(emulation, uniform_plan([spec], 1, "striped"), {"one": rule}, at, len(steps),
+                SGD(lr=0.5), case)
+
+
+@pytest.mark.parametrize("rule", RULES[3:5])
+def test_keys_that_collide(emulation: pytest.MonkeyPatch, rule: DynamicTable) -> None:
+    """More new keys of one bucket than a warp has lanes, and than the bucket has slots."""
+    spec = TableSpec("one", 130, 4, ("f",), "sum", "float32", "sgd")
+    case, keys = Case((spec,), ("f",)), colliding(90, 129, 1, rule.seed)
+
+    def at(step: int, rank: int) -> Lookup:
+        ids = torch.tensor((keys[:90 - 20 * step] * 3)[rank::2])
+        return Lookup(ids, torch.tensor([ids.numel()]), case.key_of, 1)
+
+    found = assert_same(emulation, uniform_plan([spec], 2, "owned"), {"one": rule}, at, 3,
+                        SGD(lr=0.5), case)
+    assert found[0].counts["one"].refused > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_of_16_bits(emulation: pytest.MonkeyPatch, dtype: str) -> None:
+    spec = TableSpec("one", 60, 12, ("f",), "sum", dtype, "sgd")
+    case = Case((spec,), ("f",))
+
+    def at(step: int, rank: int) -> Lookup:
+        ids = torch.arange(40) * (10**15 + step % 2)
+        return Lookup(ids, torch.tensor([40]), case.key_of, 1)
+
+    for bound in (0.5, 1e-6, 1e5):
+        assert_same(emulation, uniform_plan([spec], 2, "replicated"),
+                    {"one": DynamicTable(init_bound=bound)}, at, 2, SGD(lr=0.0), case)
+
+
+def test_frozen_tables_and_passes_held_back(emulation: pytest.MonkeyPatch) -> None:
+    """A frozen table's directory stays; the keys of passes that are held back are counted once."""
+    def between(tables: Any, step: int) -> None:
+        own = getattr(tables, "_tables", tables)
+        own.frozen = frozenset({"few"} if step in (2, 3) else ())
+        if step in (1, 4):
+            with tables.no_sync():
+                step_of(tables, feed(2)(50 + step, tables.group.rank))
+
+    found = assert_same(emulation, mixed_plan(CASE.tables, 2, 3),
+                        {"few": DynamicTable(time_to_live=2),
+                         "many": DynamicTable(eviction="lfu", admit_after=2)},
+                        feed(2), 6, between=between)
+    assert found[0].clocks == {"few": 4, "many": 6}
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulation delays")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_streams_that_work_late(emulation: pytest.MonkeyPatch, world_size: int) -> None:
+    assert_same(emulation, rich_plan(CASE.tables, world_size, 1, columns=True),
+                {"few": RULES[0], "many": RULES[2]}, feed(world_size), late=True)
+
+
+def test_ids_of_32_bits(emulation: pytest.MonkeyPatch) -> None:
+    def at(step: int, rank: int) -> Lookup:
+        return batch_of({key: [[step, -7 - step, 2**31 - 1] if key != "s" else [1, 2]]
+                         for key in CASE.keys}, torch.int32)
+
+    assert_same(emulation, mixed_plan(CASE.tables, 2, 0), {"many": DynamicTable()}
+                | {"few": DynamicTable(seed=3)}, at, 3)
+
+
+def test_another_plan_while_training(emulation: pytest.MonkeyPatch) -> None:
+    def between(tables: Any, step: int) -> None:
+        if step == 2:
+            tables.start_migration(mixed_plan(list(tables.specs.values()), 2, 4), 400)
+
+    assert_same(emulation, mixed_plan(CASE.tables, 2, 0), {"many": RULES[2], "few": RULES[0]},
+                feed(2), between=between)
+
+
+def test_a_refused_batch_changes_no_directory(emulation: pytest.MonkeyPatch) -> None:
+    """One rank's batch has an id that the static table lacks; both continue with the next one."""
+    plan, rules = mixed_plan(CASE.tables, 2, 1), {"few": RULES[0], "many": RULES[4]}
+    spoiled = batch_of({"n": [[5]], "m": [[6]], "f": [[7]], "s": [[50]]})
+
+    def body(group: ThreadGroup, refuses: bool) -> tuple[Trained, list[str]]:
+        tables = open_dynamic(plan, group, rules)
+        outputs, told = [], []
+        for step in range(3):
+            if refuses and step == 1:
+                try:
+                    step_of(tables, spoiled if group.rank == 1 else feed(2)(7, 0))
+                    tables.synchronize()
+                except OperError as error:
+                    told.append(str(error))
+            outputs.append(step_of(tables, feed(2)(step, group.rank)))
+        return found_in(tables, outputs), told
+
+    with on_devices(emulation):
+        after, plain = ([*run_ranks(2, lambda group, refuses=refuses: body(group, refuses))]
+                        for refuses in (True, False))
+    for (found, told), (wanted, _) in zip(after, plain, strict=True):
+        assert len(told) == 1
+        assert found.clocks == wanted.clocks == {"few": 3, "many": 3}
+        for field in ("records", "outputs", "rows"):
+            assert_bitwise(getattr(found, field), getattr(wanted, field), field)
+
+
+def test_more_keys_than_the_outbox_holds(emulation: pytest.MonkeyPatch) -> None:
+    """No rank updates its directories; smaller batches go on."""
+    emulation.setenv("OPER_OUTBOX_BYTES", str(64 * 12 * 100))
+
+    def body(group: ThreadGroup) -> tuple[str, dict[str, int]]:
+        tables = open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"many": RULES[0]})
+        num = 101 if group.rank == 1 else 1
+        ids = {key: [[*range(num)]] if key == "n" else [[1]] for key in CASE.keys}
+        told = ""
+        try:
+            step_of(tables, batch_of(ids))
+            tables.synchronize()
+        except OperError as error:
+            told = str(error)
+        step_of(tables, batch_of({key: [[1]] for key in CASE.keys}))
+        tables.barrier()
+        return told, {"clock": tables.keys.clock("many"),
+                      "rows": tables.keys.counts("many").occupied}
+
+    with on_devices(emulation):
+        (theirs, found), (mine, same) = run_ranks(2, body)
+    assert "keys of a batch do not fit" in mine and "keys=10" in mine and "OPER_OUTBOX" in mine
+    assert "refused its batch" in theirs
+    assert found == same == {"clock": 1, "rows": 1}
+
+
+def test_a_gradient_for_a_row_that_has_another_key(emulation: pytest.MonkeyPatch) -> None:
+    spec = TableSpec("one", 2, 4, ("f",), "sum", "float32", "sgd")
+    case = Case((spec,), ("f",))
+
+    def batch(key: int) -> Lookup:
+        return Lookup(torch.tensor([key]), torch.tensor([1]), case.key_of, 1)
+
+    def body() -> tuple[str, list[int]]:
+        tables = open_dynamic(uniform_plan([spec], 1, "owned"), SingleGroup(),
+                              {"one": DynamicTable()}, SGD(lr=1.0), case)
+        step_of(tables, batch(1))
+        late = tables.lookup(batch(1))
+        step_of(tables, batch(2))
+        with pytest.raises(InvalidInputError, match="lost their rows") as told:
+            late.sum().backward()
+        step_of(tables, batch(2))
+        new = tables.keys.new_rows()
+        return str(told.value), [*tables.keys.read("one", "keys", 0, 1)[0].tolist(), len(new)]
+
+    host = body()
+    with on_devices(emulation):
+        assert body() == host
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_records_are_written_and_read(emulation: pytest.MonkeyPatch, world_size: int) -> None:
+    """A directory restored from the host's records continues like the host's."""
+    plan, rules = mixed_plan(CASE.tables, world_size, 2), {"few": RULES[0], "many": RULES[2]}
+
+    def body(group: ThreadGroup, state: Trained | None) -> Trained:
+        tables = open_dynamic(plan, group, rules)
+        outputs = []
+        for step in range(3 if state else 0, 6):
+            if step == 3:
+                state = state or found_in(tables, [])
+                load(tables, state)
+                outputs = []
+            outputs.append(step_of(tables, feed(world_size)(step, group.rank)))
+        return found_in(tables, outputs)
+
+    def load(tables: Any, state: Trained) -> None:
+        for name, rows in state.rows.items():
+            table, part = name.split()
+            tables.write(table, rows, part=part)
+        tables.publish()
+        for name, records in state.records.items():
+            table, part = name.split()
+            for begin in range(0, records.shape[0], 20):
+                some = records[begin:begin + 20]
+                tables.keys.write(table, part, torch.arange(begin, begin + len(some)), some)
+        with pytest.raises(InvalidInputError, match=r"record 0=\[1, -1, 0\]"):
+            tables.keys.write("few", "keys", torch.tensor([0]), torch.tensor([[1, -1, 0]]), True)
+        for table, clock in state.clocks.items():
+            tables.keys.set_clock(table, clock)
+        tables.barrier()
+
+    states: list[Trained | None] = [None] * world_size
+
+    def save(group: ThreadGroup) -> Trained:
+        tables = open_dynamic(plan, group, rules)
+        for step in range(3):
+            step_of(tables, feed(world_size)(step, group.rank))
+        return found_in(tables, [])
+
+    states = run_ranks(world_size, save)
+    host = run_ranks(world_size, lambda group: body(group, states[group.rank]))
+    with on_devices(emulation):
+        device = run_ranks(world_size, lambda group: body(group, states[group.rank]))
+    for one, other in zip(host, device, strict=True):
+        assert one.clocks == other.clocks
+        for field in ("records", "outputs", "rows"):
+            assert_bitwise(getattr(one, field), getattr(other, field), field)
+
+
+def test_clock_at_its_end(emulation: pytest.MonkeyPatch) -> None:
+    with on_devices(emulation):
+        tables = open_dynamic(uniform_plan(CASE.tables, 1, "owned"), SingleGroup(),
+                              {"few": RULES[0], "many": RULES[0]})
+    tables.keys.set_clock("many", (1 << 32) - 3)
+    step_of(tables, feed(1)(0, 0))
+    with pytest.raises(OperError, match=r"dynamic table 'many'.*4294967294"):
+        step_of(tables, feed(1)(1, 0))
+    assert tables.keys.clock("few") == 1
+
+
+def test_several_memory_domains_are_refused(emulation: pytest.MonkeyPatch) -> None:
+    def body(group: ThreadGroup) -> str:
+        with pytest.raises(InvalidInputError, match="memory domains=2") as told:
+            open_dynamic(uniform_plan(CASE.tables, 2, "striped"), group, {"few": RULES[0]})
+        return str(told.value)
+
+    with on_devices(emulation):
+        run_ranks(2, body, domains=(0, 1))
+
+
+def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:
+    """`oper.shard` of a model on a device: outputs, state_dict and counts, saved and loaded."""
+    rule = DynamicTable(admit_after=2, eviction="lfu", half_life=3, init_bound=0.5)
+
+    class Emulated(DeviceTables):
+        def __init__(self, plan: Plan, features: Any, group: Any, optimizers: Any, scale: float,
+                     seed: int | None) -> None:
+            super().__init__(plan, features, group, optimizers, scale, device="cpu")
+
+    def flat(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.detach().cpu().reshape(-1) for name, value in state.items()}
+
+    def open_model(device: str) -> Any:
+        return module_support.shard(module_support.bag(30).to(device), dynamic=rule,
+                                    optimizer=OPTIMIZER)
+
+    def run(device: str) -> list[Any]:
+        model = open_model(device)
+        found: list[Any] = []
+        for step in range(6):
+            keys = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (12, 3)) * 10**12)
+            if step == 3:
+                state = copy.deepcopy(model.state_dict())
+                model = open_model(device)
+                model.load_state_dict(state)
+                found.append(flat(state))
+            out = model(keys.to(device))
+            (out ** 2).sum().backward()
+            found.append(out.detach().cpu().clone())
+        counts = model.tables.keys.counts("weight")
+        found += [flat(model.state_dict()), torch.tensor([counts.occupied, counts.missed])]
+        return found
+
+    host = run("cpu")
+    with emulation.context() as patch:
+        if not has_gpu():
+            patch.setattr(sharded_tables, "ShardedTables", Emulated)
+        device = run("cuda" if has_gpu() else "cpu")
+    assert_bitwise(host, device, "model")
