@@ -92,8 +92,9 @@ class Sketch:
 
     Attributes:
         heavy_ids: int64 [M], ascending; the most accessed ids (a Misra-Gries summary).
-        heavy_counts: int64 [M], accesses of each, underestimated by at most `heavy_error`.
-        heavy_error: also the largest possible number of accesses of an id that is not listed.
+        heavy_counts: int64 [M], accesses of each, too low by at most `heavy_error`.
+        heavy_error: error bound of `heavy_counts`; an id that is not in `heavy_ids` has at most
+            this many accesses.
         sample_ids: int64 [S], ascending; all ids whose hash begins with `sample_level` zero bits.
         sample_counts: int64 [S], accesses of each, exact.
         sample_level: number of leading zero bits by which `sample_ids` are selected.

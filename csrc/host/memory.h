@@ -29,8 +29,8 @@ bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 // MADV_COLLAPSE works for shared memory even where its huge pages are switched off by policy.
 size_t collapse_huge(void* data, size_t bytes);
 
-// Advise the kernel to back the entire huge pages within a private range by huge pages on first
-// touch.
+// Advise the kernel to use huge pages on first touch, wherever one fits entirely into a private
+// range.
 void want_huge(void* data, size_t bytes);
 
 // Effective bytes of the last-level cache for all processes of this machine: its size, limited to

@@ -230,9 +230,10 @@ class Pricing {
     return least;
   }
 
-  // Bound with one class of owners in place of all, with the largest capacity and the lowest price: the
-  // best set is a prefix of the blocks by cost of pushing per id, or has a mass at which all owners are
-  // full. The empty prefix stands for an arbitrarily small part of a block, which pays the fixed charge.
+  // Bound with all classes of owners replaced by one, which has the largest capacity and the lowest
+  // price of any. The best set of pushed blocks is then a prefix of the blocks in the order of
+  // their cost of pushing per id, or has a mass at which all owners are full. The empty prefix
+  // stands for an arbitrarily small part of a block, which pays the fixed charge.
   double prefixes(int64_t j, bool must) {
     double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));

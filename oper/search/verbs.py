@@ -107,7 +107,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.request_rate is not None or args.latency_bound is not None:
         if args.message_variance is not None:
             raise UsageError("cannot plan for a latency bound", "--message-variance",
-                             args.message_variance, "no value", "pass --message-bits instead")
+                             args.message_variance, "no value with --request-rate or "
+                             "--latency-bound", "pass --message-bits instead")
         return _plan_latency(args, stats)
     topology = topology_preset(args.topology, args.world_size)
 
@@ -284,8 +285,10 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
-    """Return the plan and the problem that the arguments of ``oper explain`` state. The plan has a
-    bound for this problem: its own or, if that is for another problem, a new one."""
+    """Return the plan and the problem that the arguments of ``oper explain`` describe.
+
+    The returned plan has a lower bound for this problem: the one in the plan file if it was made
+    for the same problem, otherwise a new one."""
     from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound

@@ -146,8 +146,8 @@ def _row_dtype(args: argparse.Namespace) -> Any:
     if (args.error_budget is None) != (args.stats is None) or (args.stats and args.row_dtype):
         raise UsageError("cannot choose types of rows", "--error-budget, --stats, --row-dtype",
                          (args.error_budget, args.stats, args.row_dtype),
-                         "the first two together, without the third",
-                         "name statistics and a budget, or one type")
+                         "--error-budget with --stats, or --row-dtype alone",
+                         "pass a budget and statistics, or one type for all rows")
     return args.row_dtype if args.stats is None else TieredRows(
         AccessStats.load(args.stats), args.error_budget)
 

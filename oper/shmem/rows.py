@@ -263,6 +263,8 @@ class LogicalRows:
                            ) -> np.ndarray:
         """Copy rows whose owner is in another memory domain from replicas in this one.
 
+        Call it only between two steps, when replicas equal their master copies.
+
         Args:
             piece: index of a directory.
             ids: int64 [n], valid.
@@ -270,8 +272,7 @@ class LogicalRows:
             out: [n, columns], written to.
 
         Returns:
-            bool [n], whether each row was copied. Call it between two steps, when replicas equal
-            their masters.
+            bool [n], whether each row was copied.
         """
         d, found = self.directories[piece], np.zeros(ids.size, bool)
         if self._exchange is None:

@@ -320,9 +320,10 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
                   out,
                   is_wide(out.data, out.stride),
                   skip_pushed};
-    // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
-    // ids, enough to fetch rows together, and few enough that the last groups end soon after the
-    // others: all groups come in `kTurns` turns or more.
+    // With few bags, each has a group of its own, so that all are in flight at once. With many, a
+    // group handles bags of about kIdsPerGroup ids in total, enough to fetch rows together, but
+    // fewer if the groups would then fill the device less than kTurns times: with many turns, the
+    // last groups end soon after the others.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);

@@ -64,9 +64,9 @@ class KeyTables {
 
   // Whether all rows of a batch fit 31 bits; never if it has ids of other tables.
   bool has_short_rows(const KeyBatch& batch) const;
-  // Writes `rows` [ids], int32 if `is_short`, else int64: the rows of keys; ids of other tables as
-  // they are. Unless null, `counts` [ids] gets those of SeenBatch; then `missed` has the keys
-  // without a row until the next call.
+  // Writes the row of each key to `rows` [ids] (int32 if `is_short`, else int64); copies the ids of
+  // tables without keys unchanged. Unless `counts` [ids] is null, writes SeenBatch's `counts` to
+  // it; `missed()` then returns the keys without a row until the next call.
   std::vector<KeyPart> find(const KeyBatch& batch, void* rows, bool is_short, PlaceCount* counts);
   const std::vector<int64_t>& missed() const { return missed_; }
 

@@ -44,7 +44,11 @@ class JobSpec:
 
     @property
     def shares(self) -> tuple[Fraction, Fraction]:
-        """Shares of the validation and the test part; raises InvalidInputError."""
+        """Shares of the log that become the validation and the test part.
+
+        Raises:
+            InvalidInputError: an option is not a valid share, or the sum of both is not below 1.
+        """
         found = []
         for name in ("valid", "test"):
             value = getattr(self.options, name)

@@ -325,8 +325,8 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
                 shape, width = target.shape(table, part), values[0].numel() if ids.size else 0
                 if values.dtype != _AS_STORED.get(want, want) or values.shape[0] != ids.size or (
                         width > (1 if len(shape) == 1 else shape[1] - column)):
-                    raise ValueError(f"values {values.dtype} {tuple(values.shape)} from column "
-                                     f"{column} on, for {want} {tuple(shape)}")
+                    raise ValueError(f"values of {values.dtype} {tuple(values.shape)} from column "
+                                     f"{column} on do not fit {want} {tuple(shape)}")
                 values = values.view(want) if want in _AS_STORED else values
                 target.scatter(table, ids, values, part, 0 if len(shape) == 1 else column)
         except FileFormatError:

@@ -257,12 +257,11 @@ def _bare_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Synchronize the replica groups of a model's tables at once, after a synchronization that is
-    under way (``synchronize_delay``). Collective over all groups.
+    """Synchronize the replica groups of a model's tables now. Collective over all groups.
 
-    Afterwards all groups have the same rows and optimizer states, see `oper.shard`
-    (``replica_groups``). Does nothing without replica groups, or if there was no update since the
-    last synchronization.
+    First completes a synchronization that is under way (``synchronize_delay``). Afterwards all
+    groups have the same rows and optimizer states, see `oper.shard` (``replica_groups``). Does
+    nothing without replica groups, or if there was no update since the last synchronization.
 
     Args:
         model: the result of `oper.shard`, or a model that contains it.

@@ -80,11 +80,11 @@ class SearchTree:
         root: the root node.
         bound: bound of all plans, which is that of the leaf with the least bound.
         solved: number of relaxations solved so far.
-        work: their cost: rounds x (tables x classes of owners + a constant), about the number of
-            tables priced. Deterministic, so that equal seeds give equal plans; one unit takes
+        work: cost of these: rounds x (tables x classes of owners + a constant), about the number
+            of tables priced. Deterministic, so that equal seeds give equal plans; one unit takes
             about 0.07 ms of a 2026 CPU core.
-        is_single: whether the root could not be branched on: its solution underestimates no load
-            and pushes no table in part.
+        is_single: whether there was nothing to branch on at the root: its solution underestimates
+            no load, and pushes every table wholly or not at all.
     """
 
     def __init__(self, bound: Bound) -> None:

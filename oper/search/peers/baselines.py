@@ -231,8 +231,8 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
 
 
 def replicate_or_partition(problem: Problem) -> Plan | None:
-    """UGache's closed form for a symmetric machine: replicate the hottest rows of all tables by
-    lookups per byte until memory is full, and partition the rest."""
+    """UGache's closed form for a symmetric machine: replicate the rows of all tables in descending
+    order of lookups per byte until memory is full, and partition the rest."""
     return _threshold(problem, None)
 
 

@@ -133,10 +133,15 @@ class UnitRows:
                                for k in range(0, max(1, units.shape[2]), step)], axis=1)
 
     def loads(self, units: np.ndarray, by_rank: bool = False) -> np.ndarray:
-        """Loads by phase and term on the ranks `seen` from the owner; float64 [C, ..., P, 9, S].
+        """Loads that units put on the ranks `seen`, by phase and term.
 
-        If `by_rank`, on shared links they are the bytes that a rank sends and receives itself, else
-        those it waits for (`Machine.on_links`).
+        Args:
+            units: float64 [2, C, ..., 23].
+            by_rank: on links that several ranks share, whether a rank's load is the bytes that it
+                sends and receives itself, or those that it waits for (`Machine.on_links`).
+
+        Returns:
+            float64 [C, ..., P, 9, S], by class of the owner.
         """
         number, (owned, of_class) = self.sizes.size, self._by_rank if by_rank else self._on_links
         own, every = units.reshape(2, number, -1, NUM_ROWS)
@@ -148,8 +153,8 @@ class UnitRows:
         return np.asarray(out.reshape(*units.shape[1:-1], *owned.shape[2:]))
 
     def seconds(self, num_axes: int) -> np.ndarray:
-        """Seconds of a unit of each term on the ranks `seen`, float64 [C, 1, ..., 9, S], shaped to
-        broadcast with loads of `num_axes` axes."""
+        """Seconds per unit of load (a byte, or a nanosecond of compute) of each term on the ranks
+        `seen`; float64 [C, 1, ..., 9, S], which broadcasts with loads of `num_axes` axes."""
         found = np.moveaxis(self.model.machine.seconds_per_unit[:, self.seen], 1, 0)
         return np.asarray(np.expand_dims(found, tuple(range(1, num_axes - 2))))
 
