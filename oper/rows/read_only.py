@@ -69,10 +69,16 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
     boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order matters only before it
     head = entry.head_ids
     what = f"cannot give ranges of rows of table {spec.name!r} types of their own"
+    num_placed = min(head.size, boundary)
+    if hottest.size < num_placed:  # the order of ids continues it
+        others = np.setdiff1d(np.arange(num_placed), hottest)
+        hottest = np.append(hottest, others[:num_placed - hottest.size])
     common = min(head.size, hottest.size)
-    if not np.array_equal(head[:common], hottest[:common]):
-        raise PlanError(what, "head_ids", head[:4].tolist(), f"{hottest[:4].tolist()}...",
-                        "plan from the same statistics")
+    other = np.flatnonzero(head[:common] != hottest[:common])
+    if other.size:
+        at = int(other[0])
+        raise PlanError(what, f"head_ids from position {at}", head[at:at + 4].tolist(),
+                        f"{hottest[at:at + 4].tolist()}...", "plan from the same statistics")
     if head.size < boundary:
         head = hottest[:boundary]  # if these are fewer, the order of ids continues the order
     pieces = tuple(replace(p, tiers=_cut(p.tiers, dtypes)) for p in entry.pieces)

@@ -34,6 +34,7 @@ _GRACE_S = 5.0  # after the drain time, the process is forced to exit
 _YIELD_S = 0.25  # a connection waits so long for workers with fewer connections, if these are busy
 _STEP_S = 0.002  # interval at which a worker looks whether these have accepted it
 _BUSY_S = 1.0  # for so long further ones do not wait
+_MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,31 +196,35 @@ class _Worker:
         self._accept(time.monotonic())
 
     def _accept(self, since: float) -> None:
-        """Accept a connection that has waited since a time, or leave it to workers with fewer."""
-        if self._drains:
-            return
-        now, others = time.monotonic(), self._counts[self._counts >= 0]
-        yields = now > self._others_busy_until and (others < self._counts[self._place]).any()
-        if yields and now < since + _YIELD_S:
-            self._loop.call_later(_STEP_S, self._accept, since)
-            return
+        """Accept connections that have waited since a time, or leave them to workers with fewer."""
         pause_s = 0.0
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            pass  # another worker has it, or the client has gone already
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # the server is stopping
+        for _ in range(_MOST_ACCEPTED):
+            if self._drains:
                 return
-            log.error("cannot accept a connection: %s", error)
-            pause_s = _TICK_S  # a file descriptor may become free
-        else:
+            now, mine, counts = time.monotonic(), self._count(), self._counts
+            yields = now > self._others_busy_until and bool(
+                ((counts >= 0) & (counts < mine)).any())
+            if yields and now < since + _YIELD_S:
+                self._loop.call_later(_STEP_S, self._accept, since)
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except ConnectionError:
+                continue  # the client has gone already
+            except BlockingIOError:
+                break  # other workers have the others
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # the server is stopping
+                    return
+                log.error("cannot accept a connection: %s", error)
+                pause_s = _TICK_S  # a file descriptor may become free
+                break
             if yields:
                 self._others_busy_until = now + _BUSY_S
             self._evict_idle()
             arriving = Connection(self)
             self._arriving[arriving] = self._loop.create_task(self._adopt(arriving, connection))
-            self._count()
+        self._count()
         self._loop.call_later(pause_s, self._watch)
 
     async def _adopt(self, arriving: Connection, connection: socket.socket) -> None:

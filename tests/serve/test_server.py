@@ -244,6 +244,19 @@ def test_a_worker_that_is_busy_keeps_no_connection_waiting() -> None:
         assert np.array_equal(scores.result()[0], expected(request))
 
 
+def test_connections_that_arrive_during_a_batch_share_the_next_one() -> None:
+    """Accepted one per batch, 24 connections would take 24 batches."""
+    body = json.dumps({"inputs": [
+        {"name": "dense", "datatype": "FP32", "shape": [1, 2], "data": [0, 0]},
+        {"name": "lengths", "datatype": "INT32", "shape": [3, 1], "data": [0, 0, 0]},
+        {"name": "ids", "datatype": "INT64", "shape": [0], "data": []}]}).encode()
+    with (Server(Sums(0.2), ServeOptions(port=0, workers=1)) as server,
+          ThreadPoolExecutor(24) as pool, Client(server.address) as client):
+        answers = list(pool.map(lambda _: post(server, body)[0], range(24)))
+        assert answers == [200] * 24
+        assert value_of(client.metrics(), "oper_batch_requests_count") <= 12
+
+
 # ---- a worker's death (changes the workers: last of those that share the server) -----------------
 
 

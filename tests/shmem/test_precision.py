@@ -265,3 +265,6 @@ def test_what_is_refused() -> None:
             Plan(1, (TablePlan(table, (Piece(0, table.dim, tiers),)),), "inference")
     with pytest.raises(PlanError, match="the same statistics"):
         with_row_dtypes(entry, [(9, "int8"), (NUM_ROWS, "int4")], np.arange(9))
+    assert entry.head_ids.size > 9
+    with pytest.raises(PlanError, match="from position 2"):  # the order of ids would follow
+        with_row_dtypes(entry, [(9, "int8"), (NUM_ROWS, "int4")], entry.head_ids[:2])
