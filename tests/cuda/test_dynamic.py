@@ -399,7 +399,7 @@ def test_more_rows_of_a_rank_than_lists_can_number(emulation: pytest.MonkeyPatch
     emulation.setattr(on_device, "_MOST_SLOTS", 192)
     plan = uniform_plan(CASE.tables, 1, "owned")
     with on_devices(emulation):
-        with pytest.raises(InvalidInputError, match="'many'.*rows=200.*at most 192"):
+        with pytest.raises(InvalidInputError, match=r"'many'.*rows=200.*at most 192"):
             open_dynamic(plan, SingleGroup(), {"few": RULES[0], "many": RULES[0]})
         run_ranks(2, lambda group: open_dynamic(
             uniform_plan(CASE.tables, 2, "owned"), group, {"many": RULES[0]}).close())
