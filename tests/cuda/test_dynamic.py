@@ -395,6 +395,21 @@ def test_several_memory_domains_are_refused(emulation: pytest.MonkeyPatch) -> No
         run_ranks(2, body, domains=(0, 1))
 
 
+@pytest.mark.skipif(has_gpu(), reason="the emulation pretends to capture")
+def test_graphs_are_refused(emulation: pytest.MonkeyPatch) -> None:
+    with emulation.context() as patch, streams.in_use(patch, None):
+        tables = open_dynamic(uniform_plan(CASE.tables, 1, "owned"), SingleGroup(),
+                              {"few": RULES[0], "many": RULES[0]})
+        step_of(tables, feed(1)(0, 0))
+        with patch.context() as inner:
+            inner.setattr(streams, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(InvalidInputError, match="cannot capture a lookup in a graph"):
+                tables.lookup(feed(1)(1, 0))
+        step_of(tables, feed(1)(1, 0))
+        assert tables.keys.clock("few") == 2
+        tables.close()
+
+
 def test_more_rows_of_a_rank_than_lists_can_number(emulation: pytest.MonkeyPatch) -> None:
     emulation.setattr(on_device, "_MOST_SLOTS", 192)
     plan = uniform_plan(CASE.tables, 1, "owned")

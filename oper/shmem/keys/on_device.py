@@ -83,7 +83,7 @@ class DeviceKeys(Keys):
         super().__init__(tables, rules)
 
     def _open(self, tables: Any) -> None:
-        operators, group = torch.ops.oper, tables.group
+        operators, group, self._streams = torch.ops.oper, tables.group, tables.streams
         sizes = [operators.device_keys_num_bytes(rank, group.world_size, self._seen_bytes,
                                                  *self._arguments)
                  for rank in range(group.world_size)]
@@ -103,6 +103,10 @@ class DeviceKeys(Keys):
         self._release.atexit = False
 
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
+        streams = self._streams
+        # The host would not know of a replay's updates, so rows could get other keys' gradients.
+        if streams is not None and streams.is_current_stream_capturing():
+            self.refuse("cannot capture a lookup in a graph", "run these steps outside graphs")
         found: tuple[Any, ...] = self._find(
             self._handle, self._tables.handle, batch.ids, batch.lengths, batch.key_of,
             batch.batch_size, trains)
