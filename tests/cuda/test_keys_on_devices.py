@@ -18,6 +18,7 @@ from oper.shmem import tables as sharded_tables
 from oper.shmem.batch import Lookup
 from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
+from oper.shmem.keys import on_device
 from oper.shmem.keys.directories import RECORDS, KeyCounts
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Optimizer, RowWiseAdagrad
@@ -310,6 +311,8 @@ def test_a_gradient_for_a_row_that_has_another_key(emulation: pytest.MonkeyPatch
         step_of(tables, batch(1))
         late = tables.lookup(batch(1))
         step_of(tables, batch(2))
+        nothing = torch.empty(0, dtype=torch.int64)
+        step_of(tables, Lookup(nothing, nothing, case.key_of, 0))  # an update, of no rows
         with pytest.raises(InvalidInputError, match="lost their rows") as told:
             late.sum().backward()
         step_of(tables, batch(2))
@@ -390,6 +393,31 @@ def test_several_memory_domains_are_refused(emulation: pytest.MonkeyPatch) -> No
 
     with on_devices(emulation):
         run_ranks(2, body, domains=(0, 1))
+
+
+@pytest.mark.skipif(has_gpu(), reason="the emulation pretends to capture")
+def test_graphs_are_refused(emulation: pytest.MonkeyPatch) -> None:
+    with emulation.context() as patch, streams.in_use(patch, None):
+        tables = open_dynamic(uniform_plan(CASE.tables, 1, "owned"), SingleGroup(),
+                              {"few": RULES[0], "many": RULES[0]})
+        step_of(tables, feed(1)(0, 0))
+        with patch.context() as inner:
+            inner.setattr(streams, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(InvalidInputError, match="cannot capture a lookup in a graph"):
+                tables.lookup(feed(1)(1, 0))
+        step_of(tables, feed(1)(1, 0))
+        assert tables.keys.clock("few") == 2
+        tables.close()
+
+
+def test_more_rows_of_a_rank_than_lists_can_number(emulation: pytest.MonkeyPatch) -> None:
+    emulation.setattr(on_device, "_MOST_SLOTS", 192)
+    plan = uniform_plan(CASE.tables, 1, "owned")
+    with on_devices(emulation):
+        with pytest.raises(InvalidInputError, match=r"'many'.*rows=200.*at most 192"):
+            open_dynamic(plan, SingleGroup(), {"few": RULES[0], "many": RULES[0]})
+        run_ranks(2, lambda group: open_dynamic(
+            uniform_plan(CASE.tables, 2, "owned"), group, {"many": RULES[0]}).close())
 
 
 def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:

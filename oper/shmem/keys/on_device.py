@@ -19,11 +19,12 @@ from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import Lookup, SeenKeys
 from oper.shmem.keys.directories import MOST_UPDATES, Keys, clock_at_end
 from oper.shmem.keys.late import RowHistory
-from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
+from oper.shmem.keys.places import BUCKET_BYTES, num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
 from oper.tables import KEY_BUCKET_ROWS
 
+_MOST_SLOTS = 1 << 31  # of a rank's buckets of a table: numbers in kernels' lists have 31 bits
 _STATE_WIDTH = 7  # of `device_keys_state`: the clock, then the numbers of KeyCounter
 _ALIGNMENT = 64
 
@@ -57,7 +58,8 @@ class DeviceKeys(Keys):
             ranks.
 
     Raises:
-        InvalidInputError: a table cannot be dynamic, or there are several memory domains.
+        InvalidInputError: a table cannot be dynamic or has too many rows, or there are several
+            memory domains.
         OperError: memory does not suffice for the directories.
     """
 
@@ -67,13 +69,21 @@ class DeviceKeys(Keys):
                 "cannot make tables in device memory dynamic", "memory domains",
                 len(tables.domains), "1: all GPUs can address each other's memory",
                 "train on the GPUs of one host, or in host memory")
+        for name in rules:
+            num_rows = tables.specs[name].num_rows
+            slots = -(-num_buckets(num_rows - 1) // tables.group.world_size) * KEY_BUCKET_ROWS
+            if slots > _MOST_SLOTS:
+                raise InvalidInputError(
+                    f"cannot make table {name!r} in device memory dynamic", "rows", num_rows,
+                    f"at most {_MOST_SLOTS} for each rank",
+                    "use more ranks, or split the table in two")
         self._seen_bytes = seen_bytes
         self._copy: _HostCopy | None = None
         self._most_updates = 0  # no table's clock is higher
         super().__init__(tables, rules)
 
     def _open(self, tables: Any) -> None:
-        operators, group = torch.ops.oper, tables.group
+        operators, group, self._streams = torch.ops.oper, tables.group, tables.streams
         sizes = [operators.device_keys_num_bytes(rank, group.world_size, self._seen_bytes,
                                                  *self._arguments)
                  for rank in range(group.world_size)]
@@ -93,6 +103,10 @@ class DeviceKeys(Keys):
         self._release.atexit = False
 
     def _find_keys(self, batch: Lookup, trains: bool) -> tuple[Any, ...]:
+        streams = self._streams
+        # The host would not know of a replay's updates, so rows could get other keys' gradients.
+        if streams is not None and streams.is_current_stream_capturing():
+            self.refuse("cannot capture a lookup in a graph", "run these steps outside graphs")
         found: tuple[Any, ...] = self._find(
             self._handle, self._tables.handle, batch.ids, batch.lengths, batch.key_of,
             batch.batch_size, trains)
@@ -104,8 +118,8 @@ class DeviceKeys(Keys):
         """See `Keys.leave`. Kernels recognise frozen tables by their optimizers' arguments, and
         find keys that do not fit their memory; the error is then raised later."""
         try:
-            if batch.batch_size:  # else the batch stands for one that this rank has refused
-                self._check_rows(batch)
+            self._check_rows(batch)
+            if batch.batch_size:  # else the batch may stand for one that this rank has refused
                 self._check_clocks()
             self._leave(self._handle, self._tables.handle, [s.found[0] for s in batch.seen],
                         [s.found[1] for s in batch.seen],
