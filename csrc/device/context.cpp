@@ -45,6 +45,7 @@ char* DeviceMemory::take_bytes(size_t bytes) {
     check(cudaMalloc(reinterpret_cast<void**>(&next_), left_), "cannot allocate the directory");
     blocks_.push_back(next_);
     check(cudaMemset(next_, 0, left_), "cannot clear device memory");
+    wait();
   }
   char* const taken = next_;
   next_ += bytes;

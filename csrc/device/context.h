@@ -39,9 +39,11 @@ class DeviceMemory {
   template <class T>
   T* copy(const T* from, int64_t count) {
     T* to = take<T>(count);
-    if (count > 0)
+    if (count > 0) {
       check(cudaMemcpy(to, from, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice),
             "cannot copy the directory");
+      wait();
+    }
     return to;
   }
   template <class T>
@@ -51,6 +53,9 @@ class DeviceMemory {
 
  private:
   char* take_bytes(size_t bytes);
+  // Copies of pageable memory and memset may return before they have ended, and torch's streams do
+  // not wait for the default one.
+  static void wait() { check(cudaDeviceSynchronize(), "cannot write to device memory"); }
   std::vector<char*> blocks_;
   size_t left_ = 0;  // bytes of the last block
   char* next_ = nullptr;

@@ -97,8 +97,11 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   const bool is_whole = distinct.size() == keys.size() &&
                         (keys.empty() || *distinct.rbegin() + 1 == key_of.numel());
   Tensor on_device = empty(static_cast<int64_t>(words.size()), ScalarType::Int);
-  check(cudaMemcpy(on_device.data_ptr(), words.data(), 4 * words.size(), cudaMemcpyHostToDevice),
-        "cannot copy the features' keys");
+  // In the order of the stream that may still use this memory; later lookups may run on others.
+  const char* what = "cannot copy the features' keys";
+  const cudaStream_t stream = stream_of(*like);
+  copy_to_device(on_device.data_ptr(), words, stream, what);
+  check(cudaStreamSynchronize(stream), what);
   keys_.push_back({keys, on_device, static_cast<int64_t>(users.size()), std::move(num_users), most,
                    is_whole});
   return keys_.back();

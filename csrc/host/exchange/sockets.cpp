@@ -20,7 +20,8 @@ constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's t
 // Peers that a rank sends to at a time, in the order of the ranks from the next one on. If all ranks
 // send to all others at once, receivers' links fill up at random while others idle: eight hosts
 // then need 1.17 times as long as their links (1.05 are headers), in this order 1.10. A single
-// peer would block its sender while others also send to it, if messages are of unequal size.
+// peer would block its sender while others also send to it, if messages are of unequal size. Peers
+// on wide paths, whose window TCP sizes, do not count: their connections may be limited one by one.
 constexpr int64_t kMostReceivers = 3;
 // Bounds of a send window, the bytes in flight to one peer. Where several senders share a
 // receiver's link, windows larger than the link holds make TCP share it unequally: the sender with the
@@ -156,7 +157,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
     for (size_t k = 1; k < W; ++k) {
       const size_t r = (static_cast<size_t>(rank_) + k) % W;
       const Peer& peer = peers_[r];
-      const bool may_send = peer.sends() && ++num_receivers <= kMostReceivers;
+      const bool may_send =
+          peer.sends() && (peer.window == 0 || ++num_receivers <= kMostReceivers);
       const int events = (peer.receives() ? POLLIN : 0) | (may_send ? POLLOUT : 0);
       if (events == 0) continue;
       waits.push_back({peer.fd, static_cast<short>(events), static_cast<short>(events)});
@@ -179,13 +181,14 @@ Sockets::Result Sockets::run(int timeout_ms) {
       if (waits[k].revents != 0) {
         // Read first: a received header explains a failure better than a failed send does.
         Result found = pull(peer);
-        if (!is_failure(found) && num_receivers < kMostReceivers) found = push(peer);
+        if (!is_failure(found) && (peer.window == 0 || num_receivers < kMostReceivers))
+          found = push(peer);
         if (is_failure(found)) {
           culprit_ = static_cast<int64_t>(whose[k]);
           return found;
         }
       }
-      num_receivers += peer.sends();
+      num_receivers += peer.window > 0 && peer.sends();
     }
   }
 }
