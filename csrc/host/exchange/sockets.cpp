@@ -17,12 +17,6 @@ namespace oper::host {
 namespace {
 constexpr uint32_t kMark = 0x7265706f;
 constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's turn
-// Peers that a rank sends to at a time, in the order of the ranks from the next one on. If all ranks
-// send to all others at once, receivers' links fill up at random while others idle: eight hosts
-// then need 1.17 times as long as their links (1.05 are headers), in this order 1.10. A single
-// peer would block its sender while others also send to it, if messages are of unequal size. Peers
-// on wide paths, whose window TCP sizes, do not count: their connections may be limited one by one.
-constexpr int64_t kMostReceivers = 3;
 // Bounds of a send window, the bytes in flight to one peer. Where several senders share a
 // receiver's link, windows larger than the link holds make TCP share it unequally: the sender with the
 // least share finishes last while other links idle (a quarter of the time, with four and eight
@@ -51,10 +45,6 @@ Path path_of(int fd) {
   socklen_t size = sizeof(info);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {kWideUs + 1, kMostWindow};
   return {info.tcpi_min_rtt, std::max(kLeastWindow, kLeastSegments * info.tcpi_snd_mss)};
-}
-
-bool is_failure(Sockets::Result found) {
-  return found == Sockets::Result::kLost || found == Sockets::Result::kUnexpected;
 }
 
 bool is_full(ssize_t n) { return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK); }
@@ -102,9 +92,9 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
 Sockets::Result Sockets::push(Peer& peer) {
   while (peer.sends()) {
     const size_t head = sizeof(Head) - peer.head_sent;
-    iovec parts[2] = {
-        {reinterpret_cast<char*>(&peer.head_out) + peer.head_sent, head},
-        {const_cast<char*>(peer.out), static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
+    iovec parts[2] = {{reinterpret_cast<char*>(&peer.head_out) + peer.head_sent, head},
+                      {const_cast<char*>(peer.out),
+                       static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
@@ -125,7 +115,8 @@ Sockets::Result Sockets::pull(Peer& peer) {
   while (peer.receives()) {
     const bool is_head = peer.head_got < sizeof(Head);
     char* to = is_head ? reinterpret_cast<char*>(&peer.head_in) + peer.head_got : peer.in;
-    const size_t most = is_head ? sizeof(Head) - peer.head_got : static_cast<size_t>(peer.in_left);
+    const size_t most =
+        is_head ? sizeof(Head) - peer.head_got : static_cast<size_t>(peer.in_left);
     const ssize_t n = recv(peer.fd, to, most, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (is_full(n)) return Result::kWaits;
@@ -149,17 +140,15 @@ Sockets::Result Sockets::run(int timeout_ms) {
   const size_t W = peers_.size();
   std::vector<pollfd> waits;
   std::vector<size_t> whose;
-  // Everything is tried once, then what the kernel says is ready.
+  // Everything is tried once, then what the kernel says is ready. Each rank begins with the next
+  // one, so that not all of them send to the same one first.
   for (bool is_first = true;; is_first = false) {
     waits.clear();
     whose.clear();
-    int64_t num_receivers = 0;
     for (size_t k = 1; k < W; ++k) {
       const size_t r = (static_cast<size_t>(rank_) + k) % W;
       const Peer& peer = peers_[r];
-      const bool may_send =
-          peer.sends() && (peer.window == 0 || ++num_receivers <= kMostReceivers);
-      const int events = (peer.receives() ? POLLIN : 0) | (may_send ? POLLOUT : 0);
+      const int events = (peer.receives() ? POLLIN : 0) | (peer.sends() ? POLLOUT : 0);
       if (events == 0) continue;
       waits.push_back({peer.fd, static_cast<short>(events), static_cast<short>(events)});
       whose.push_back(r);
@@ -175,40 +164,34 @@ Sockets::Result Sockets::run(int timeout_ms) {
       if (n <= 0 && now_ns() >= deadline) return Result::kWaits;
       if (n <= 0) continue;  // a signal
     }
-    num_receivers = 0;
     for (size_t k = 0; k < waits.size(); ++k) {
+      if (waits[k].revents == 0) continue;
       Peer& peer = peers_[whose[k]];
-      if (waits[k].revents != 0) {
-        // Read first: a received header explains a failure better than a failed send does.
-        Result found = pull(peer);
-        if (!is_failure(found) && (peer.window == 0 || num_receivers < kMostReceivers))
-          found = push(peer);
-        if (is_failure(found)) {
+      // Read first: a received header explains a failure better than a failed send does.
+      for (const Result found : {pull(peer), push(peer)})
+        if (found == Result::kLost || found == Result::kUnexpected) {
           culprit_ = static_cast<int64_t>(whose[k]);
           return found;
         }
-      }
-      num_receivers += peer.window > 0 && peer.sends();
     }
   }
 }
 
 // Sets each window to about the bandwidth-delay product: the recent send rate times the shortest
-// round trip, divided among the peers that a rank sends to at a time.
+// round trip, divided among all peers.
 void Sockets::fit_windows() {
   bytes_per_ns_ *= kRateDecay;
   if (sent_ < kMinSampleBytes || peers_.size() < 2) return;
-  bytes_per_ns_ = std::max(
-      bytes_per_ns_, static_cast<double>(sent_) / static_cast<double>(now_ns() - begun_ns_ + 1));
-  const auto num_receivers =
-      static_cast<double>(std::min(kMostReceivers, static_cast<int64_t>(peers_.size()) - 1));
+  bytes_per_ns_ = std::max(bytes_per_ns_, static_cast<double>(sent_) /
+                                              static_cast<double>(now_ns() - begun_ns_ + 1));
   for (Peer& peer : peers_) {
     if (peer.fd < 0) continue;
     const Path path = path_of(peer.fd);
     if (!path.sets_window()) continue;
     const double held = bytes_per_ns_ * 1e3 * static_cast<double>(path.round_trip_us);
-    const int64_t window = std::clamp(static_cast<int64_t>(kBdpMultiple * held / num_receivers),
-                                      path.least_window, std::max(path.least_window, kMostWindow));
+    const int64_t window =
+        std::clamp(static_cast<int64_t>(kBdpMultiple * held / static_cast<double>(peers_.size() - 1)),
+                   path.least_window, std::max(path.least_window, kMostWindow));
     if (2 * window > 3 * peer.window || 2 * peer.window > 3 * window) set_window(peer, window);
   }
 }
