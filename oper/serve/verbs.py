@@ -18,8 +18,8 @@ from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
-_LIMITS: tuple[tuple[str, Callable[[str], Any], Any, str | None, str], ...] = (
-    ("host", str, "127.0.0.1", None, "address to listen on"),
+_LIMITS: tuple[tuple[str, Callable[[str], Any] | None, Any, str | None, str], ...] = (
+    ("host", None, "127.0.0.1", None, "address to listen on"),
     ("port", whole(0, 65535), 8500, None, "port to listen on; 0 = any free port"),
     ("workers", whole(1), 2, None, "scoring processes"),
     ("threads", whole(1), 1, None, "threads of each worker"),
