@@ -18,8 +18,7 @@ from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 _OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
-_LIMITS: tuple[tuple[str, Callable[[str], Any] | None, Any, str | None, str], ...] = (
-    ("host", None, "127.0.0.1", None, "address to listen on"),
+_LIMITS: tuple[tuple[str, Callable[[str], Any], Any, str | None, str], ...] = (
     ("port", whole(0, 65535), 8500, None, "port to listen on; 0 = any free port"),
     ("workers", whole(1), 2, None, "scoring processes"),
     ("threads", whole(1), 1, None, "threads of each worker"),
@@ -39,6 +38,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
                         "MODULE:FUNCTION that returns a predictor (see docs/how-to/serve.md)")
     parser.add_argument("--name", type=text_for(check_name),
                         help="name of the model in URLs, for a folder (default dlrm)")
+    parser.add_argument("--host", default="127.0.0.1",
+                        help="address to listen on (default 127.0.0.1)")
     for name, kind, default, metavar, about in _LIMITS:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar,
                             help=f"{about} (default {default})")
