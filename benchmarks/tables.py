@@ -248,8 +248,8 @@ def _front_serving() -> list[list[str]]:
         f"serving rows whose precision depends on their tier instead of int8 (`{c['name']}`)",
         f"{100 * c['bytes_ratio']:.0f} % of the bytes, {c['queries_ratio']:.2f} times the "
         "queries per second; AUC differs by {mean:+.1e} ({low:+.1e} to {high:+.1e})".format(
-            **c["auc_difference"]), "`serve-http.json`"]
-        for c in http.values() if "auc_difference" in c]
+            **c["auc_difference"]), "`serve-tiers.json`"]
+        for c in load("serve-tiers")["cases"]]
 
 
 def _front_rest() -> list[list[str]]:
