@@ -97,6 +97,11 @@ def calibration() -> str:
             lambda c: f"{100 * c['delayed'][0]:.2g} % of the time")])
 
 
+def _held(outcome: dict[str, Any]) -> bool:
+    """Whether the guarantee held in an injection, and nothing was left behind."""
+    return bool(outcome.get("kept", True)) and not outcome.get("leftovers")
+
+
 def faults() -> str:
     """By injected fault: phases, injections in which the guarantee held, longest detection."""
     by_fault: dict[str, list[dict[str, Any]]] = {}
@@ -105,10 +110,10 @@ def faults() -> str:
     rows = []
     for fault, cases in sorted(by_fault.items()):
         outcomes = [o for c in cases for o in c["outcomes"]]
-        held = [o for o in outcomes if o.get("kept", True) and not o.get("leftovers")]
+        num_held = sum(map(_held, outcomes))
         times = [o["detection_s"] for o in outcomes if o.get("detection_s") is not None]
         rows.append([fault, ", ".join(c["name"].partition(", ")[2] for c in cases),
-                     str(len(outcomes)), str(len(held)), f"{max(times):.2f} s" if times else "-"])
+                     str(len(outcomes)), str(num_held), f"{max(times):.2f} s" if times else "-"])
     return table(["fault", "phases", "injections", "guarantee held",
                   "longest time until all knew"], rows, 2)
 
@@ -264,7 +269,7 @@ def _front_rest() -> list[list[str]]:
     skewed = [f"b8192-t26-{x}-zipf1.05" for x in ("pool1-d128", "pool10-d128")]
     half = "b4096-t100-pool20-d128-fp16"
     outcomes = [o for c in load("faults")["cases"] for o in c["outcomes"]]
-    held = sum(o.get("kept", True) and not o.get("leftovers") for o in outcomes)
+    num_held = sum(map(_held, outcomes))
     cases = load("dynamic")["cases"]
     return [
         ["26 tables of fp32 rows on one H200, 1, 10 and 20 ids per bag, compared with fbgemm's "
@@ -276,7 +281,7 @@ def _front_rest() -> list[list[str]]:
          f"skewed: {ratio('forward', f'{half}-zipf1.05')} and "
          f"{ratio('step', f'{half}-zipf1.05')} times", "`lookup-h200.json`"],
         [f"{len(outcomes)} faults injected into ranks, networks, disks and files",
-         f"the guarantee held in {held}", "`faults.json`"],
+         f"the guarantee held in {num_held}", "`faults.json`"],
         ["training steps on raw 64-bit keys (dynamic tables), two processes with a thread each",
          f"{between([c['ratio_planned'] for c in cases], '.2f')} times the step on row numbers "
          "under a plan; with TorchRec's managed-collision modules a step takes "

@@ -56,6 +56,10 @@ OPER_HD int popcount32(uint32_t x) {
 #endif
 }
 
+OPER_HD int popcount64(uint64_t x) {
+  return popcount32(static_cast<uint32_t>(x)) + popcount32(static_cast<uint32_t>(x >> 32));
+}
+
 // Has no branches that depend on the id, because a predictor cannot learn which ids are hot.
 OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   if (head.words == nullptr) return id;

@@ -165,9 +165,7 @@ struct WarpBucket {
     const Scored near = first_where([&](int k) { return slot(k) % kLines == line; });
     if (near.score != kNeverEvicted) {
       const uint64_t before = slots_where([&](int k) { return score(k) < near.score; });
-      const int count = popcount32(static_cast<uint32_t>(before)) +
-                        popcount32(static_cast<uint32_t>(before >> 32));
-      if (count < at.num_slots / kNearShare) return static_cast<int>(near.number);
+      if (popcount64(before) < at.num_slots / kNearShare) return static_cast<int>(near.number);
     }
     const Scored first = first_where([](int) { return true; });
     return first.score == kNeverEvicted ? -1 : static_cast<int>(first.number);
@@ -194,18 +192,14 @@ struct WarpBucket {
   OPER_DEVICE void list_changes(uint32_t* num_given, uint32_t* list, uint32_t first) const {
     const uint64_t changed = lost | given;
     if (changed == 0) return;
-    const auto num_in = [](uint64_t bits) {
-      return static_cast<uint32_t>(popcount32(static_cast<uint32_t>(bits)) +
-                                   popcount32(static_cast<uint32_t>(bits >> 32)));
-    };
     uint32_t begin = 0;
-    if (warp.lane == 0) begin = atomicAdd(num_given, num_in(changed));
+    if (warp.lane == 0) begin = atomicAdd(num_given, static_cast<uint32_t>(popcount64(changed)));
     begin = warp.shuffle(begin, 0);
 #pragma unroll
     for (int k = 0; k < kSlotsOfLane; ++k) {
       const uint64_t bit = uint64_t{1} << slot(k);
       if ((changed & bit) == 0) continue;
-      list[begin + num_in(changed & (bit - 1))] =
+      list[begin + popcount64(changed & (bit - 1))] =
           (first + static_cast<uint32_t>(slot(k))) | ((given & bit) != 0 ? 0 : kEmptied);
     }
   }

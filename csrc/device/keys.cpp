@@ -8,7 +8,7 @@ namespace oper::device {
 KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int64_t world_size,
                                     int64_t rank, int64_t seen_bytes) {
   const auto up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  const int64_t T = static_cast<int64_t>(rules.size()), capacity = seen_bytes / 12;
+  const int64_t T = static_cast<int64_t>(rules.size()), capacity = seen_bytes / kSeenKeyBytes;
   Layout found{};
   found.directories = directory_offsets(rules, world_size, rank);
   found.seen = found.directories.back();
@@ -87,7 +87,7 @@ KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t s
   view.lists = memory_.copy(lists);
   view.clocks = memory_.take<uint32_t>(T);
   view.counters = memory_.take<Counter>(T * kNumKeyCounters);
-  view.capacity = seen_bytes / 12;
+  view.capacity = seen_bytes / kSeenKeyBytes;
   view.num_tables = static_cast<int32_t>(T);
   view.rank = rank;
   view.world_size = static_cast<int32_t>(W);

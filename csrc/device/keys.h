@@ -37,6 +37,7 @@ struct KeyLists {
   // key than before the last update, or with kEmptied without one.
   uint32_t* const* given;
 };
+constexpr int64_t kSeenKeyBytes = sizeof(uint64_t) + sizeof(uint32_t);  // in `hashes` and `counts`
 constexpr uint32_t kFound = 1u << 31, kEmptied = 1u << 31;
 
 // Numbers of a table's keys that kernels count: admitted, evicted, expired, refused in this rank's

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from oper.errors import require
-from oper.ranges import Rule
+from oper.errors import require, require_fields
+from oper.ranges import Positive, Rule, one_of, rules_of
 from oper.stats import AccessStats, TableStats
 from oper.support.numeric import falling_root
 from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS
@@ -56,9 +56,8 @@ class KeyForecast:
     unseen_mass: float
 
 
-_ROWS = Rule(lambda n: n >= 2, "an integer >= 2, for the default row and a key")
-_COUNT = Rule(lambda n: n >= 1, "an integer >= 1")
-_TIME = Rule(lambda t: t > 0, "None or a number > 0")
+_Rows = Annotated[int, Rule(lambda n: n >= 2, "an integer >= 2, for the default row and a key")]
+_Time = Annotated[float, Rule(lambda t: t > 0, "None or a number > 0")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +73,16 @@ class DynamicRows:
         InvalidInputError: a value is out of range.
     """
 
-    num_rows: int
-    admit_after: int = 1
-    eviction: str = "lru"
-    half_life: float | None = None
-    time_to_live: float | None = None
+    num_rows: _Rows
+    admit_after: Positive = 1
+    eviction: Annotated[str, one_of(*KEY_EVICTIONS)] = "lru"
+    half_life: _Time | None = None
+    time_to_live: _Time | None = None
 
     def __post_init__(self) -> None:
-        require("cannot forecast a dynamic table",
-                "pass num_rows, admit_after and times in range, and an eviction of "
-                "oper.DynamicTable",
-                ("num_rows", self.num_rows, _ROWS.allows(self.num_rows, int), _ROWS.expected),
-                ("admit_after", self.admit_after, _COUNT.allows(self.admit_after, int),
-                 _COUNT.expected),
-                ("eviction", self.eviction, self.eviction in KEY_EVICTIONS,
-                 f"one of {KEY_EVICTIONS}"),
-                *((name, getattr(self, name),
-                   getattr(self, name) is None or _TIME.allows(getattr(self, name), float),
-                   _TIME.expected)
-                  for name in ("half_life", "time_to_live")))
+        require_fields(self, "cannot forecast a dynamic table",
+                       "pass num_rows, admit_after and times in range, and an eviction of "
+                       "oper.DynamicTable", *rules_of(self))
         require("cannot forecast a dynamic table", "leave it out, or choose another eviction",
                 ("half_life", self.half_life, self.half_life is None or self.eviction != "lru",
                  "None with eviction='lru', which does not use counts"))

@@ -32,6 +32,7 @@ log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
 FOLLOW_S = 0.05  # interval of checks for signals and for new weights of a training run
+_WRITE_S = 60.0  # longest wait of a stopping server until a trace has been written
 _NICE = 10  # niceness of the thread that prepares weights, so that requests come first
 _MAX_WAIT_S = 30.0  # maximum pause before restarting a worker that exits while starting
 
@@ -271,7 +272,7 @@ class Server:
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
             noted.interrupts = False
-            traces = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="oper-trace"))
+            traces: list[threading.Thread] = []
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(FOLLOW_S)
                 if noted.reload:
@@ -279,11 +280,16 @@ class Server:
                     self.try_publish()
                 if noted.trace:
                     noted.trace = False
-                    traces.submit(self._try_trace)
+                    traces = [t for t in traces if t.is_alive()]
+                    traces.append(threading.Thread(target=self._try_trace, name="oper-trace",
+                                                   daemon=True))
+                    traces[-1].start()
                 if every is not None:
                     every()
             log.info("draining: finishing requests in flight")
             self.stop()
+            for thread in traces:
+                thread.join(_WRITE_S)
         if self._error is not None:
             raise self._error
 

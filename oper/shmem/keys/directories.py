@@ -266,7 +266,8 @@ class Keys:
         return int(torch.ops.oper.keys_clock(self._handle, self.tables[name]))
 
     def set_clock(self, name: str, clock: int) -> None:
-        """Restore the number of updates of a table."""
+        """Restore the number of updates of a table, after its records have been written: only then
+        do lookups of tables in device memory find these."""
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
     def _records(self, writes: bool = False) -> int:

@@ -37,7 +37,8 @@ class _HostCopy:
         handle: of the host back end's operators.
         directories: the bytes of each rank's directories.
         clocks: by table; an update of the directories would have changed them.
-        is_written: whether ranks have written records since; each to its own directories only.
+        is_written: whether records have been written, which the device gets by `set_clock`; each
+            rank writes to its own directories only.
     """
 
     handle: int
@@ -138,10 +139,11 @@ class DeviceKeys(Keys):
     def _check_clocks(self) -> None:
         if self._most_updates < MOST_UPDATES:
             return
-        for name in self.tables:
-            if self.clock(name) >= MOST_UPDATES:
+        clocks = self._state()[::_STATE_WIDTH]
+        for name, number in self.tables.items():
+            if clocks[number] >= MOST_UPDATES:
                 raise clock_at_end(name)
-        self._most_updates = max(self._state()[::_STATE_WIDTH])
+        self._most_updates = max(clocks)
 
     def note_update(self) -> None:
         super().note_update()
@@ -158,6 +160,9 @@ class DeviceKeys(Keys):
         return self._state()[self.tables[name] * _STATE_WIDTH]
 
     def set_clock(self, name: str, clock: int) -> None:
+        if self._copy is not None and self._copy.is_written:
+            rank = self._tables.group.rank
+            self._on_device(rank).copy_(self._copy.directories[rank])
         torch.ops.oper.device_keys_set_clock(self._handle, self._tables.handle,
                                              self.tables[name], clock)
         self._most_updates = max(self._most_updates, clock)
@@ -208,9 +213,7 @@ class DeviceKeys(Keys):
         super().write(name, part, numbers, records, checks)
         if not checks:
             assert self._copy is not None
-            rank = self._tables.group.rank
-            self._on_device(rank).copy_(self._copy.directories[rank])
-            self._copy.is_written = True
+            self._copy.is_written = True  # `set_clock` copies all records to the device at once
 
     def own_counts(self, name: str) -> list[int]:
         at = self.tables[name] * _STATE_WIDTH
