@@ -147,8 +147,8 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
                           int64_t collection, int64_t transport) {
   Context& context = context_of(handle);
   ExchangeSetup setup;
-  setup.messages.near.assign(static_cast<size_t>(context.world_size), false);
-  for (int64_t r : domain) setup.messages.near[r] = true;
+  setup.messages.local.assign(static_cast<size_t>(context.world_size), false);
+  for (int64_t r : domain) setup.messages.local[r] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
     setup.targets.push_back({static_cast<int32_t>(data[4 * k]),

@@ -63,8 +63,8 @@ class Context::Builder {
     order_tables();
     const int64_t T = d_.num_tables, W = d_.world_size;
     maps_ = memory_.copy(d_.maps, 2 * d_.num_maps);
-    c_.mirrors = memory_.take<char>(std::ranges::count(s_.near, false) * outbox_header_bytes(T, W));
-    c_.far_masters = memory_.take<FarMasters>(T * W);
+    c_.mirrors = memory_.take<char>(std::ranges::count(s_.local, false) * outbox_header_bytes(T, W));
+    c_.remote_masters = memory_.take<RemoteMasters>(T * W);
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);
     c_.epoch_ = memory_.take<uint32_t>(1);
@@ -163,19 +163,19 @@ class Context::Builder {
                 nullptr};
     out.pushes = memory_.copy(pushes);
     out.has_push = std::ranges::count(pushes, 1) > 0;
-    out.far_masters = c_.far_masters + k * W;
+    out.remote_masters = c_.remote_masters + k * W;
     list_home_parts(t, out);
     std::vector<uint32_t*> touched;
     std::vector<float*> squares;
     std::vector<int64_t> num_slots;
     for (int64_t r = 0; r < W; ++r) {
       num_slots.push_back(d_.num_slots(t, r));
-      const bool is_near = s_.near[r];
-      touched.push_back(is_near ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr);
-      c_.far_squares.push_back(
-          is_near || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
-      squares.push_back(is_near ? reinterpret_cast<float*>(d_.squares[t * W + r])
-                                : c_.far_squares.back());
+      const bool is_local = s_.local[r];
+      touched.push_back(is_local ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr);
+      c_.remote_squares.push_back(
+          is_local || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
+      squares.push_back(is_local ? reinterpret_cast<float*>(d_.squares[t * W + r])
+                                : c_.remote_squares.back());
     }
     out.touched = memory_.copy(touched);
     if (!pieces.empty()) {
@@ -228,7 +228,7 @@ class Context::Builder {
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
       Refresh part = d_.refresh(k);
       part.table = place_[part.table];
-      if (!s_.near[part.owner]) part.masters = nullptr;
+      if (!s_.local[part.owner]) part.masters = nullptr;
       tables_[part.table].has_replicas = true;
       refreshes.push_back(part);
     }
@@ -241,8 +241,8 @@ class Context::Builder {
     std::vector<uint32_t*> pads;
     char* mirror = c_.mirrors;
     for (int64_t r = 0; r < d_.world_size; ++r) {
-      outboxes.push_back(s_.near[r] ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror);
-      if (!s_.near[r]) mirror += outbox_header_bytes(d_.num_tables, d_.world_size);
+      outboxes.push_back(s_.local[r] ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror);
+      if (!s_.local[r]) mirror += outbox_header_bytes(d_.num_tables, d_.world_size);
       pads.push_back(reinterpret_cast<uint32_t*>(s_.pads[r]));
     }
     c_.view.outboxes = memory_.copy(outboxes);
@@ -257,7 +257,7 @@ class Context::Builder {
 };
 
 Context::Context(const Description& description, const Shared& shared, int64_t deadline_ms)
-    : near(shared.near), deadline_ms_(deadline_ms) {
+    : local(shared.local), deadline_ms_(deadline_ms) {
   void* words = nullptr;
   check(cudaHostAlloc(&words, sizeof(HostWords), cudaHostAllocMapped),
         "cannot allocate words of host memory");

@@ -16,7 +16,7 @@ namespace oper::device {
 struct Shared {
   const int64_t* pads;
   int64_t arena_begin, arena_bytes;
-  std::vector<bool> near;
+  std::vector<bool> local;
 };
 
 // Host memory that kernels write.
@@ -73,7 +73,7 @@ struct Context {
   UpdateArgs* optimizers;                          // device memory, in the order of keys
   uint32_t* settings;                              // device memory: hash of the optimizers' arguments
   std::vector<int32_t> logical;  // the collection's number of every feature (of a column piece)
-  std::vector<bool> near;        // [W] whether this rank can address a rank's memory
+  std::vector<bool> local;        // [W] whether this rank can address a rank's memory
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
   int64_t inbox_capacity;        // entries of one rank in the inbox
   int64_t output_columns = 0, unpooled_columns = 0;
@@ -82,10 +82,10 @@ struct Context {
   bool updates_at_once, has_push = false;
   // Data received from ranks of other domains, in device memory, where kernels read it: headers of
   // their outboxes in rank order; sums of squares of their rows for column pieces (two rounds), [T,
-  // W]; and FarMasters [T, W].
+  // W]; and RemoteMasters [T, W].
   char* mirrors;
-  std::vector<float*> far_squares;
-  FarMasters* far_masters;
+  std::vector<float*> remote_squares;
+  RemoteMasters* remote_masters;
 
   ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
   // Clears the error of one batch, so that errors of later batches are reported. A lost peer stays

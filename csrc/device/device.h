@@ -50,7 +50,7 @@ struct HomePart {
 
 // Masters of replicated rows that a rank of another domain has updated in this step and sent:
 // slots, and contiguous rows. `masters` of their Refresh is null.
-struct FarMasters {
+struct RemoteMasters {
   const uint32_t* slots;
   const char* rows;
   int64_t count;
@@ -70,7 +70,7 @@ struct Table {
   float* momentum2;
   float* const* squares;          // [W] sums of squares by slot, for column pieces, or null
   uint32_t* const* touched;       // [W] count, then updated replicated slots; null without replicas
-  const FarMasters* far_masters;  // [W]
+  const RemoteMasters* remote_masters;  // [W]
   const uint8_t* pushes;          // per tier
   const int32_t* pieces;          // [num_pieces] of the same row, in column order, or null
   int32_t num_pieces;
@@ -269,21 +269,21 @@ struct Staging {
 };
 constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
-// Marks all rows as not staged; must precede `stage` and `place_far_rows`.
+// Marks all rows as not staged; must precede `stage` and `place_remote_rows`.
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
 void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
            bool skip_pushed);
 
 // Rows of other memory domains, as they were received: ranges of runs of the batch plan.
-struct FarRows {
+struct RemoteRows {
   enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
   const int64_t* ranges;  // [num_ranges, kWidth]: rows before it, first run, where its rows
                           // begin in `rows` (bytes) and in the staging memory (units), table
   int64_t num_ranges, num_rows;
   const char* rows;
 };
-// Copies far rows into the staging memory, where loads are aligned.
-void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
+// Copies remote rows into the staging memory, where loads are aligned.
+void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
                     const Staging& staging);
 
 // Arrays of numbers to pack into a message or unpack from it, contiguous in the message. In this

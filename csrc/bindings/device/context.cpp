@@ -117,8 +117,8 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
-  std::vector<bool> near(static_cast<size_t>(world_size));
-  for (int64_t r : domain) near[r] = true;
+  std::vector<bool> local(static_cast<size_t>(world_size));
+  for (int64_t r : domain) local[r] = true;
 #if defined(OPER_EMULATED)
   made->rank = static_cast<int>(rank);
   for (int64_t r : domain) made->neighbours |= uint64_t{1} << r;
@@ -126,7 +126,7 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   const OnDevice on(*made);
   made->context =
       std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
-                                Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
+                                Shared{int64_data(pads), arena, arena_bytes, local}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
@@ -161,7 +161,7 @@ void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_
   tables->most_staging_bytes = most_staging_bytes;
 }
 
-// Called within a step: hands over rows of other domains, see FarRows.
+// Called within a step: hands over rows of other domains, see RemoteRows.
 void device_receive_rows(int64_t handle, Tensor ranges, Tensor rows, int64_t num_rows,
                          int64_t num_bytes) {
   tables_of(handle)->received = {ranges, rows, num_rows, num_bytes};

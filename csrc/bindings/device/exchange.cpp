@@ -1,5 +1,5 @@
 // torch operators by which tables in device memory exchange data with other memory domains: they
-// send heads, and pack and place the arrays of a phase. See oper/shmem/exchange/device.py.
+// send headers, and pack and place the arrays of a phase. See oper/shmem/exchange/device.py.
 #include <algorithm>
 #include <tuple>
 
@@ -23,14 +23,14 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
   STD_TORCH_CHECK(bits.size() == 2 * context.message_tables.size(),
                   "internal: bits are not by table");
   tables->messages = std::make_unique<Messages>(
-      Messages::Setup{context.view.rank, context.near, context.message_tables, std::move(bits),
+      Messages::Setup{context.view.rank, context.local, context.message_tables, std::move(bits),
                       static_cast<uint32_t>(collection), kAlignment, true});
 }
 
 // Begins a phase: sends all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
 // Returns the counts from all ranks, and a Status. `transport`: address of a function, see
 // Transport.
-std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t phase,
+std::tuple<Tensor, int64_t, int64_t> device_exchange_headers(int64_t handle, int64_t phase,
                                                            bool weighted, int64_t code,
                                                            int64_t culprit, Tensor counts,
                                                            int64_t transport) {
@@ -42,15 +42,15 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
       counts, {counts.size(0), counts.size(1), counts.size(2)}, ScalarType::Long);
   int64_t* in = static_cast<int64_t*>(theirs.data_ptr());
   std::fill(in, in + theirs.numel(), 0);
-  for (int32_t r : messages.far) {
+  for (int32_t r : messages.remote) {
     const int64_t* out = int64_data(counts) + r * width;
     std::copy(out, out + width, messages.counts_to(r, 0));
   }
   const auto move = reinterpret_cast<Transport>(transport);
-  const Status status = messages.exchange_heads(
+  const Status status = messages.exchange_headers(
       weighted, {code, culprit}, [&](auto... arguments) { return move(phase, arguments...); });
   if (status.code == 0)
-    for (int32_t r : messages.far)
+    for (int32_t r : messages.remote)
       std::copy(messages.counts_from(r, 0), messages.counts_from(r, 0) + width, in + r * width);
   return {theirs, status.code, status.detail};
 }
@@ -134,9 +134,9 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
   const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
   const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
-  std::vector<char> mirrors(messages.far.size() * static_cast<size_t>(bytes));
-  for (size_t k = 0; k < messages.far.size(); ++k) {
-    const int32_t r = messages.far[k];
+  std::vector<char> mirrors(messages.remote.size() * static_cast<size_t>(bytes));
+  for (size_t k = 0; k < messages.remote.size(); ++k) {
+    const int32_t r = messages.remote[k];
     const int64_t first = static_cast<int64_t>(k) * bytes;
     const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors) + first;
     const int64_t rows = at(places, 1, r, 0);
@@ -165,14 +165,14 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
 void place_masters(const Tables& tables, const Tensor& places) {
   const int64_t T = tables.context->view.num_tables, W = tables.context->view.world_size;
   const Messages& messages = messages_of(tables);
-  std::vector<FarMasters> found(static_cast<size_t>(T * W));
-  for (int32_t r : messages.far)
+  std::vector<RemoteMasters> found(static_cast<size_t>(T * W));
+  for (int32_t r : messages.remote)
     for (int64_t t = 0; t < T; ++t)
       if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // also stored before the slots
         found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
-  copy_to_device(tables.context->far_masters, found, stream_of(*tables.like),
+  copy_to_device(tables.context->remote_masters, found, stream_of(*tables.like),
                  "cannot copy where masters are");
 }
 
@@ -204,7 +204,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
         const int64_t cell = x.table * messages.world_size() + x.rank;
-        place = reinterpret_cast<int64_t>(tables->context->far_squares[cell] +
+        place = reinterpret_cast<int64_t>(tables->context->remote_squares[cell] +
                                           messages.round() *
                                               messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
@@ -239,7 +239,7 @@ std::vector<int64_t> device_exchange_last_phases(int64_t handle) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_set_exchange, "(int handle, int[] bits, int collection) -> ()");
-  OPER_OPERATOR(device_exchange_heads,
+  OPER_OPERATOR(device_exchange_headers,
                 "(int handle, int phase, bool weighted, int code, int culprit, Tensor counts, "
                 "int transport) -> (Tensor, int, int)");
   OPER_OPERATOR(device_exchange_pack,

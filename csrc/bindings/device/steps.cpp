@@ -120,8 +120,8 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   }
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
     throw Status{kTooManyIds, x.ids.numel()};
-  made->stages_near = pays_to_stage(tables);
-  made->by_pair = made->stages_near || tables.gathers;
+  made->stages_local = pays_to_stage(tables);
+  made->by_pair = made->stages_local || tables.gathers;
   made->made_on = stream;
   made->workspace =
       tables.empty(lay_out(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
@@ -181,7 +181,7 @@ class UnderWay {
 // ---- forward -------------------------------------------------------------------------------------
 
 // Bytes of staging memory for the rows of peers.
-int64_t near_bytes(const Call& call) {
+int64_t local_bytes(const Call& call) {
   const int64_t most = call.context.max_row_bytes;
   const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
   const int64_t wanted = rows > 0 ? std::min(max_pairs, rows + rows / 4 + 1024) : max_pairs;
@@ -193,22 +193,22 @@ int64_t near_bytes(const Call& call) {
 // domains, which the hook at `point` receives. Rows without space there are read in place.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
-  const bool near = call.prepared.stages_near && point != Point::kWeightRows;
-  const int64_t first = near ? near_bytes(call) : 0;
+  const bool local = call.prepared.stages_local && point != Point::kWeightRows;
+  const int64_t first = local ? local_bytes(call) : 0;
   at(tables, point, first);
-  const ReceivedRows& far = tables.received;
-  if (near) ++tables.num_staged;
-  if (first + far.num_bytes == 0) return {nullptr, 0};
+  const ReceivedRows& remote = tables.received;
+  if (local) ++tables.num_staged;
+  if (first + remote.num_bytes == 0) return {nullptr, 0};
   const Range range("oper staging");
-  *memory = tables.empty(first + far.num_bytes, ScalarType::Byte);
-  const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + far.num_bytes};
+  *memory = tables.empty(first + remote.num_bytes, ScalarType::Byte);
+  const Staging staging{static_cast<char*>((*memory)->data_ptr()), first + remote.num_bytes};
   STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
-  if (far.ranges)
-    place_far_rows(call.launch(), call.work.plan,
-                   {int64_data(*far.ranges), far.ranges->size(0), far.num_rows,
-                    static_cast<const char*>(far.rows->data_ptr())},
+  if (remote.ranges)
+    place_remote_rows(call.launch(), call.work.plan,
+                   {int64_data(*remote.ranges), remote.ranges->size(0), remote.num_rows,
+                    static_cast<const char*>(remote.rows->data_ptr())},
                    staging);
   if (first > 0)
     stage(call.launch(), call.batch, call.work.plan, {staging.data, first},

@@ -58,7 +58,7 @@ struct Prepared {
   const KeyMap* keys;
   const void *ids, *weights;  // of the batch
   int64_t max_pairs;  // bound on the ids of all features together
-  bool stages_near;   // rows of peers are to be staged
+  bool stages_local;   // rows of peers are to be staged
   bool by_pair;       // rows are staged at all
   bool is_planned = false, is_swapped = false;  // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;

@@ -14,18 +14,18 @@ OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k)
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
 }
 
-__global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan plan, FarRows far,
+__global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan plan, RemoteRows remote,
                                                          Staging staging) {
   const Group<32> group;
-  for (int64_t k = group.index(); k < far.num_rows; k += group.count()) {
-    const int64_t* x = row_of<FarRows::kWidth>(far.ranges, far.num_ranges, k);
-    const int64_t i = k - x[FarRows::kBegin];
-    const Table& table = view.tables[x[FarRows::kTableIndex]];
+  for (int64_t k = group.index(); k < remote.num_rows; k += group.count()) {
+    const int64_t* x = row_of<RemoteRows::kWidth>(remote.ranges, remote.num_ranges, k);
+    const int64_t i = k - x[RemoteRows::kBegin];
+    const Table& table = view.tables[x[RemoteRows::kTableIndex]];
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);
-    const int64_t unit = x[FarRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
-    copy_row(group, staging.data + unit * kStagingUnit, far.rows + x[FarRows::kBytes] + i * row_bytes,
+    const int64_t unit = x[RemoteRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
+    copy_row(group, staging.data + unit * kStagingUnit, remote.rows + x[RemoteRows::kBytes] + i * row_bytes,
              row_bytes);
-    const int64_t run = x[FarRows::kRun] + i, last = plan.run_begin[run + 1];
+    const int64_t run = x[RemoteRows::kRun] + i, last = plan.run_begin[run + 1];
     for (int64_t p = plan.run_begin[run] + group.lane; p < last; p += 32)
       plan.places[plan.payloads[p]] = static_cast<uint32_t>(unit);
   }
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
 
 }  // namespace
 
-void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
+void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
                     const Staging& staging) {
-  if (far.num_rows == 0) return;
-  OPER_LAUNCH(place_rows_kernel, blocks_for(far.num_rows, 8), 256, on.stream, on.view, plan, far,
+  if (remote.num_rows == 0) return;
+  OPER_LAUNCH(place_rows_kernel, blocks_for(remote.num_rows, 8), 256, on.stream, on.view, plan, remote,
               staging);
 }
 

@@ -188,15 +188,15 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
     const Refresh& part = view.refreshes[k];
     if (part.replicas == nullptr) continue;
     const Table& table = view.tables[part.table];
-    const FarMasters& far = table.far_masters[part.owner];
-    const bool is_near = part.masters != nullptr;
-    const uint32_t* slots = is_near ? table.touched[part.owner] + 1 : far.slots;
-    const int64_t count = is_near ? slots[-1] : far.count;
+    const RemoteMasters& remote = table.remote_masters[part.owner];
+    const bool is_local = part.masters != nullptr;
+    const uint32_t* slots = is_local ? table.touched[part.owner] + 1 : remote.slots;
+    const int64_t count = is_local ? slots[-1] : remote.count;
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);
     for (int64_t e = group.index(); e < count; e += group.count()) {
       const int64_t slot = slots[e];
       if (slot < part.slot_begin || slot >= part.slot_end) continue;
-      const char* from = is_near ? part.masters + slot * row_bytes : far.rows + e * row_bytes;
+      const char* from = is_local ? part.masters + slot * row_bytes : remote.rows + e * row_bytes;
       char* to = part.replicas + (part.first + (slot - part.slot_begin) * part.stride) * row_bytes;
       copy_row(group, to, from, row_bytes);
     }

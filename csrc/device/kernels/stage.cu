@@ -20,7 +20,7 @@ struct StageArgs {
 };
 
 // Address of the row of a run if it is to be staged, else 0.
-OPER_DEVICE int64_t far_row(const StageArgs& a, const Table& table, int64_t run) {
+OPER_DEVICE int64_t remote_row(const StageArgs& a, const Table& table, int64_t run) {
   const int64_t pair = a.plan.payloads[a.plan.run_begin[run]];
   const int64_t f = last_at_most(a.plan.feature_begin, a.view.num_features, pair);
   const int64_t key = a.batch.key_of[a.view.features[f].logical];
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) stage_rows(const StageArg
       const int64_t shift = segments[t * W + a.view.rank + 1] - first;
       own_run = first + (at - first + shift) % count;
       own_dim = table.dim;
-      own_from = far_row(a, table, own_run);
+      own_from = remote_row(a, table, own_run);
       if (own_from != 0) {
         const uint32_t units =
             static_cast<uint32_t>((table.dim * sizeof(T) + kStagingUnit - 1) / kStagingUnit);

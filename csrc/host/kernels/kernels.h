@@ -111,8 +111,8 @@ struct Kernels {
   void (*reduce_pushed)(Context& context, int32_t table, int32_t reader, Scratch& scratch);
   // Finds the rows of other memory domains that a batch needs. Returns the first bad id's index, or
   // -1. They are counted as `kind`.
-  int64_t (*far_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
-                      FarRows& out, Scratch& scratch);
+  int64_t (*remote_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
+                      RemoteRows& out, Scratch& scratch);
   // De-duplicated pull, see peer_rows.h: the distinct rows of neighbours among a table's ids (returns
   // the first bad id's index, or -1), and the counts of reads of these rows.
   int64_t (*distinct_rows)(const Table& table, const Batch& batch, int32_t rank, DistinctRows& out,

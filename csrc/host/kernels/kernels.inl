@@ -43,7 +43,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::squares, OPER_KERNELS::keep, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
-                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
+                                    OPER_KERNELS::reduce_pushed, OPER_KERNELS::remote_rows,
                                     OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
                                     OPER_KERNELS::find_keys, OPER_KERNELS::victim, OPER_KERNELS::draw_row,
                                     OPER_KERNELS::spread, OPER_KERNELS::add_up,

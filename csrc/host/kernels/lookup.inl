@@ -42,17 +42,17 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Pools rows of numbers. kNear: the rows are in the cache.
-template <int N, bool kWeighted, bool kNear, class E>
+// Pools rows of numbers. kCached: the rows are in the cache.
+template <int N, bool kWeighted, bool kCached, class E>
 OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
                               int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
   const int64_t row_bytes = N > 0 ? N * 16 * static_cast<int64_t>(sizeof(E)) : table.row_bytes();
-  if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
+  if (!kCached) prefetch_row(reinterpret_cast<const void*>(at[ahead]), row_bytes);
   row.load(reinterpret_cast<const E*>(at[0]), dim);
   if (kWeighted) row.scale(w[0], dim);
   for (int64_t i = 1; i < n; ++i) {
-    if (!kNear) prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
+    if (!kCached) prefetch_row(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
     const E* p = reinterpret_cast<const E*>(at[i]);
     if (kWeighted) {
       row.add_scaled(p, w[i], dim);
@@ -151,7 +151,7 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   }
 }
 
-template <int N, bool kWeighted, bool kStream, bool kNear, class E>
+template <int N, bool kWeighted, bool kStream, bool kCached, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
@@ -176,7 +176,7 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
-      pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
+      pool_numbers<N, kWeighted, kCached, E>(table, at, n, w, ahead, row);
     }
     at += n;
     if (kStream) {
@@ -287,7 +287,7 @@ using PoolBlock = void (*)(const Table&, const int64_t* addresses, const int64_t
 
 // Whether most reads find rows in the core's own cache: few rows, each read again. Then
 // prefetching, which takes as many instructions as adding, does not pay off.
-OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
+OPER_INLINE bool is_cached(const Table& table, int64_t num_ids) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t rows = table.home.num_rows;
   return rows <= num_ids && rows * table.row_bytes() <= kBytes;
@@ -296,7 +296,7 @@ OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
 // The function that pools a block. Chosen once for a range of bags, not for every block.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
-  const bool near = is_near(table, num_ids);
+  const bool cached = is_cached(table, num_ids);
   const auto choose = [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     constexpr bool kWhole = N != 0;  // rows in registers
@@ -304,9 +304,9 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
     if (is_weighted) {
       found = pool_block<N, true, false, false, E>;
     } else if (stream) {
-      found = near ? pool_block<N, false, true, kWhole, E> : pool_block<N, false, true, false, E>;
+      found = cached ? pool_block<N, false, true, kWhole, E> : pool_block<N, false, true, false, E>;
     } else {
-      found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
+      found = cached ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
     }
   };
   const auto with_width = [&](auto element) {

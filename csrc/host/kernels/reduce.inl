@@ -86,7 +86,7 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   float* sums = scratch.get<float>(2, num_rows * dim);
   uint8_t* seen = scratch.get<uint8_t>(3, num_rows);
   std::memset(seen, 0, static_cast<size_t>(num_rows));
-  // Rows of bags are `output_columns` apart, too far for the hardware prefetcher.
+  // The bags' gradients are `output_columns` apart, too far for the hardware prefetcher.
   const int64_t row_bytes = table.gradient_bytes();
   const int64_t ahead = rows_ahead(row_bytes, 12);
   int64_t i = 0;

@@ -171,7 +171,7 @@ class DeviceExchange(Exchange):
         if self._failed is not None:
             raise_status(*self.check(*self._failed), outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
-        theirs, *found = torch.ops.oper.device_exchange_heads(
+        theirs, *found = torch.ops.oper.device_exchange_headers(
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
