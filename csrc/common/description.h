@@ -39,7 +39,7 @@ enum OptimizerColumn {
 enum TierColumn {
   kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierRowType, kTierWidth
 };
-// The members of Feature in host/context.h and device/device.h.
+// See Feature in host/context.h.
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
 // The members of Refresh in directory.h.
 enum RefreshColumn {

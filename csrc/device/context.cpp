@@ -11,7 +11,7 @@
 namespace oper::device {
 namespace {
 
-// The class of rows of `dim` columns (1 to 1,024).
+// The class of rows of `dim` columns (1 to 1,024), without its tables.
 RowClass class_of(RowType type, int32_t dim) {
   RowClass made{.type = type};
   const int32_t per_part = type == RowType::kFloat32 ? 4 : 8;
@@ -53,7 +53,7 @@ char* DeviceMemory::take_bytes(size_t bytes) {
   return taken;
 }
 
-// Copies the parts of a description that kernels need to device memory.
+// Fills in a context from a description, and copies what kernels need to device memory.
 class Context::Builder {
  public:
   Builder(Context& context, const Description& d, const Shared& s)
@@ -108,7 +108,7 @@ class Context::Builder {
   std::vector<int64_t> table_keys_{0}, own_begin_{0};
   const int64_t* maps_;  // in device memory
 
-  // Makes tables of one class of rows consecutive.
+  // Lists the classes of rows, and sorts the tables by class.
   void order_tables() {
     std::vector<RowClass> shapes;
     const auto dim_of = [&](int64_t t) { return static_cast<int32_t>(d_.table(t)[kDim]); };
@@ -134,7 +134,7 @@ class Context::Builder {
     }
   }
 
-  // Table number k in the order of keys; to be called in this order.
+  // Table number k in the order of keys; called in this order.
   Table table(int32_t k) {
     const int64_t W = d_.world_size, t = c_.order[k];
     const int64_t* x = d_.table(t);
@@ -269,7 +269,7 @@ void Context::forget_error(cudaStream_t stream) {
   for (const ErrorSink& sink : {view.error, view.peers}) {
     if (sink.word->code == 0 || sink.word->code == 2) continue;
     check(cudaMemsetAsync(sink.claimed, 0, sizeof(int), stream), "cannot forget an error");
-    // No earlier kernel on the stream still writes the word, since each finds it claimed.
+    // Kernels that still run on the stream do not write the word, since they find it claimed.
     *sink.word = {};
   }
 }
