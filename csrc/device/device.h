@@ -307,8 +307,8 @@ struct WireParts {
     kWire,      // address in the message
     kPerEntry,  // numbers of an entry; of kSlots: bits of a slot in the message
     kKind,
-    kLimit,     // end of the entries' indices; of kSlots: the number of slots or, if they are unpacked,
-                // what they must be below
+    kLimit,     // what indices must be below; 0 = not checked. Of kSlots: what slots must be below when they
+                // are unpacked; the number of slots when they are packed
     kWidth
   };
   enum Kind : int64_t {

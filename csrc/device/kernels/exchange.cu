@@ -1,5 +1,5 @@
-// Exchange between memory domains: packs arrays into messages and places received ones, see
-// common/exchange.h, and puts rows fetched for a batch where its forward pass reads them.
+// Exchange between memory domains: packs arrays into messages and unpacks received ones (see
+// common/exchange.h), and copies received rows to the staging memory.
 #include "common/exchange.h"
 #include "device/batch.cuh"
 #include "device/group.cuh"
@@ -7,8 +7,8 @@
 namespace oper::device {
 namespace {
 
-// The row of a table of ranges to which item k belongs; the first column is the number of items
-// before the row's.
+// The row of a table [count, kWidth] of ranges to which item k belongs. Column 0 is the number of items in
+// the ranges before.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan pl
   }
 }
 
+// Copies number `at` in memory to number `i` of the message, or back.
 template <class T>
 OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, bool packs) {
   T* there = reinterpret_cast<T*>(memory) + at;
@@ -42,7 +43,7 @@ OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, b
   }
 }
 
-// Word `k` of a message of `n` slots of `bits` bits each.
+// Word k of `n` slots that are packed into `bits` bits each, and slot i of such words.
 OPER_DEVICE uint32_t packed_word(const uint32_t* slots, int64_t n, int64_t bits, int64_t k) {
   uint32_t word = 0;
   for (int64_t i = 32 * k / bits; i < n && i * bits < 32 * (k + 1); ++i) {
@@ -59,8 +60,8 @@ OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i)
   return static_cast<uint32_t>(found >> shift & ((uint64_t{1} << bits) - 1));
 }
 
-// One thread per number, or per word of packed slots. Slots from a peer are checked before anything
-// is read or written at them.
+// One thread per number or, when slots are packed, per word. Slots from a peer are checked before they are
+// used as indices.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
