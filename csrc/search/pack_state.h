@@ -150,7 +150,9 @@ class PackState {
     return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
   }
 
-  // Shares of lookups by owner: rows are dealt in turn, the hottest ones with their actual share.
+  // Sets the owners' shares of lookups and of partial sums. Rows are assigned to owners round-robin, by
+  // weight: each owner has its weight's share of the lookups, except that the hottest rows count with their
+  // actual shares.
   void deal(Piece& x) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};
@@ -191,10 +193,13 @@ class PackState {
     }
   }
 
-  // Amounts that an owner of a piece has: columns, share of lookups, columns of partial sums; columns by
-  // which its lookups exceed its rows' share; share of lookups that it requests from itself.
+  // What the load of an owner of a piece is proportional to.
   struct Carried {
-    double columns = 0, ids = 0, sent = 0, uneven = 0, asked = 0;
+    double columns = 0;  // its share of the rows, times the columns of the piece
+    double ids = 0;      // its share of the lookups
+    double sent = 0;     // partial sums, times the columns
+    double uneven = 0;   // its share of lookups less its share of rows, times the columns
+    double asked = 0;    // share of the lookups that it requests from itself
     Carried operator-(const Carried& x) const {
       return {columns - x.columns, ids - x.ids, sent - x.sent, uneven - x.uneven, asked - x.asked};
     }
