@@ -27,8 +27,8 @@ OPER_INLINE void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
-// How a row is coded: a number is least + step * code. The step is 0 if all numbers are (almost) equal;
-// both are NaN if a number is not finite.
+// A row's numbers are coded as least + step * code. The step is 0 if all numbers are equal, or nearly
+// so; both are NaN if a number is not finite.
 struct Code {
   float step, least;
 
@@ -63,9 +63,8 @@ struct Code {
   }
 };
 
-// Writes a row's step, smallest number and codes. Two 4-bit codes are a byte, the first in its lower
-// half. `draws`: source of the random numbers for rounding, null = round to nearest; `name`: which row
-// or bag it is, see Draws.
+// Writes a row's step, least number and codes: of 8 bits, or of 4 bits, two in a byte, the first in
+// its lower half. `name`: identifies the row to `draws`, the random numbers; unused without them.
 template <int kBits>
 OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws* draws,
                           uint32_t name) {

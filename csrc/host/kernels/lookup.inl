@@ -17,7 +17,7 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   }
 }
 
-// Stands for the element type of a table whose rows have several types.
+// Replaces the element type of a table whose rows have several types.
 struct Mixed {};
 
 // Prefetches a row of a table with several types, whose widest rows have `most` bytes. Takes the same

@@ -163,8 +163,8 @@ struct Row {
     for (int i = 0; i < n; ++i) v[i] = fused(lanes_of(p + 16 * i), w, v[i]);
     if (part(dim)) v[n] = fused(load_part(p + 16 * n, part(dim)), w, v[n]);
   }
-  // v = scale * codes + (v + bias), as in FBGEMM's IntNBit lookups: v + bias is rounded, then the result.
-  // Scale and bias have been multiplied by the id's weight.
+  // v = scale * codes + (v + bias), the product not rounded: the order of FBGEMM's IntNBit lookups,
+  // which multiply scale and bias by the sample's weight.
   template <class E>
   OPER_INLINE void add_codes(const E* p, const ScaleBias& of, int dim) {
     const int n = full(dim);
