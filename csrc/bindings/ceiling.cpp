@@ -1,5 +1,5 @@
-// torch operators of the ceilings, the bare memory accesses with which benchmarks compare lookups and
-// updates.
+// torch operators of the ceilings, the bare memory accesses with which benchmarks compare lookups
+// and updates.
 #include "common/handles.h"
 #include "common/operators.h"
 #include "host/kernels/kernels.h"
@@ -25,8 +25,8 @@ void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64
   });
 }
 
-// Reads and writes back one word of every cache line of N rows of `bytes` each. No other thread may write
-// there. `addresses` [N + prefetch]: of the rows; the last `prefetch` are only prefetched.
+// Reads and writes back one word of every cache line of N rows of `bytes` each. No other thread may
+// write there. `addresses` [N + prefetch]: of the rows; the last `prefetch` are only prefetched.
 void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
   constexpr int64_t kLine = 64;
   const int64_t* const places = int64_data(addresses);

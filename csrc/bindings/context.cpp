@@ -1,7 +1,7 @@
 // torch operators that create, query and close the host back end's contexts of sharded tables.
 //
-// Python describes the tables' placement (addresses, maps, head maps), which is copied or referenced here;
-// see common/description.h.
+// Python describes the tables' placement (addresses, maps, head maps), which is copied or
+// referenced here; see common/description.h.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -40,8 +40,8 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
-// If a table's tiers have rows of several types: adds the types to the addresses in its read maps, see
-// RowPlace. `x`: the table's row of `d.tables`; `maps`: a copy of `d.maps`.
+// If a table's tiers have rows of several types: adds the types to the addresses in its read maps,
+// see RowPlace. `x`: the table's row of `d.tables`; `maps`: a copy of `d.maps`.
 void fill_types(Table& table, const Description& d, const int64_t* x, int64_t* maps) {
   std::vector<int64_t> bytes;
   for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
@@ -141,8 +141,8 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
       deadline_ms);
 }
 
-// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: see Messages::Setup. `transport`: address of a
-// function, see Transport.
+// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: see Messages::Setup. `transport`: address of
+// a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
                           bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
@@ -185,8 +185,8 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
                           : std::make_shared<PeerRows>(context, kind, PullCosts{c[0], c[1], c[2]});
 }
 
-// [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they are
-// copied. Empty if they never are.
+// [3][T], see PeerRows::OfTable: ids of peers' rows as last counted, distinct ones, whether they
+// are copied. Empty if they never are.
 std::vector<int64_t> context_duplication(int64_t handle) {
   Context& context = context_of(handle);
   if (!context.peer_rows) return {};
@@ -200,7 +200,8 @@ std::vector<int64_t> context_duplication(int64_t handle) {
   return result;
 }
 
-// Waits for the ranks of this memory domain. `phase`: see oper/shmem/group/desync.py. Returns a Status.
+// Waits for the ranks of this memory domain. `phase`: see oper/shmem/group/desync.py. Returns a
+// Status.
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
@@ -295,10 +296,10 @@ void check_coded(const Tensor& codes, const WireArray& array) {
                   "internal: codes of the wrong size");
 }
 
-// Packs `rows`, float32 [n, width], into the bytes `to` as in a message with `bits` bits per number.
-// `draws`: empty = rounds to nearest; otherwise the two words of the RoundingKey, the step, the sending
-// replica group and the first column, for stochastic rounding. `names`: the rows' numbers, see Draws;
-// uint32 [n] stored as int32.
+// Packs `rows`, float32 [n, width], into the bytes `to` as in a message with `bits` bits per
+// number. `draws`: empty = rounds to nearest; otherwise the two words of the RoundingKey, the step,
+// the sending replica group and the first column, for stochastic rounding. `names`: the rows'
+// numbers, see Draws; uint32 [n] stored as int32.
 void code_rows(Tensor rows, int64_t bits, std::vector<int64_t> draws, Tensor names, Tensor to) {
   WireArray array = coded_array(rows, bits);
   check_coded(to, array);
@@ -325,9 +326,9 @@ void decode_rows(Tensor from, int64_t bits, Tensor rows) {
          array);
 }
 
-// Returns the sums of gradients of this rank's rows of a table that one backward pass without update has
-// kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers; the same of pushed
-// tiers.
+// Returns the sums of gradients of this rank's rows of a table that one backward pass without
+// update has kept: slots, uint32 [n] stored as int32, and sums, float32 [n, dim], of pulled tiers;
+// the same of pushed tiers.
 std::tuple<Tensor, Tensor, Tensor, Tensor> context_kept(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(context.num_left == 1, "internal: kept gradients are not those of one batch");

@@ -1,5 +1,5 @@
-// torch operators of a model's dense part: all layers of an MLP (libtorch's linear and relu) in one call
-// from Python, and DLRM's dot interaction.
+// torch operators of a model's dense part: all layers of an MLP (libtorch's linear and relu) in one
+// call from Python, and DLRM's dot interaction.
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 

@@ -33,7 +33,8 @@ namespace {
 
 // ---- lookups -----------------------------------------------------------------------------------
 
-// Writes the bounds of `n` bags, [n + 1]. Returns whether no length is negative and their sum is `total`.
+// Writes the bounds of `n` bags, [n + 1]. Returns whether no length is negative and their sum is
+// `total`.
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
   int64_t sum = 0;
@@ -47,8 +48,8 @@ bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out)
   return fit && sum == total;
 }
 
-// The numbers 0, 1, ..., count - 1: bounds of bags with one id each. Never freed, as batches in other
-// threads may still use a block when a longer one is needed.
+// The numbers 0, 1, ..., count - 1: bounds of bags with one id each. Never freed, as batches in
+// other threads may still use a block when a longer one is needed.
 const int64_t* ascending(int64_t count) {
   static std::mutex mutex;
   static auto* blocks = new std::vector<std::unique_ptr<std::vector<int64_t>>>;
@@ -76,9 +77,9 @@ int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
   return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
 }
 
-// The batch as kernels get it. Output of a pooled lookup: one row per sample, with the features side by
-// side in its columns. Unpooled: one row per id, feature after feature. `trims`: without empty bags at the
-// ends of features, for steps in which empty bags have no effect.
+// The batch as kernels get it. Output of a pooled lookup: one row per sample, with the features
+// side by side in its columns. Unpooled: one row per id, feature after feature. `trims`: without
+// empty bags at the ends of features, for steps in which empty bags have no effect.
 Batch make_batch(const Context& context, const Lookup& lookup, bool trims = false) {
   Batch batch;
   batch.ids = lookup.ids.data_ptr();
@@ -124,8 +125,8 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
-// Whether each key has the bags of exactly one feature. Only then are all bounds computed, once each, if
-// that is left to pooling.
+// Whether each key has the bags of exactly one feature. Only then are all bounds computed, once
+// each, if that is left to pooling.
 bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
   const size_t n = context.features.size();
   if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;
@@ -164,15 +165,16 @@ std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<T
 // An empty tensor, returned in place of the results of a refused batch.
 Tensor nothing() { return pooled_tensor(ScalarType::Long, {0}); }
 
-// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the batch, so
-// that `handle` may belong to another one.
+// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the
+// batch, so that `handle` may belong to another one.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!contexts().is_one(handle)) return kElsewhere;
   return oper::fault_of(kHostMemory, ids, lengths, weights, key_of, batch_size);
 }
 
-// Whether `fault_of` accepts a batch for tables on `device`. Does not check values of ids and lengths.
+// Whether `fault_of` accepts a batch for tables on `device`. Does not check values of ids and
+// lengths.
 bool is_fit(Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
             int64_t batch_size, Device device) {
   return oper::fault_of(device, ids, lengths, weights, key_of, batch_size) == kFit;
@@ -237,8 +239,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       are_in_order &= kind.are_in_order;
     }
   }
-  // Whether pooling computes the bounds of bags (see host/kernels/bounds.inl): only if nothing else reads
-  // them before.
+  // Whether pooling computes the bounds of bags (see host/kernels/bounds.inl): only if nothing else
+  // reads them before.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&
@@ -264,9 +266,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
-  // If the outputs of all ranks take more than a quarter of the cache, they will not be there when they
-  // are used. Measured on two cores, with a pass over the output: bypassing the cache took 10 % less time
-  // if the outputs take a fifth of it or more, 5 % more if a tenth. Not for rows that `spread` reads next.
+  // If the outputs of all ranks take more than a quarter of the cache, they will not be there when
+  // they are used. Measured on two cores, with a pass over the output: bypassing the cache took 10
+  // % less time if the outputs take a fifth of it or more, 5 % more if a tenth. Not for rows that
+  // `spread` reads next.
   batch.stream = !shared && batch.num_rows * batch.out_stride * 4 * context.world_size >
                                  last_level_cache_bytes() / 4;
   const Status status =
@@ -281,8 +284,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
-// `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B]: for each sample the
-// first sample of its user. Writes the number of each sample's user to `user_of`, [B].
+// `keys`, bool [num_keys]: whether samples share the key's bags. `first`, int64 [B]: for each
+// sample the first sample of its user. Writes the number of each sample's user to `user_of`, [B].
 SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& key_of,
                        int64_t* user_of) {
   STD_TORCH_CHECK(keys.scalar_type() == ScalarType::Bool && first.scalar_type() == ScalarType::Long,
@@ -297,7 +300,8 @@ SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& ke
   const int64_t* at = int64_data(first);
   for (int64_t b = 0; b < first.numel(); ++b) {
     if (b == 0 || at[b] != at[b - 1]) shared.begins.push_back(b);
-    STD_TORCH_CHECK(at[b] == shared.begins.back(), "internal: a user's samples are not consecutive");
+    STD_TORCH_CHECK(at[b] == shared.begins.back(),
+                    "internal: a user's samples are not consecutive");
     user_of[b] = static_cast<int64_t>(shared.begins.size()) - 1;
   }
   shared.begins.push_back(first.numel());
@@ -312,8 +316,8 @@ void check_interaction(const Context& context, const Tensor& dense) {
                   "tiers, and contiguous float32 dense rows with as many columns as each feature");
 }
 
-// See `forward_interaction` in host/interaction.h; for tables that are only read. Returns its `out`, the
-// bounds of the bags and a status.
+// See `forward_interaction` in host/interaction.h; for tables that are only read. Returns its
+// `out`, the bounds of the bags and a status.
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense) {
@@ -336,8 +340,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   return {out, offsets, status.code, status.detail};
 }
 
-// See `forward_shared_interaction`. `first`, `shared_keys`: see `shared_bags`. Returns its `users` and
-// `out`, the number of each sample's user (int64 [B]), the bounds of the bags and a status.
+// See `forward_shared_interaction`. `first`, `shared_keys`: see `shared_bags`. Returns its `users`
+// and `out`, the number of each sample's user (int64 [B]), the bounds of the bags and a status.
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     Tensor dense, Tensor first, Tensor shared_keys) {
@@ -380,8 +384,8 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-// Sets where each feature's gradients are: in the gradient of the whole output, or in one of several
-// tensors, one per feature.
+// Sets where each feature's gradients are: in the gradient of the whole output, or in one of
+// several tensors, one per feature.
 void place_gradients(const Context& context, const std::vector<Tensor>& grads, int64_t num_features,
                      Batch& batch) {
   const bool are_apart = num_features > 1 && std::ssize(grads) == num_features;
@@ -479,7 +483,8 @@ int64_t collapse_segment(int64_t address, int64_t bytes) {
       collapse_huge(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)));
 }
 
-// View [rows, columns] of mapped memory with elements of a RowType; the caller keeps the mapping alive.
+// View [rows, columns] of mapped memory with elements of a RowType; the caller keeps the mapping
+// alive.
 Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
   constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   return tensor_at(reinterpret_cast<void*>(address), {rows, columns}, kTypes[type], kHostMemory);
@@ -520,14 +525,15 @@ STABLE_TORCH_LIBRARY(oper, m) {
 
 }  // namespace oper::host
 
-// `ShardedTables` computes gradients itself. Registered for autograd, too, these do not take torch's
-// detour by operators without a derivative.
+// `ShardedTables` computes gradients itself. Registered for autograd, too, these do not take
+// torch's detour by operators without a derivative.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
-// For all devices, since batches on devices without a back end must reach `fault_of`, which refuses them.
+// For all devices, since batches on devices without a back end must reach `fault_of`, which refuses
+// them.
 STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));

@@ -20,16 +20,17 @@ struct Owned {
 inline Handles<Owned>& contexts() { return all_handles<Owned>(); }
 inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
 
-// An uninitialised tensor of float32, int32, int64 or bytes in memory of `pool_take`, see host/memory.h.
+// An uninitialised tensor of float32, int32, int64 or bytes in memory of `pool_take`, see
+// host/memory.h.
 Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes);
 
 // For batches whose samples share bags; `samples`, `bags`, `key_of`: see common/lookup_schemas.h.
 Samples samples_of(const Tensor& samples, const Tensor& key_of);
 SampleGradients gradients_of(const Tensor& grad, const Tensor& samples, const Tensor& key_of);
 
-// Allocates `memory` for the sums by bag of `shared`, for features whose samples share bags, and makes the
-// batch's backward pass read the gradients from there. Returns -1, or a feature with a sample whose bag is
-// out of range.
+// Allocates `memory` for the sums by bag of `shared`, for features whose samples share bags, and
+// makes the batch's backward pass read the gradients from there. Returns -1, or a feature with a
+// sample whose bag is out of range.
 int64_t place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
                    SampleGradients& shared, Batch& batch, Tensor* memory);
 

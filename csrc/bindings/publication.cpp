@@ -1,17 +1,18 @@
-// torch operators for the read-only tables that one process publishes for others of its host. The tables
-// are double-buffered: these operators keep track of which buffer is current, and of the readers of both.
+// torch operators for the read-only tables that one process publishes for others of its host. The
+// tables are double-buffered: these operators keep track of which buffer is current, and of the
+// readers of both.
 //
-// Epoch e is in buffer e % 2. Each reading process has a slot with a count of lookups per buffer. A reader
-// counts itself in the buffer of the epoch that it has seen, then looks at the epoch again. If it has
-// changed, the reader takes its count back and tries again with the new epoch. A publisher writes the
-// buffer of epoch e + 1 only when no slot counts a reader there, then stores e + 1. All accesses are
-// sequentially consistent: either the publisher sees the reader's count, or the reader sees the
-// publisher's epoch (as with hazard pointers, Michael 2004). A reader never waits for the publisher. If a
-// process has died, the publisher clears its slot.
+// Epoch e is in buffer e % 2. Each reading process has a slot with a count of lookups per buffer. A
+// reader counts itself in the buffer of the epoch that it has seen, then looks at the epoch again.
+// If it has changed, the reader takes its count back and tries again with the new epoch. A
+// publisher writes the buffer of epoch e + 1 only when no slot counts a reader there, then stores e
+// + 1. All accesses are sequentially consistent: either the publisher sees the reader's count, or
+// the reader sees the publisher's epoch (as with hazard pointers, Michael 2004). A reader never
+// waits for the publisher. If a process has died, the publisher clears its slot.
 //
-// A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a reader in
-// that buffer, writes, and stores e + 2, which is in the same buffer. Readers that arrive in between find a
-// negative epoch and must retry.
+// A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a
+// reader in that buffer, writes, and stores e + 2, which is in the same buffer. Readers that arrive
+// in between find a negative epoch and must retry.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -27,7 +28,8 @@ namespace {
 
 constexpr int64_t kReaderSlots = 1024;
 
-// The slot of one process, in cache lines of its own, which only this process writes while it lives.
+// The slot of one process, in cache lines of its own, which only this process writes while it
+// lives.
 struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };
@@ -57,8 +59,8 @@ void publication_set_epoch(int64_t control, int64_t epoch) {
   control_at(control).epoch.store(epoch);
 }
 
-// Returns the epoch that the caller may read until `publication_unpin`; or a negative number while rows
-// are changed in place, in which case nothing is pinned.
+// Returns the epoch that the caller may read until `publication_unpin`; or a negative number while
+// rows are changed in place, in which case nothing is pinned.
 int64_t publication_pin(int64_t control, int64_t slot) {
   Control& at = control_at(control);
   for (int64_t epoch = at.epoch.load();;) {
@@ -140,8 +142,8 @@ void place_rows(std::vector<Tensor> to, std::vector<Tensor> places, std::vector<
   }
 }
 
-// Quantises rows of numbers [n, dim] to rows of 8-bit or 4-bit codes, uint8 [n, bytes of a row], see
-// common/elements.h. Returns the first row that cannot be quantised, or -1.
+// Quantises rows of numbers [n, dim] to rows of 8-bit or 4-bit codes, uint8 [n, bytes of a row],
+// see common/elements.h. Returns the first row that cannot be quantised, or -1.
 int64_t quantise_rows(Tensor values, int64_t bits, Tensor out) {
   const std::map<ScalarType, RowType> types{{ScalarType::Float, RowType::kFloat32},
                                             {ScalarType::Half, RowType::kFloat16},

@@ -18,8 +18,8 @@ const int64_t* rows_of(const Tensor& rows, int64_t features) {
   return int64_data(rows);
 }
 
-// Pads the lengths of each key's bags (bags[k] of key k) with zeros to `size` lengths. Returns int32 or
-// int64 [num_keys * size], and `bags` as int64 [num_keys].
+// Pads the lengths of each key's bags (bags[k] of key k) with zeros to `size` lengths. Returns
+// int32 or int64 [num_keys * size], and `bags` as int64 [num_keys].
 std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK((are_32_bit || lengths.scalar_type() == ScalarType::Long) &&
@@ -51,9 +51,9 @@ bool are_own_rows(Tensor rows) {
   return true;
 }
 
-// Sums the gradient of samples, float32 [B, C], by bag: [num_bags, C], 0 for bags without samples. Also
-// returns -1, or a feature with a sample whose bag is out of range. `bags`: int64 [num_keys], the number
-// of bags of each key.
+// Sums the gradient of samples, float32 [B, C], by bag: [num_bags, C], 0 for bags without samples.
+// Also returns -1, or a feature with a sample whose bag is out of range. `bags`: int64 [num_keys],
+// the number of bags of each key.
 std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
                                        Tensor key_of, int64_t num_bags) {
   Context& context = context_of(handle);

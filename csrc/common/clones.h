@@ -1,6 +1,6 @@
-// Functions that the compiler compiles once per instruction set; the dynamic linker selects one of the
-// versions when the library is loaded (target_clones). Not with sanitizers, whose runtime is not yet
-// initialised at that time.
+// Functions that the compiler compiles once per instruction set; the dynamic linker selects one of
+// the versions when the library is loaded (target_clones). Not with sanitizers, whose runtime is
+// not yet initialised at that time.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \

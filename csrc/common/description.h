@@ -34,8 +34,8 @@ enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
   kMaxNorm, kKey0, kKey1, kStep, kOptimizerWidth
 };
-// Read and home maps (see directory.h) are ranges of `maps`: `...At` is the first entry, `...Period`
-// the number of entries.
+// Read and home maps (see directory.h) are ranges of `maps`: `...At` is the first entry,
+// `...Period` the number of entries.
 enum TierColumn {
   kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierRowType, kTierWidth
 };
@@ -46,9 +46,9 @@ enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
 };
 
-// Pointers to these arrays: `maps` [2, num_maps], bases and steps; `owner_begin` [T, W + 1]; addresses
-// of `touched` and `squares` [T, W] and of outboxes [W]. For tables in device memory, addresses in the
-// arrays are device addresses.
+// Pointers to these arrays: `maps` [2, num_maps], bases and steps; `owner_begin` [T, W + 1];
+// addresses of `touched` and `squares` [T, W] and of outboxes [W]. For tables in device memory,
+// addresses in the arrays are device addresses.
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;

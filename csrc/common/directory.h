@@ -8,9 +8,9 @@
 //    of turn q is at base[k] + q * step[k], where q and k are quotient and remainder of
 //    (position - start) / period.
 //
-// There are two such maps. The read map gives the byte address from which this rank reads the row. The
-// home map gives the row's home key, by which the backward pass sorts: all rows of a table are numbered
-// by owner, then by slot.
+// There are two such maps. The read map gives the byte address from which this rank reads the row.
+// The home map gives the row's home key, by which the backward pass sorts: all rows of a table are
+// numbered by owner, then by slot.
 #pragma once
 
 #include "common/platform.h"
@@ -26,9 +26,9 @@ struct TierMap {
   const int64_t* step;  // [period]
 };
 
-// offset / period as a multiplication, exact for offsets below 2^51 and periods below 2^12 (Granlund
-// and Montgomery, "Division by invariant integers using multiplication", PLDI 1994): the error, at most
-// offset / 2^63, stays below 1 / period.
+// offset / period as a multiplication, exact for offsets below 2^51 and periods below 2^12
+// (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994): the
+// error, at most offset / 2^63, stays below 1 / period.
 OPER_HD uint64_t turn_of(const TierMap& tier, uint64_t offset) {
 #if defined(__CUDA_ARCH__)
   return __umul64hi(offset << 1, tier.magic);

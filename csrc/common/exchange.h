@@ -1,11 +1,12 @@
 // The messages between ranks of different memory domains: what they contain, their sizes, and the
-// checks of what is received. Shared by host and device, which pack and unpack the arrays themselves.
+// checks of what is received. Shared by host and device, which pack and unpack the arrays
+// themselves.
 //
 // In every phase all ranks first exchange headers of a fixed size (phase, error, counts). Then each
 // pair of ranks exchanges one message with the arrays of all tables, whose lengths are the counts.
-// Pulled rows are requested in phase kGather and sent as its reply. If there are pushed tiers, too, the
-// host back end requests rows and partial sums in kRequests and gets both in kPartials; devices gather
-// the rows before.
+// Pulled rows are requested in phase kGather and sent as its reply. If there are pushed tiers, too,
+// the host back end requests rows and partial sums in kRequests and gets both in kPartials; devices
+// gather the rows before.
 #pragma once
 
 #include <cstddef>
@@ -18,22 +19,19 @@
 
 namespace oper {
 
-// The points of a batch where ranks synchronize. A barrier within a memory domain has further phases,
-// which oper/shmem/group/desync.py lists; among them kSharing, after replicas are refreshed, and kKeys,
-// in the update of dynamic tables.
+// The points of a batch where ranks synchronize. A barrier within a memory domain has further
+// phases, which oper/shmem/group/desync.py lists; among them kSharing, after replicas are
+// refreshed, and kKeys, in the update of dynamic tables.
 enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6, kKeys = 9;
 
 struct Status {
-  // 0 ok
-  // 1 a peer has ended, 2 a peer is late, 6 a peer has given up, 12 a peer has closed its tables,
-  // 13 a peer has refused its batch; the detail is the peer
-  // 3 the outbox is full
-  // 4 an id is out of range; the detail is its index in the batch
-  // 7 the transport has failed
-  // 8 ranks are in different phases, 9 a rank of another memory domain has sent an invalid message,
-  // 11 there is no memory for a message, 15 ranks update with different settings; the detail is a rank
-  // 5, 10, 14: see handles.h
+  // 0 ok 1 a peer has ended, 2 a peer is late, 6 a peer has given up, 12 a peer has closed its
+  // tables, 13 a peer has refused its batch; the detail is the peer 3 the outbox is full 4 an id is
+  // out of range; the detail is its index in the batch 7 the transport has failed 8 ranks are in
+  // different phases, 9 a rank of another memory domain has sent an invalid message, 11 there is no
+  // memory for a message, 15 ranks update with different settings; the detail is a rank 5, 10, 14:
+  // see handles.h
   int64_t code = 0;
   int64_t detail = -1;
 };
@@ -54,14 +52,15 @@ Status status_of(Body body) {
   }
 }
 
-// Sends segment r of `send` to rank r and receives segment r of `recv` from it. Segments lie one after
-// the other in rank order; `send_bytes` and `recv_bytes` [W] are their sizes. `phase` is a
-// CollectivePhase. Returns 0, or another number after an error; which error it was, the function keeps
-// for Python.
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it. Segments lie one
+// after the other in rank order; `send_bytes` and `recv_bytes` [W] are their sizes. `phase` is a
+// CollectivePhase. Returns 0, or another number after an error; which error it was, the function
+// keeps for Python.
 using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
                               void* recv, const int64_t* recv_bytes);
 
-// Sent bytes are counted by receiver and by these kinds, in the order of SENT in oper/rows/traffic.py.
+// Sent bytes are counted by receiver and by these kinds, in the order of SENT in
+// oper/rows/traffic.py.
 enum Sent {
   kSentHeaders,
   kSentRowIds,         // forward: slots of the distinct rows that are requested
@@ -78,9 +77,10 @@ enum Sent {
   kNumSent
 };
 
-// Bits that each float32 number of a row takes in a message, see oper/messages.py: 32 = unchanged; 16 =
-// bfloat16; 8, 4 = integer codes, which the row's step and smallest number (float32 each) precede. Rows
-// with fewer than kLeastCoded columns stay float32, since codes would take more bytes.
+// Bits that each float32 number of a row takes in a message, see oper/messages.py: 32 = unchanged;
+// 16 = bfloat16; 8, 4 = integer codes, which the row's step and smallest number (float32 each)
+// precede. Rows with fewer than kLeastCoded columns stay float32, since codes would take more
+// bytes.
 constexpr int64_t kCodedRowBytes = 8, kLeastCoded = 3;
 constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
   return wanted <= 8 && columns < kLeastCoded ? 32 : wanted;
@@ -103,14 +103,14 @@ constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31)
 constexpr uint32_t kToNearest = 0x8000;
 
 // One rank's side of the exchange: it says what each message contains. Ids are not sent again if a
-// backward pass needs those of a forward pass: ranks keep the requests of the last kKept forward passes.
-// There may be two without a backward pass, as a pipeline may look up a micro-batch before the backward
-// pass of the one before.
+// backward pass needs those of a forward pass: ranks keep the requests of the last kKept forward
+// passes. There may be two without a backward pass, as a pipeline may look up a micro-batch before
+// the backward pass of the one before.
 class Messages {
  public:
   static constexpr int kCounts = 3;  // per peer and table; `shapes_of` says of what
-  // Sent instead of a count: the requests equal those of the newest kept forward pass (kAsBefore) or of
-  // the one before it (kAsBefore - 1).
+  // Sent instead of a count: the requests equal those of the newest kept forward pass (kAsBefore)
+  // or of the one before it (kAsBefore - 1).
   static constexpr uint32_t kAsBefore = UINT32_MAX, kKept = 2;
   static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
 
@@ -168,8 +168,8 @@ class Messages {
     int index;     // among the arrays of this peer and table
     bool is_last;  // of these arrays
     int64_t out, in;                     // numbers of entries that are sent and received
-    int64_t out_at, in_at, expanded_at;  // byte offsets in the sent and the received message, and among
-                                         // the unpacked arrays
+    // Byte offsets in the sent message, in the received message, and among the unpacked arrays.
+    int64_t out_at, in_at, expanded_at;
   };
   // All arrays of a phase, in the order of the messages.
   struct List {
@@ -239,8 +239,8 @@ class Messages {
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
-  // Records that the oldest kept forward pass without a backward pass has had it. All ranks call this
-  // at the same points.
+  // Records that the oldest kept forward pass without a backward pass has had it. All ranks call
+  // this at the same points.
   void pass_back() {
     for (uint32_t age = kKept; age-- > 0;) {
       bool& has = has_passed_back_[kept(kAsBefore - age)];
@@ -249,9 +249,10 @@ class Messages {
       return;
     }
   }
-  // Exchanges the headers. `weighted`: whether this rank's batch has per-sample weights. `mine`: this
-  // rank's error, if any, of which the headers inform all ranks. `transfer`: a Transport without the
-  // first argument. Returns `mine`, another rank's error, or an error in what other ranks have sent.
+  // Exchanges the headers. `weighted`: whether this rank's batch has per-sample weights. `mine`:
+  // this rank's error, if any, of which the headers inform all ranks. `transfer`: a Transport
+  // without the first argument. Returns `mine`, another rank's error, or an error in what other
+  // ranks have sent.
   template <class Transfer>
   Status exchange_headers(bool weighted, Status mine, Transfer transfer) {
     const int32_t W = world_size();
@@ -307,10 +308,10 @@ class Messages {
   }
 
  private:
-  // oper/shmem/exchange/host.py has the same layout. Sizes are rounded up to kHeaderUnit words, so that
-  // headers usually have the same size even if ranks have different tables or are in different phases:
-  // then the rank that differs can be named. Of a message of an unexpected size, the transport can only
-  // report the size.
+  // oper/shmem/exchange/host.py has the same layout. Sizes are rounded up to kHeaderUnit words, so
+  // that headers usually have the same size even if ranks have different tables or are in different
+  // phases: then the rank that differs can be named. Of a message of an unexpected size, the
+  // transport can only report the size.
   struct Header {
     uint32_t phase, sequence, code, culprit, weighted, wire, collection, settings;
   };

@@ -58,8 +58,8 @@ class Handles {
   int64_t next_;
 };
 
-// A process's handles to objects of one type, numbered from `first` on. Never destroyed: other threads
-// may still be in an operator when the process ends.
+// A process's handles to objects of one type, numbered from `first` on. Never destroyed: other
+// threads may still be in an operator when the process ends.
 template <class Object, int64_t first = 1>
 Handles<Object>& all_handles() {
   static auto* instance = new Handles<Object>(first);
@@ -78,8 +78,8 @@ inline float* float_data(const Tensor& tensor) {
   return static_cast<float*>(tensor.data_ptr());
 }
 
-// A contiguous tensor over existing memory, which `deleter` frees; without one, the caller must keep
-// the memory alive.
+// A contiguous tensor over existing memory, which `deleter` frees; without one, the caller must
+// keep the memory alive.
 template <class... Deleter>
 Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type, Device device,
                  Deleter... deleter) {

@@ -54,7 +54,8 @@ OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t blo
                     key.key1);
 }
 
-// 128 random bits that depend on the arguments only, e.g. on a key (`of`) and the number of an update.
+// 128 random bits that depend on the arguments only, e.g. on a key (`of`) and the number of an
+// update.
 OPER_HD Philox4 draw_bits(uint64_t seed, uint64_t of, uint32_t number, uint32_t purpose) {
   return philox4x32({{static_cast<uint32_t>(of), static_cast<uint32_t>(of >> 32), number, purpose}},
                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));

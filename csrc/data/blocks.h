@@ -92,7 +92,8 @@ OPER_INLINE int64_t find_lines(const char* p, const char* stop, char separator,
     }
     const int64_t lines = std::min(found / num_columns, most);
     for (int64_t k = lines * num_columns; k < found; ++k) feeds -= p[ends[k]] == '\n';
-    // If there are as many line feeds as lines, and each line ends with one, all other ends are separators.
+    // If there are as many line feeds as lines, and each line ends with one, all other ends are
+    // separators.
     bool ok = feeds == lines;
     for (int64_t k = 1; k <= lines; ++k) ok &= p[ends[k * num_columns - 1]] == '\n';
     return ok ? lines : 0;

@@ -1,4 +1,5 @@
-// Dictionary encoding of values, hash tables of ids and their counts, and assignment of ids by count.
+// Dictionary encoding of values, hash tables of ids and their counts, and assignment of ids by
+// count.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -50,8 +51,8 @@ void radix_sort(std::vector<Entry<V>>& entries, std::vector<Entry<V>>& other) {
 
 constexpr int64_t kBlock = 64;  // values whose slots are prefetched together
 
-// Gives distinct values the codes 1, 2, ... in the order of their first occurrence: a hash table with open
-// addressing.
+// Gives distinct values the codes 1, 2, ... in the order of their first occurrence: a hash table
+// with open addressing.
 template <class V>
 class Codes {
   public:
@@ -123,7 +124,8 @@ class Codes {
     int shift_;
 };
 
-// The final code of a value, by ascending values instead of first occurrence, and the value's count.
+// The final code of a value, by ascending values instead of first occurrence, and the value's
+// count.
 struct Final {
     uint32_t place, count;
 };
@@ -333,8 +335,9 @@ OPER_DATA_API int64_t oper_data_encoded(int32_t kind, void* codes, void* distinc
     BY_KIND(kind, return oper::data::encoded<V>(codes, static_cast<V*>(distinct), counts))
 }
 
-// Finds the ids whose 64-bit hash (the finalizer of splitmix64) has at least `level` (1 to 63) leading
-// zeros. Writes their indices to `places`, which must have space for `size`; returns their number.
+// Finds the ids whose 64-bit hash (the finalizer of splitmix64) has at least `level` (1 to 63)
+// leading zeros. Writes their indices to `places`, which must have space for `size`; returns their
+// number.
 OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t level,
                                        int64_t* places) {
     int64_t n = 0;
@@ -345,15 +348,15 @@ OPER_DATA_API int64_t oper_data_sample(const int64_t* ids, int64_t size, int32_t
     return n;
 }
 
-// The following functions work on tables of ids and counts: hash tables with open addressing and 2^bits
-// slots (id, count), both uint32 or, if `wide`, uint64. A count of 0 marks a free slot.
+// The following functions work on tables of ids and counts: hash tables with open addressing and
+// 2^bits slots (id, count), both uint32 or, if `wide`, uint64. A count of 0 marks a free slot.
 #define BY_WIDTH(wide, call)                    \
     if (wide) { using V = uint64_t; call; }     \
     else { using V = uint32_t; call; }
 
-// Counts ids in such a table. counts: what to add for each id, int64 [size], >= 1; null = 1. Adds the
-// number of new ids to `*used`, and stops before that could exceed `limit`. Returns the number of ids
-// that were counted.
+// Counts ids in such a table. counts: what to add for each id, int64 [size], >= 1; null = 1. Adds
+// the number of new ids to `*used`, and stops before that could exceed `limit`. Returns the number
+// of ids that were counted.
 OPER_DATA_API int64_t oper_data_tally(int32_t wide, void* table, int32_t bits, const int64_t* ids,
                                       const int64_t* counts, int64_t size, int64_t limit,
                                       int64_t* used) {
@@ -383,7 +386,8 @@ OPER_DATA_API int64_t oper_data_tally_purge(int32_t wide, void* table, int32_t b
     BY_WIDTH(wide, return tally_purge(static_cast<Tallied<V>*>(table), bits, static_cast<V>(level)))
 }
 
-// Adds the number of slots with count c to few[c], int64 [size]; the last element includes larger counts.
+// Adds the number of slots with count c to few[c], int64 [size]; the last element includes larger
+// counts.
 OPER_DATA_API int64_t oper_data_tally_levels(int32_t wide, const void* table, int32_t bits,
                                              int64_t* few, int64_t size) {
     using namespace oper::data;

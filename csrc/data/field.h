@@ -77,7 +77,8 @@ inline const char* decimal(const Field& f, double* value) {
     return done.ec == std::errc() ? p : nullptr;
 }
 
-// Parses an integer that may be written with a fraction of zeros, like 17850.0; returns as `integer` does.
+// Parses an integer that may be written with a fraction of zeros, like 17850.0; returns as
+// `integer` does.
 inline const char* whole(const Field& f, int64_t* value) {
     double number = 0;
     const char* p = integer(f, value);
@@ -89,7 +90,8 @@ inline const char* whole(const Field& f, int64_t* value) {
     return static_cast<double>(*value) == number ? p : nullptr;
 }
 
-// Returns the position after a skipped field; null if it has characters for which the line is irregular.
+// Returns the position after a skipped field; null if it has characters for which the line is
+// irregular.
 inline const char* skip(const Field& f) {
     auto p = static_cast<const char*>(std::memchr(f.at, f.separator, f.end - f.at));
     if (!p) p = f.end;

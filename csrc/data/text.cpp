@@ -1,7 +1,8 @@
 // Parses lines of delimited text to columns of numbers.
 //
-// A line is irregular if it has another number of fields, or a field that field.h does not accept. It is
-// left to the caller, in Python, which accepts more forms and decides which lines are malformed.
+// A line is irregular if it has another number of fields, or a field that field.h does not accept.
+// It is left to the caller, in Python, which accepts more forms and decides which lines are
+// malformed.
 #include <algorithm>
 #include <cstring>
 

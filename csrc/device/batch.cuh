@@ -34,7 +34,8 @@ OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t deta
   word->code = code;
 }
 
-// Largest k in [low, high) with holds(k), which must be true for `low` and for all up to the result.
+// Largest k in [low, high) with holds(k), which must be true for `low` and for all up to the
+// result.
 template <class Holds>
 OPER_DEVICE int64_t last_that(int64_t low, int64_t high, Holds holds) {
   while (high - low > 1) {
@@ -74,8 +75,8 @@ OPER_DEVICE int64_t lower_bound(int64_t n, int64_t key, KeyAt key_at) {
   return last_that(-1, n, [&](int64_t k) { return key_at(k) < key; }) + 1;
 }
 
-// For blocks of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n], for k = n on
-// thread 0. Returns the last sum to every thread.
+// For blocks of 256 threads: calls store(k, sum of value(j) over j < k) for every k in [0, n], for
+// k = n on thread 0. Returns the last sum to every thread.
 template <class Value, class Store>
 OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
   __shared__ int64_t of_warps[8];
@@ -107,8 +108,8 @@ OPER_DEVICE int64_t block_sums(int64_t n, Value value, Store store) {
 
 // ---- pairs --------------------------------------------------------------------------------------
 
-// Calls body(feature, index of the id in the batch, bag, number of the pair) for every pair. A warp takes
-// a tile at a time. If the lookup is not pooled, the bag has no meaning.
+// Calls body(feature, index of the id in the batch, bag, number of the pair) for every pair. A warp
+// takes a tile at a time. If the lookup is not pooled, the bag has no meaning.
 template <class Body>
 OPER_DEVICE void for_pairs(const View& view, const Batch& batch, const BatchPlan& plan, Body body) {
   const Group<32> group;
@@ -162,8 +163,8 @@ OPER_DEVICE bool outbox_is_closed(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;
 }
 
-// Whether a rank refuses its batch or updates with other settings than this one, or a peer is lost. All
-// ranks get the same result, and report the lowest such rank. For one block.
+// Whether a rank refuses its batch or updates with other settings than this one, or a peer is lost.
+// All ranks get the same result, and report the lowest such rank. For one block.
 OPER_DEVICE bool is_refused(const View& view) {
   const auto header = [&](int64_t rank) {
     return reinterpret_cast<const OutboxHeader*>(view.outboxes[rank]);

@@ -63,7 +63,8 @@ class Context::Builder {
     order_tables();
     const int64_t T = d_.num_tables, W = d_.world_size;
     maps_ = memory_.copy(d_.maps, 2 * d_.num_maps);
-    c_.mirrors = memory_.take<char>(std::ranges::count(s_.local, false) * outbox_header_bytes(T, W));
+    const int64_t num_remote = std::ranges::count(s_.local, false);
+    c_.mirrors = memory_.take<char>(num_remote * outbox_header_bytes(T, W));
     c_.remote_masters = memory_.take<RemoteMasters>(T * W);
     c_.optimizers = memory_.take<UpdateArgs>(T);
     c_.settings = memory_.take<uint32_t>(1);

@@ -52,16 +52,16 @@ class DeviceMemory {
 
  private:
   char* take_bytes(size_t bytes);
-  // Copies from pageable memory and cudaMemset may return before they have ended, and torch's streams do
-  // not wait for the default stream, on which they run.
+  // Copies from pageable memory and cudaMemset may return before they have ended, and torch's
+  // streams do not wait for the default stream, on which they run.
   static void wait() { check(cudaDeviceSynchronize(), "cannot write to device memory"); }
   std::vector<char*> blocks_;
   size_t left_ = 0;  // bytes of the last block
   char* next_ = nullptr;
 };
 
-// The tables (and column pieces) of the plan are sorted by their class of rows; this is the order of keys,
-// see Table.
+// The tables (and column pieces) of the plan are sorted by their class of rows; this is the order
+// of keys, see Table.
 struct Context {
   Context(const Description& description, const Shared& shared, int64_t deadline_ms);
 
@@ -80,21 +80,22 @@ struct Context {
   int32_t max_dim = 0;
   bool updates_at_once;   // a single rank without replicas or column pieces, see `reduce`
   bool has_push = false;  // a table has pushed tiers
-  // What kernels read of remote ranks (those of other memory domains), once it has been received into
-  // device memory: headers of their outboxes, in rank order; [T, W] sums of squares of their rows of
-  // column pieces (for two rounds); and [T, W] RemoteMasters.
+  // What kernels read of remote ranks (those of other memory domains), once it has been received
+  // into device memory: headers of their outboxes, in rank order; [T, W] sums of squares of their
+  // rows of column pieces (for two rounds); and [T, W] RemoteMasters.
   char* mirrors;
   std::vector<float*> remote_squares;
   RemoteMasters* remote_masters;
 
   ErrorWord error() const { return words_->error.code != 0 ? words_->error : words_->peers; }
-  // Clears the error of a batch, so that errors of later batches are reported; not that of a lost peer.
+  // Clears the error of a batch, so that errors of later batches are reported; not that of a lost
+  // peer.
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return words_->duplication; }
-  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, each row of a peer is
-  // fetched once, see `stage` (it is then written to and read from this device's memory once more, which
-  // is ten times as fast as a link; the threshold has not been measured between devices), and kernels
-  // expect several gradients per row.
+  // Whether the last planned batch had at least 1.5 ids per distinct row. If so, each row of a peer
+  // is fetched once, see `stage` (it is then written to and read from this device's memory once
+  // more, which is ten times as fast as a link; the threshold has not been measured between
+  // devices), and kernels expect several gradients per row.
   bool rows_repeat() const {
     return static_cast<double>(words_->duplication[0]) >
            1.5 * static_cast<double>(words_->duplication[1]);

@@ -1,9 +1,9 @@
 // The device back end: data structures of kernels, and the steps that operators launch.
 //
-// Phases, the order of sums and the optimizers' arithmetic are those of the host back end. No function
-// waits for the device: sizes that only the device knows stay there, launches cover the upper bounds that
-// the host knows, and kernels store errors in a word of host memory that the next call reads. Every step
-// can therefore be captured in a CUDA graph.
+// Phases, the order of sums and the optimizers' arithmetic are those of the host back end. No
+// function waits for the device: sizes that only the device knows stay there, launches cover the
+// upper bounds that the host knows, and kernels store errors in a word of host memory that the next
+// call reads. Every step can therefore be captured in a CUDA graph.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +26,9 @@ namespace oper::device {
 // Throws an error that begins with `what` if a CUDA call has failed.
 void check(cudaError_t status, const char* what);
 
-// A class of rows: those that the same instance of a kernel template handles. A row is spread over `lanes`
-// lanes of a warp with `vectors` parts of 16 bytes each; lanes = 0: rows whose size is not a multiple of 16
-// bytes are processed element by element by whole warps.
+// A class of rows: those that the same instance of a kernel template handles. A row is spread over
+// `lanes` lanes of a warp with `vectors` parts of 16 bytes each; lanes = 0: rows whose size is not
+// a multiple of 16 bytes are processed element by element by whole warps.
 struct RowClass {
   RowType type;
   int32_t lanes, vectors;
@@ -49,16 +49,16 @@ struct HomePart {
   uint32_t num_offsets;
 };
 
-// Master copies of replicated rows that a remote rank has updated in this step and sent. Refresh::masters
-// is null for its rows.
+// Master copies of replicated rows that a remote rank has updated in this step and sent.
+// Refresh::masters is null for its rows.
 struct RemoteMasters {
   const uint32_t* slots;  // [count]
   const char* rows;       // one after the other
   int64_t count;
 };
 
-// A table, or a column piece of one. A row's key is its number among the rows of all tables on all ranks,
-// ordered by table, then by owner, then by slot: the table's key_begin plus its home key.
+// A table, or a column piece of one. A row's key is its number among the rows of all tables on all
+// ranks, ordered by table, then by owner, then by slot: the table's key_begin plus its home key.
 struct Table {
   TableMap read;  // id -> address of the row to read
   TableMap home;  // id -> home key
@@ -96,10 +96,10 @@ struct Feature {
 
 // The error of a batch, in host memory mapped to the device; `code` is written last.
 struct ErrorWord {
-  // 0 ok, 2 a peer is late, 3 the outbox is full, 4 an id is out of range, 5 lengths do not fit the ids,
-  // 8 ranks are not at the same exchange, 13 a peer has refused its batch, 15 ranks update with different
-  // settings, 16 the batch was refused in its lookup, whose error was not stored or has been raised,
-  // 17 the keys of a batch do not fit
+  // 0 ok, 2 a peer is late, 3 the outbox is full, 4 an id is out of range, 5 lengths do not fit the
+  // ids, 8 ranks are not at the same exchange, 13 a peer has refused its batch, 15 ranks update
+  // with different settings, 16 the batch was refused in its lookup, whose error was not stored or
+  // has been raised, 17 the keys of a batch do not fit
   int32_t code;
   int32_t rank;    // the rank that failed; 4: number of the feature
   int64_t detail;  // 3: bytes, 4: the id, 5: a negative length, or the sum of all, 17: distinct keys
@@ -112,10 +112,11 @@ struct ErrorSink {
 };
 constexpr int kLost = 2;
 
-// One batch; all pointers are to device memory. In an unpooled lookup, every id is a bag of its own.
+// One batch; all pointers are to device memory. In an unpooled lookup, every id is a bag of its
+// own.
 //
-// If the batch is refused, because lengths do not fit the ids or a request does not fit, all bounds are
-// kRefusedBound, so that no kernel reads an id.
+// If the batch is refused, because lengths do not fit the ids or a request does not fit, all bounds
+// are kRefusedBound, so that no kernel reads an id.
 constexpr int64_t kRefusedBound = 1;
 struct Batch {
   const void* ids;
@@ -134,9 +135,9 @@ struct Batch {
   int64_t max_pairs;  // upper bound of the number of pairs
 };
 
-// A rank's outbox: this header; T * W + 1 bounds (uint32): first run of each table and owner; T offsets
-// (int64) of the tables' rows, floats from `rows_offset`; then slots and rows. A run is a row with
-// gradients, see BatchPlan.
+// A rank's outbox: this header; T * W + 1 bounds (uint32): first run of each table and owner; T
+// offsets (int64) of the tables' rows, floats from `rows_offset`; then slots and rows. A run is a
+// row with gradients, see BatchPlan.
 struct OutboxHeader {
   int64_t slots_offset, rows_offset;  // bytes from the start
   int64_t num_runs;                   // < 0: the rank refuses its batch, so that no rank updates
@@ -203,9 +204,9 @@ struct SortedPairs {
   bool is_swapped;  // whether arrays and spare arrays are swapped
 };
 
-// A batch plan, in device memory: the batch's pairs sorted by key, see resolve.cu. A run is a distinct row,
-// with all its pairs. Computed once per batch, possibly in advance on another stream, and used by forward
-// and backward pass.
+// A batch plan, in device memory: the batch's pairs sorted by key, see resolve.cu. A run is a
+// distinct row, with all its pairs. Computed once per batch, possibly in advance on another stream,
+// and used by forward and backward pass.
 struct BatchPlan : SortedPairs {
   int64_t* feature_begin;  // [F + 1] first pair of each feature
   int64_t* output_begin;   // [F] unpooled: first output row of each feature
@@ -219,8 +220,9 @@ struct BatchPlan : SortedPairs {
   int32_t bag_bits;        // payload = feature << bag_bits | bag
 };
 
-// Buffers for the sums of long runs, those of more than kLongRun pairs. Runs of more than kChunk pairs are
-// divided into chunks of kChunk pairs, whose sums another kernel adds; the others are one chunk.
+// Buffers for the sums of long runs, those of more than kLongRun pairs. Runs of more than kChunk
+// pairs are divided into chunks of kChunk pairs, whose sums another kernel adds; the others are one
+// chunk.
 constexpr int kChunk = 256, kLongRun = 32;
 struct Chunk {
   uint32_t run, number;  // number: of the chunk within the run
@@ -264,8 +266,8 @@ struct Launch {
   bool rows_repeat = false;           // see Context::rows_repeat
 };
 
-// Memory for copies of rows, so that each distinct row is fetched only once. `plan.places` has the place of
-// each pair's row, in kStagingUnits, or kNotStaged.
+// Memory for copies of rows, so that each distinct row is fetched only once. `plan.places` has the
+// place of each pair's row, in kStagingUnits, or kNotStaged.
 struct Staging {
   char* data;     // null: no rows are copied
   int64_t bytes;  // capacity; rows beyond it are read in place
@@ -274,12 +276,13 @@ constexpr int64_t kStagingUnit = 16;  // bytes
 constexpr uint32_t kNotStaged = ~0u;
 // Marks all rows as not staged; called before `stage` and `place_remote_rows`.
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
-// Copies the rows of other ranks of this memory domain that a batch reads. `skip_pushed`: see `pool`.
+// Copies the rows of other ranks of this memory domain that a batch reads. `skip_pushed`: see
+// `pool`.
 void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
            bool skip_pushed);
 
-// Rows that were received from remote ranks, those of other memory domains. Each range has the rows of
-// consecutive runs of the batch plan.
+// Rows that were received from remote ranks, those of other memory domains. Each range has the rows
+// of consecutive runs of the batch plan.
 struct RemoteRows {
   enum Column {
     kBegin,       // number of rows in the ranges before
@@ -295,10 +298,10 @@ struct RemoteRows {
 };
 // Copies them to the staging memory, where they are aligned.
 void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
-                    const Staging& staging);
+                       const Staging& staging);
 
-// Arrays of numbers (parts) to pack into a message or unpack from it. In the message a part is contiguous;
-// in this rank's memory its entries are contiguous, or rows of a matrix.
+// Arrays of numbers (parts) to pack into a message or unpack from it. In the message a part is
+// contiguous; in this rank's memory its entries are contiguous, or rows of a matrix.
 struct WireParts {
   enum Column {
     kFirst,     // number of numbers in the parts before
@@ -323,12 +326,12 @@ struct WireParts {
 // Packs the parts if `packs`, otherwise unpacks them.
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);
 
-// Pools every bag. `skip_pushed`: without rows of pushed tiers; for mean pooling, tables with such tiers get
-// sums, which `add_partials` divides.
+// Pools every bag. `skip_pushed`: without rows of pushed tiers; for mean pooling, tables with such
+// tiers get sums, which `add_partials` divides.
 void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Output& out,
           const Staging& staging, bool skip_pushed);
-// Computes a plan's feature_begin, output_begin and tile_begin only, which suffice for `pool` without
-// staged rows.
+// Computes a plan's feature_begin, output_begin and tile_begin only, which suffice for `pool`
+// without staged rows.
 void lay_out_features(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Gradient of the per-sample weights, float [num_ids].
 void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan,
@@ -337,13 +340,13 @@ void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan
 // Computes a batch plan. `num_keys`: Context::num_keys.
 void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan);
 
-// Sums gradients by row. `update_at_once`: applies the optimizer to each sum, which is possible on a single
-// rank only; otherwise writes the sums to the outbox.
+// Sums gradients by row. `update_at_once`: applies the optimizer to each sum, which is possible on
+// a single rank only; otherwise writes the sums to the outbox.
 void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
             const LongRuns& long_runs, bool update_at_once);
 
-// The gradients (entries) that all ranks have for this rank's rows, linked into one list per row. Entry
-// r * capacity + i is the i-th of rank r.
+// The gradients (entries) that all ranks have for this rank's rows, linked into one list per row.
+// Entry r * capacity + i is the i-th of rank r.
 constexpr uint32_t kNoEntry = ~0u;
 struct Inbox {
   int64_t* list_begin;  // [W, T + 1] first entry of each table in each rank's list
@@ -353,20 +356,20 @@ struct Inbox {
   int64_t capacity;     // entries of one rank
   int64_t bytes;        // of all this
 };
-// Lists the entries of all outboxes. None if a rank has refused its batch or updates with other settings, or
-// if a peer is lost: then no kernel of the update finds a row.
+// Lists the entries of all outboxes. None if a rank has refused its batch or updates with other
+// settings, or if a peer is lost: then no kernel of the update finds a row.
 void collect(const Launch& on, const Inbox& inbox);
-// Sums the gradients of each row of column pieces, and writes the sums of squares. `round`: with clipping,
-// round 0 is before it; the last round is for row-wise optimizers.
+// Sums the gradients of each row of column pieces, and writes the sums of squares. `round`: with
+// clipping, round 0 is before it; the last round is for row-wise optimizers.
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
 // Sums the gradients of each row and applies the optimizer.
 void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);
 // Copies updated rows of replicated tiers into this rank's replicas.
 void refresh(const Launch& on);
 
-// The barrier: waits until all ranks of the memory domain have arrived as often as this one. `pads`: [W]
-// each rank's signal pad, W words, of which rank r writes word r (null: a remote rank); `epoch`: this rank's
-// number of arrivals, in device memory.
+// The barrier: waits until all ranks of the memory domain have arrived as often as this one.
+// `pads`: [W] each rank's signal pad, W words, of which rank r writes word r (null: a remote rank);
+// `epoch`: this rank's number of arrivals, in device memory.
 void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
                      int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
@@ -383,8 +386,9 @@ struct PushPlan : SortedPairs {  // keys have 64 bits
   int64_t request_bytes, partial_bytes;  // of each rank
   uint32_t* slots;        // [max_pairs]
 };
-// Writes this rank's request. If it does not fit, the batch is refused: `refused`, the flag of the batch's
-// own plan, is set, and its `bounds` become kRefusedBound, so that a plan that is made later is refused, too.
+// Writes this rank's request. If it does not fit, the batch is refused: `refused`, the flag of the
+// batch's own plan, is set, and its `bounds` become kRefusedBound, so that a plan that is made
+// later is refused, too.
 void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push,
                       int64_t* bounds, uint32_t* refused);
 // Pools this owner's rows for all readers.
@@ -395,13 +399,13 @@ void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, c
 
 // ---- sort.cu ------------------------------------------------------------------------------------
 
-// Sorts the first `count` pairs by the bits [first_bit, last_bit) of their keys, stably, and finds the runs
-// of equal keys. May swap arrays and spare arrays.
+// Sorts the first `count` pairs by the bits [first_bit, last_bit) of their keys, stably, and finds
+// the runs of equal keys. May swap arrays and spare arrays.
 void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
-// Writes bounds[k] = sum of the first k lengths, for k in [0, count]; `count` > 0. A negative length, or a
-// sum other than num_ids, is an error: all bounds are kRefusedBound then.
+// Writes bounds[k] = sum of the first k lengths, for k in [0, count]; `count` > 0. A negative
+// length, or a sum other than num_ids, is an error: all bounds are kRefusedBound then.
 struct Lengths {
   const void* data;
   bool are_32_bit;
@@ -411,12 +415,14 @@ void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, const E
                  cudaStream_t stream);
 int64_t sum_scratch_bytes(int64_t count);
 
-// The number of blocks of `per_block` groups to launch for `groups` groups: at most some times those that
-// the device can hold at once, as kernels loop.
+// The number of blocks of `per_block` groups to launch for `groups` groups: at most some times
+// those that the device can hold at once, as kernels loop.
 int blocks_for(int64_t groups, int64_t per_block);
-// Whether kernels may start before their predecessor on the stream has finished, see OPER_LAUNCH_EARLY.
+// Whether kernels may start before their predecessor on the stream has finished, see
+// OPER_LAUNCH_EARLY.
 bool kernels_overlap();
-// Threads that the device can hold at once if each takes 128 registers; most kernels take 60 to 128.
+// Threads that the device can hold at once if each takes 128 registers; most kernels take 60 to
+// 128.
 int64_t resident_threads();
 
 inline int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }

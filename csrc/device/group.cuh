@@ -8,9 +8,10 @@
 
 namespace oper::device {
 
-// G consecutive lanes of a warp, which must call every member together. `in_step`: all groups of the warp
-// call members together (in lockstep), each with its own values. Without lockstep, divergent groups run one
-// after another, and shuffles take several more instructions, as the compiler does not know their mask.
+// G consecutive lanes of a warp, which must call every member together. `in_step`: all groups of
+// the warp call members together (in lockstep), each with its own values. Without lockstep,
+// divergent groups run one after another, and shuffles take several more instructions, as the
+// compiler does not know their mask.
 template <int G>
 struct Group {
   int lane;
@@ -84,8 +85,9 @@ OPER_DEVICE void copy_row(const Group<G>& group, char* to, const char* from, int
 
 // ---- parts of rows -----------------------------------------------------------------------------
 
-// How a row is spread over a group: lane l has the columns [c, c + E) with c = (i * G + l) * E, for i < V.
-// E elements of type T take 16 bytes; or E = 1, if the size of rows is not a multiple of 16 bytes.
+// How a row is spread over a group: lane l has the columns [c, c + E) with c = (i * G + l) * E, for
+// i < V. E elements of type T take 16 bytes; or E = 1, if the size of rows is not a multiple of 16
+// bytes.
 template <class T_, int E_, int G_, int V_>
 struct Shape {
   using T = T_;
@@ -93,14 +95,14 @@ struct Shape {
   static OPER_DEVICE int column(int i, int lane) { return (i * G + lane) * E; }
 };
 
-// The same rows spread over half as many lanes, if each lane then has 32 bytes: a warp processes twice as
-// many rows at a time, with fewer instructions per row.
+// The same rows spread over half as many lanes, if each lane then has 32 bytes: a warp processes
+// twice as many rows at a time, with fewer instructions per row.
 template <class S>
 using Halved = std::conditional_t<S::V == 1 && S::E * sizeof(typename S::T) == 16 && (S::G >= 8),
                                   Shape<typename S::T, S::E, S::G / 2, 2>, S>;
 
-// The same for rows of 32-bit elements only: for kernels in which 16-bit ones do not gain, as their groups
-// are not in lockstep or shared memory holds too few of the longer parts.
+// The same for rows of 32-bit elements only: for kernels in which 16-bit ones do not gain, as their
+// groups are not in lockstep or shared memory holds too few of the longer parts.
 template <class S>
 using HalvedIf32 = std::conditional_t<sizeof(typename S::T) == 4, Halved<S>, S>;
 
@@ -121,8 +123,8 @@ struct Part {
   using Word = std::conditional_t<kWords, uint4, Elements>;
   Word words[kCount];
 
-  // `wide`: the address is a multiple of 16. __ldg is allowed because no kernel loads a part again that has
-  // changed since.
+  // `wide`: the address is a multiple of 16. __ldg is allowed because no kernel loads a part again
+  // that has changed since.
   OPER_DEVICE void load(const S* from, bool wide) {
     if constexpr (kWords) {
       if (wide) {
@@ -263,7 +265,8 @@ struct RawRow {
   }
 };
 
-// sums[k] += sums[k + width] for k < width; then the same with width / 2, and so on to a single sum.
+// sums[k] += sums[k + width] for k < width; then the same with width / 2, and so on to a single
+// sum.
 template <int width, int N>
 OPER_DEVICE void add_upper_half(float (&sums)[N]) {
   if constexpr (width > 0) {
@@ -273,9 +276,9 @@ OPER_DEVICE void add_upper_half(float (&sums)[N]) {
   }
 }
 
-// Sum of all columns of `products` in the order of the host (csrc/host/kernels/rows.inl): 16 sums over the
-// columns that are equal modulo 16, each in ascending order, then pairwise sums of these. `buffer`: the
-// group's G * V * E floats of shared memory, aligned to 16 bytes.
+// Sum of all columns of `products` in the order of the host (csrc/host/kernels/rows.inl): 16 sums
+// over the columns that are equal modulo 16, each in ascending order, then pairwise sums of these.
+// `buffer`: the group's G * V * E floats of shared memory, aligned to 16 bytes.
 template <class Shape>
 OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const Group<Shape::G>& group,
                                     float* buffer) {

@@ -29,7 +29,8 @@ OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
          });
 }
 
-// Shared memory for one row of each group of a block, in floats: of one group and of all; and this group's.
+// Shared memory for one row of each group of a block, in floats: of one group and of all; and this
+// group's.
 template <class Shape>
 constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
 template <class Shape>
@@ -48,8 +49,8 @@ OPER_DEVICE uint32_t round_pair(T type, float first, float second, uint32_t rand
          static_cast<uint32_t>(round_to(type, second, random >> 16).bits) << 16;
 }
 
-// Whether `round_plain_pair`, which takes fewer instructions, gives the same result as `round_pair` for a
-// number: it adds the random bits to the lowest bits, and truncates.
+// Whether `round_plain_pair`, which takes fewer instructions, gives the same result as `round_pair`
+// for a number: it adds the random bits to the lowest bits, and truncates.
 OPER_DEVICE bool is_plain(Float16, float value) {  // 2^-14 to 2^15
   return (bits_of_float(value) & 0x7fffffffu) - 0x38800000u < 0x47000000u - 0x38800000u;
 }
@@ -116,8 +117,9 @@ class RowOptimizer {
   OPER_DEVICE Optimizer kind() const { return kKind == Optimizer::kNone ? args_.kind : kKind; }
   OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
 
-  // Turns a row's gradient into the one that the optimizer uses: clips it, then adds L2 weight decay.
-  // `squares`: the gradient's sum of squares over all columns of the row, needed for clipping.
+  // Turns a row's gradient into the one that the optimizer uses: clips it, then adds L2 weight
+  // decay. `squares`: the gradient's sum of squares over all columns of the row, needed for
+  // clipping.
   OPER_DEVICE void clip_and_decay(int64_t slot, Row<Shape>& g, float squares) const {
     if (clips()) {
       const float factor = clip_factor(squares, args_.max_norm);
@@ -136,8 +138,9 @@ class RowOptimizer {
     return sum_in_host_order(squares, dim_, group_, buffer_);
   }
 
-  // Updates the row `w` and writes it. `squares`: sum of squares of `g` over all columns of the row, for
-  // row-wise optimizers. `writes`: false for a group that only takes part to stay in lockstep.
+  // Updates the row `w` and writes it. `squares`: sum of squares of `g` over all columns of the
+  // row, for row-wise optimizers. `writes`: false for a group that only takes part to stay in
+  // lockstep.
   OPER_DEVICE void apply(const Row<Shape>& g, float squares, Row<Shape>& w, const RowFacts& facts,
                          bool writes = true) const {
     if (kind() == Optimizer::kNone) return;
@@ -183,8 +186,8 @@ class RowOptimizer {
     s.store(state + slot * dim_, dim_, group_.lane, Shape::E > 1);
   }
 
-  // Stochastic rounding, see `rounding_bits`. 8 columns use one block of 8 random numbers, unless a column
-  // piece begins within a block.
+  // Stochastic rounding, see `rounding_bits`. 8 columns use one block of 8 random numbers, unless a
+  // column piece begins within a block.
   OPER_DEVICE void store_rounded(T* row, uint32_t id, const Row<Shape>& w) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {

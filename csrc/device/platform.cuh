@@ -14,10 +14,11 @@
     (kernel)<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__);         \
     check(cudaGetLastError(), "cannot launch " #kernel);             \
   } while (false)
-// Launches a kernel that may start while its predecessor on the stream still runs (programmatic dependent
-// launch, sm_90 and newer). The kernel must call `wait_for_earlier_kernel` before it reads what the
-// predecessor writes, or writes what that uses; results of earlier kernels it may read before only if the
-// predecessor was not launched this way. The predecessor may call `let_next_kernel_begin`.
+// Launches a kernel that may start while its predecessor on the stream still runs (programmatic
+// dependent launch, sm_90 and newer). The kernel must call `wait_for_earlier_kernel` before it
+// reads what the predecessor writes, or writes what that uses; results of earlier kernels it may
+// read before only if the predecessor was not launched this way. The predecessor may call
+// `let_next_kernel_begin`.
 #define OPER_LAUNCH_EARLY(kernel, grid, block, launched_on, ...)                       \
   do {                                                                                 \
     cudaLaunchAttribute attribute{};                                                   \
@@ -68,8 +69,8 @@ using SharedAddress = char*;
 OPER_DEVICE SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
 #else
 using SharedAddress = uint32_t;
-// Volatile, so that the compiler keeps the address. Otherwise it would derive it from a special register
-// again for every access, which takes longer than the access itself.
+// Volatile, so that the compiler keeps the address. Otherwise it would derive it from a special
+// register again for every access, which takes longer than the access itself.
 OPER_DEVICE SharedAddress shared_address(void* shared) {
   SharedAddress address;
   asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %1; cvt.u32.u64 %0, at; }"
@@ -106,9 +107,9 @@ OPER_DEVICE Word read_shared(SharedAddress from) {
   return word;
 }
 
-// Copies 2, 4 or 16 aligned bytes into shared memory; 4 or 16 bytes asynchronously. `commit_copies` makes
-// a group of a lane's copies since the last one; wait_for_copies<n> waits until all but the lane's last n
-// groups are complete.
+// Copies 2, 4 or 16 aligned bytes into shared memory; 4 or 16 bytes asynchronously. `commit_copies`
+// makes a group of a lane's copies since the last one; wait_for_copies<n> waits until all but the
+// lane's last n groups are complete.
 template <int kNumBytes>
 OPER_DEVICE void copy_async(SharedAddress to, const void* from) {
 #if defined(OPER_EMULATED)

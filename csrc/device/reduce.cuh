@@ -1,5 +1,5 @@
-// Sums gradients by row, for the kernels of short runs (reduce.cu) and of long ones (long_runs.cu). A run is
-// a distinct row of the batch with all its pairs, see BatchPlan.
+// Sums gradients by row, for the kernels of short runs (reduce.cu) and of long ones (long_runs.cu).
+// A run is a distinct row of the batch with all its pairs, see BatchPlan.
 #pragma once
 
 #include "device/batch.cuh"
@@ -20,8 +20,8 @@ struct ReduceArgs {
   int32_t runs_per_warp;                // runs that a warp takes at a time, at most 32
 };
 
-// Where the sum of a run goes: to the outbox, to the table's optimizer, or to row-wise Adagrad if that is the
-// optimizer of all tables.
+// Where the sum of a run goes: to the outbox, to the table's optimizer, or to row-wise Adagrad if
+// that is the optimizer of all tables.
 enum class To { kOutbox, kOptimizer, kRowWiseAdagrad };
 template <To kTo>
 using Sink = std::integral_constant<To, kTo>;
@@ -33,8 +33,9 @@ constexpr Optimizer kKindOf =
 template <class Shape, bool kUpdate>
 constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
 
-// Number of gradients (and rows of the table, if it is updated) that are in flight at once: up to four, but
-// no more than a group has lanes, or than fit a block's shared memory beside the optimizer's buffer.
+// Number of gradients (and rows of the table, if it is updated) that are in flight at once: up to
+// four, but no more than a group has lanes, or than fit a block's shared memory beside the
+// optimizer's buffer.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
@@ -64,7 +65,8 @@ class Reducer {
   OPER_DEVICE void sum_runs(int64_t begin, int64_t end, Finish finish) {
     const int count = static_cast<int>(end - begin);
     const int most = group_.most(count);
-    // This lane's one of the pairs whose gradients are fetched next, kSlots pairs before they are added.
+    // This lane's one of the pairs whose gradients are fetched next, kSlots pairs before they are
+    // added.
     Pair pair = locate(read(begin + group_.lane, end));
     unsigned coming_lasts = group_.ballot(pair.is_last);
 #pragma unroll
@@ -104,9 +106,10 @@ class Reducer {
     }
   }
 
-  // Sums the gradients of the pairs [begin, end) of one row; returns the number of columns. In a long run
-  // every addition waits for the one before it: so this loop does nothing else between additions, and loads
-  // as many gradients as registers hold before it adds them. Uses no shared memory.
+  // Sums the gradients of the pairs [begin, end) of one row; returns the number of columns. In a
+  // long run every addition waits for the one before it: so this loop does nothing else between
+  // additions, and loads as many gradients as registers hold before it adds them. Uses no shared
+  // memory.
   OPER_DEVICE int sum_row(int64_t begin, int64_t end, Row<Shape>& sum) const {
     constexpr int kMost = Shape::V * Shape::E < 64 ? 64 / (Shape::V * Shape::E) : 1;
     constexpr int kInFlight = kMost < Shape::G ? kMost : Shape::G;
@@ -217,8 +220,8 @@ class Reducer {
     return facts_of<T>(table, kind, slot);
   }
 
-  // Begins to fetch the gradient of the pair of lane `from` and, if the pair `is_last`, the table's row into
-  // the current slots; then advances to the next slots.
+  // Begins to fetch the gradient of the pair of lane `from` and, if the pair `is_last`, the table's
+  // row into the current slots; then advances to the next slots.
   OPER_DEVICE void start(const Pair& pair, int from, bool is_there, bool is_last) {
     const int64_t at = group_.shuffle(pair.at, from);
     const int dim = a_.dim > 0 ? a_.dim : group_.shuffle(pair.dim, from);
@@ -235,8 +238,8 @@ class Reducer {
   }
 };
 
-// Sends the sum of a run to its sink. `is_there`: false if the group has no run, and only takes part to stay
-// in lockstep.
+// Sends the sum of a run to its sink. `is_there`: false if the group has no run, and only takes
+// part to stay in lockstep.
 template <class Shape, To kTo>
 OPER_DEVICE void finish_run(const ReduceArgs& a, bool is_there, int32_t t, int64_t run,
                             const Group<Shape::G>& group, float* buffer, Row<Shape>& sum,

@@ -15,10 +15,10 @@ constexpr int kArrayBytes = kBytes > 0 ? kBytes : 16;
 template <class Shape, class S>
 constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shape::E>));
 
-// A ring of kSlots rows with elements of type S for every group of a block of 256 threads, in shared memory.
-// Rows in flight take no registers there, so that there can be enough of them to keep memory busy. A lane
-// copies its own parts of a row and reads only these, so that no threads need to synchronize: start,
-// commit_copies, wait_for_copies, read.
+// A ring of kSlots rows with elements of type S for every group of a block of 256 threads, in
+// shared memory. Rows in flight take no registers there, so that there can be enough of them to
+// keep memory busy. A lane copies its own parts of a row and reads only these, so that no threads
+// need to synchronize: start, commit_copies, wait_for_copies, read.
 template <class Shape, class S, int kSlots>
 class RowRing {
  public:
@@ -73,7 +73,8 @@ class RowRing {
     if constexpr (kCount * sizeof(S) == 16) {
       if (wide) return copy_async<16>(to, from);
     }
-    // Not unrolled: otherwise the compiler issues it together with the wide copy, which is the usual one.
+    // Not unrolled: otherwise the compiler issues it together with the wide copy, which is the
+    // usual one.
 #pragma unroll 1
     for (int k = 0; k < kCount; ++k) copy_async<sizeof(S)>(to + k * sizeof(S), from + k);
   }

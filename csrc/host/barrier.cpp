@@ -111,8 +111,8 @@ Status Barrier::wait() {
     if (((word ^ own) & ~kRefuses) != 0) other = peer;
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
-  // A peer that has given up while this rank still waited for another one updates nothing, so this rank
-  // must not, either. A rank that gives up then looks which ones had arrived
+  // A peer that has given up while this rank still waited for another one updates nothing, so this
+  // rank must not, either. A rank that gives up then looks which ones had arrived
   // (oper/shmem/counters/progress.py). At least one of the two sees what the other has written.
   for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
     if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
@@ -159,8 +159,8 @@ std::vector<int64_t> Barrier::positions() const {
 
 Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   BarrierLine& line = lines_[peer];
-  // A peer that has arrived and then given up, because another rank was late, does not continue. This
-  // rank must not, either: it would update rows that the peer does not update.
+  // A peer that has arrived and then given up, because another rank was late, does not continue.
+  // This rank must not, either: it would update rows that the peer does not update.
   const auto here = [&] {
     return line.absent.load(std::memory_order_relaxed) == kGaveUp ? kPeerGaveUp
                                                                  : kOk;

@@ -16,15 +16,16 @@ struct alignas(128) BarrierLine {
   std::atomic<uint32_t> epoch;     // number of this rank's arrivals
   std::atomic<uint32_t> sleepers;  // number of ranks that wait for `epoch` by futex
   std::atomic<uint32_t> absent;    // enum Absence
-  // Numbers of updates of this rank's rows that have begun and ended. If they differ, some rows have
-  // been updated and others not.
+  // Numbers of updates of this rank's rows that have begun and ended. If they differ, some rows
+  // have been updated and others not.
   std::atomic<uint32_t> begun, ended;
-  // The phases of this rank's last two arrivals, by the arrival's number modulo 2. Two are enough: no
-  // rank arrives before all have arrived at the previous barrier, so each word is kept until all ranks
-  // have read it.
+  // The phases of this rank's last two arrivals, by the arrival's number modulo 2. Two are enough:
+  // no rank arrives before all have arrived at the previous barrier, so each word is kept until all
+  // ranks have read it.
   std::atomic<uint32_t> phase[2];
   std::atomic<uint32_t> settings[2];  // of the same arrivals, see come()
-  // Why this rank has given up: the rank that it found to lag, packed by Python's desync.py; 0 = none.
+  // Why this rank has given up: the rank that it found to lag, packed by Python's desync.py; 0 =
+  // none.
   std::atomic<int64_t> verdict;
 };
 static_assert(sizeof(BarrierLine) == 128);
@@ -47,9 +48,9 @@ class Barrier {
     kOtherSettings = 15,  // all ranks have arrived, but with different settings
   };
 
-  // `lines` [world_size]: in memory that all ranks map. `pidfds` [world_size]: of the ranks' processes;
-  // -1 = not watched (this rank, or a virtual rank of the same process). `deadline_ms`: how long to
-  // wait for a rank.
+  // `lines` [world_size]: in memory that all ranks map. `pidfds` [world_size]: of the ranks'
+  // processes; -1 = not watched (this rank, or a virtual rank of the same process). `deadline_ms`:
+  // how long to wait for a rank.
   Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
           int64_t deadline_ms);
   // Marks this rank as closed: ranks that wait for it from now on get kPeerClosed.
@@ -69,12 +70,12 @@ class Barrier {
   // The two halves of arrive(). In between, a rank may do work for which its peers need not wait.
   void come(uint32_t phase, bool refuses = false, uint32_t settings = 0);
   Status wait();
-  // Arrives for `phase` and refuses, but does not wait before its next arrival: for a rank that knows of
-  // an error before the others arrive.
+  // Arrives for `phase` and refuses, but does not wait before its next arrival: for a rank that
+  // knows of an error before the others arrive.
   void refuse(uint32_t phase);
 
-  // Announces that this rank will not arrive again: ranks that wait for it fail at once, and can read
-  // `verdict`.
+  // Announces that this rank will not arrive again: ranks that wait for it fail at once, and can
+  // read `verdict`.
   void give_up(int64_t verdict = 0);
 
   // Records that an update of this rank's rows begins or has ended.

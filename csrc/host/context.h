@@ -1,5 +1,5 @@
-// The state of one rank in the host back end (tables, features, addresses in all ranks' arenas, scratch
-// memory), what a batch consists of, and the steps of a batch.
+// The state of one rank in the host back end (tables, features, addresses in all ranks' arenas,
+// scratch memory), what a batch consists of, and the steps of a batch.
 #pragma once
 
 #include <atomic>
@@ -31,9 +31,9 @@ struct Feature {
   int64_t start;    // first column of the table's piece
 };
 
-// The constants of up to eight tiers (see TierMap), so that each array fits one vector register. Unused
-// tiers start after all positions. `base` and `step` have the entries of all tiers, those of tier k
-// from `first[k]` on.
+// The constants of up to eight tiers (see TierMap), so that each array fits one vector register.
+// Unused tiers start after all positions. `base` and `step` have the entries of all tiers, those of
+// tier k from `first[k]` on.
 struct FlatTiers {
   static constexpr int kTiers = 8, kInRegisters = 16;  // entries that fit two registers
   int64_t start[kTiers];
@@ -47,15 +47,15 @@ struct FlatTiers {
 // Null if the map has more than kTiers tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// Gradients of distinct rows of this rank, by ascending slot: those that one rank has pushed, or the
-// sums over all ranks for one micro-batch.
+// Gradients of distinct rows of this rank, by ascending slot: those that one rank has pushed, or
+// the sums over all ranks for one micro-batch.
 struct PushedRows {
   std::vector<uint32_t> slots;
   std::vector<float> rows;
 };
 
-// What the read map gives in a table with rows of several types: the address in the lower 48 bits, the
-// row's type and size in the upper 16, which are zero in the addresses of other tables.
+// What the read map gives in a table with rows of several types: the address in the lower 48 bits,
+// the row's type and size in the upper 16, which are zero in the addresses of other tables.
 struct RowPlace {
   static constexpr int kBytesAt = 48, kTypeAt = 60;
   static constexpr int64_t kAddress = (int64_t{1} << kBytesAt) - 1;
@@ -86,14 +86,15 @@ struct Table {
   std::vector<int32_t> features;     // features that look up here
   std::vector<uint8_t> pushes;       // per tier: exchange mode push
   bool is_pushed;                    // at least one tier is
-  // Whether this rank requests partial sums from owners. False if all tiers are pushed and it owns all
-  // rows: it then looks them up as in a pulled table, with bitwise equal results.
+  // Whether this rank requests partial sums from owners. False if all tiers are pushed and it owns
+  // all rows: it then looks them up as in a pulled table, with bitwise equal results.
   bool has_push;
   bool all_pushed;  // every tier is, so that ids need not be checked one by one
   std::vector<std::pair<uint32_t, uint32_t>> pushed_keys;  // ranges of home keys in pushed tiers
   // The pieces of a table that is split by columns, in column order, this one included; else empty.
-  // Where the optimizer or clipping needs the sum of squares of a whole row, the owner of each piece
-  // leaves its share in `squares`, of each rank [rounds_of_squares(), slots], which all owners add up.
+  // Where the optimizer or clipping needs the sum of squares of a whole row, the owner of each
+  // piece leaves its share in `squares`, of each rank [rounds_of_squares(), slots], which all
+  // owners add up.
   std::vector<int32_t> pieces;
   std::vector<float*> squares;
   int32_t row_columns;   // columns of the entire row
@@ -102,8 +103,8 @@ struct Table {
   std::vector<HomeTier> home_tiers;
   std::vector<PushedRows> pushed;  // [W], gradients for this rank's rows in pushed tiers, by sender
   // Gradients that `leave` has collected for this rank's rows since the last update: [0] of pulled
-  // tiers, [1] of pushed tiers; one entry per micro-batch. Entries from Context::num_left on are unused
-  // memory.
+  // tiers, [1] of pushed tiers; one entry per micro-batch. Entries from Context::num_left on are
+  // unused memory.
   std::vector<PushedRows> left[2];
   bool has_replicas = false;
   std::vector<uint32_t*> touched;    // [W]: each rank's replicated slots that its last update has
@@ -147,8 +148,8 @@ struct Table {
     }
     return -1;
   }
-  // How many times the owners of a row's pieces exchange sums of squares before the update: once for
-  // the gradient's norm if it is clipped, once for a row-wise optimizer.
+  // How many times the owners of a row's pieces exchange sums of squares before the update: once
+  // for the gradient's norm if it is clipped, once for a row-wise optimizer.
   int32_t rounds_of_squares() const {
     return pieces.empty() ? 0 : (clips() ? 1 : 0) + (is_row_wise(optimizer.kind) ? 1 : 0);
   }
@@ -163,8 +164,8 @@ class Scratch {
     return reinterpret_cast<T*>(
         blocks_[slot].get(count * static_cast<int64_t>(sizeof(T)) + 64));
   }
-  // Counters [W] of the rows of a table that were read with this scratch, by the rank from whose memory;
-  // `kind` is kRows or kWeightRows.
+  // Counters [W] of the rows of a table that were read with this scratch, by the rank from whose
+  // memory; `kind` is kRows or kWeightRows.
   int64_t* rows_read(Moved kind, int32_t table) {
     return rows_read_.data() + ((kind == kRows ? 0 : num_tables_) + table) * world_size_;
   }
@@ -203,8 +204,8 @@ struct RequestTable {
   int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // as in OutboxTable
 };
 
-// The partial sums that an owner has pooled for one reader: the bags of which it owns rows, ascending,
-// and the sums.
+// The partial sums that an owner has pooled for one reader: the bags of which it owns rows,
+// ascending, and the sums.
 struct PartialTable {
   int64_t count;
   int64_t bags_offset, rows_offset;  // uint32 [count], float [count, dim]
@@ -288,16 +289,17 @@ struct Context {
     return in_outbox<PartialTable>(
         owner_rank, header_bytes(num_tables(), num_tables(), table * world_size + reader));
   }
-  // Allocate space in the first (take_bytes) or second half: return its offset, or -1 if it is full.
+  // Allocate space in the first (take_bytes) or second half: return its offset, or -1 if it is
+  // full.
   int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
   int64_t take_partial_bytes(int64_t bytes) {
     return take_from(partial_cursor_, outbox_bytes, bytes);
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // a table has pushed tiers
-  // Work on dynamic tables during the update of the next backward pass: `first` before any row changes;
-  // `last` after the rows of this rank have changed and all ranks of this memory domain have done
-  // `first`.
+  // Work on dynamic tables during the update of the next backward pass: `first` before any row
+  // changes; `last` after the rows of this rank have changed and all ranks of this memory domain
+  // have done `first`.
   struct BesideUpdate {
     std::function<void()> first, last;
   };
@@ -426,8 +428,8 @@ struct Batch {
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // null: ids are resolved during the pass
-  // If `lengths` is not null, only every kTaskBags-th bound of each key in `offsets` is known; pooling
-  // computes the rest from the lengths.
+  // If `lengths` is not null, only every kTaskBags-th bound of each key in `offsets` is known;
+  // pooling computes the rest from the lengths.
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
@@ -448,8 +450,8 @@ constexpr int64_t kTaskBags = 1024;  // bags of a feature per task
 
 // Rows of one table in a batch that this rank cannot address.
 struct RemoteRows {
-  // For each id of the table's features: the row's address, or -1 - its index in `keys`, or 0 if the
-  // owner pools it. Null: no rows are needed.
+  // For each id of the table's features: the row's address, or -1 - its index in `keys`, or 0 if
+  // the owner pools it. Null: no rows are needed.
   int64_t* places;
   uint32_t* keys;     // distinct home keys, ascending
   int64_t num_keys;
@@ -465,17 +467,18 @@ struct DistinctRows {
 
 // ---- the steps of a batch; an error is thrown as a Status ----
 
-// Writes pooled rows to `out`, or the rows of all ids if the lookup is not pooled. `collective`: owners
-// pool the rows of pushed tiers, so that all ranks must take part; otherwise all rows are pulled.
+// Writes pooled rows to `out`, or the rows of all ids if the lookup is not pooled. `collective`:
+// owners pool the rows of pushed tiers, so that all ranks must take part; otherwise all rows are
+// pulled.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
 // Called instead of `forward` by a rank whose batch is invalid: then no rank looks up this batch.
 void refuse_forward(Context& context, bool collective);
 
-// Called by all ranks of a memory domain after one of them has refused a batch in another collection of
-// the model, so that a rank that already waits in this collection gets kRefused, whatever its phase.
-// Does not wait. Does nothing if there are several memory domains, where no rank continues after a
-// refusal.
+// Called by all ranks of a memory domain after one of them has refused a batch in another
+// collection of the model, so that a rank that already waits in this collection gets kRefused,
+// whatever its phase. Does not wait. Does nothing if there are several memory domains, where no
+// rank continues after a refusal.
 void skip(Context& context);
 
 // Copies the pooled rows of bags, which `forward` has written, to the rows of the samples that have
@@ -485,9 +488,9 @@ void spread(Context& context, const Samples& samples, const float* pooled, float
 // Sums gradients of samples by bag, in the order of the samples.
 void add_up(Context& context, const SampleGradients& shared);
 
-// The work on a batch that depends on its ids only; it may be done earlier and on another thread. Writes
-// the addresses of the rows to `addresses`, [number of ids], and the order of the backward pass to
-// `resolved.order`, [order_bytes(context, batch)] bytes, unless that is null.
+// The work on a batch that depends on its ids only; it may be done earlier and on another thread.
+// Writes the addresses of the rows to `addresses`, [number of ids], and the order of the backward
+// pass to `resolved.order`, [order_bytes(context, batch)] bytes, unless that is null.
 int64_t order_bytes(const Context& context, const Batch& batch);
 void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved);
 
@@ -495,15 +498,15 @@ void resolve(Context& context, const Batch& batch, int64_t* addresses, const Res
 // its bag. `grad` is laid out as the output of `forward`.
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
-// Reduces the gradients of a micro-batch by row and exchanges them; the owners keep the sums over all
-// ranks for the next `backward`. Collective.
+// Reduces the gradients of a micro-batch by row and exchanges them; the owners keep the sums over
+// all ranks for the next `backward`. Collective.
 void leave(Context& context, const Batch& batch);
 
 // Called instead of `leave` or `backward` by a rank with an error: then no rank updates.
 void refuse_backward(Context& context);
 
-// As `leave`, then applies the optimizer to the sums over all micro-batches times `gradient_scale`, and
-// refreshes replicas. Collective.
+// As `leave`, then applies the optimizer to the sums over all micro-batches times `gradient_scale`,
+// and refreshes replicas. Collective.
 void backward(Context& context, const Batch& batch, float gradient_scale);
 
 }  // namespace oper::host

@@ -1,5 +1,5 @@
-// Fault injection for tests: a process injects a fault into itself at a point of a batch. While no fault
-// is armed, reaching a point costs one load.
+// Fault injection for tests: a process injects a fault into itself at a point of a batch. While no
+// fault is armed, reaching a point costs one load.
 #pragma once
 
 #include <atomic>

@@ -44,8 +44,9 @@ Pool& pool() {
   return *instance;
 }
 
-// Blocks are whole huge pages or, up to half a huge page, powers of two. If small tensors took a huge
-// page each, a step with more of them than the pool keeps would have to clear that many huge pages.
+// Blocks are whole huge pages or, up to half a huge page, powers of two. If small tensors took a
+// huge page each, a step with more of them than the pool keeps would have to clear that many huge
+// pages.
 bool is_small(size_t size) { return size < kHugePage; }
 
 size_t pool_size(size_t bytes) {
@@ -55,8 +56,9 @@ size_t pool_size(size_t bytes) {
 }
 
 #if defined(__SANITIZE_THREAD__)
-// ThreadSanitizer identifies memory by its address. To find races between ranks that are threads, they
-// must therefore map a segment at the same address, and what one rank may write, all can write.
+// ThreadSanitizer identifies memory by its address. To find races between ranks that are threads,
+// they must therefore map a segment at the same address, and what one rank may write, all can
+// write.
 struct Place {
   void* data;
   size_t bytes;
@@ -193,8 +195,8 @@ void* pool_take(size_t bytes) {
 }
 
 void pool_give(void* data, size_t bytes) {
-  // A few blocks of each size are kept; if there are more, sizes vary, and blocks of this one may never
-  // be needed again. Sizes of small blocks vary less, since they are powers of two.
+  // A few blocks of each size are kept; if there are more, sizes vary, and blocks of this one may
+  // never be needed again. Sizes of small blocks vary less, since they are powers of two.
   const size_t size = pool_size(bytes);
   const size_t keep = is_small(size) ? 32 : 4;
   {
@@ -216,8 +218,8 @@ void Buffer::grow(int64_t bytes) {
   const size_t size = static_cast<size_t>(size_), unit = size >= kHugePage ? kHugePage : 64;
   data_ = static_cast<char*>(std::aligned_alloc(unit, round_up(size, unit)));
   if (data_ == nullptr) throw std::bad_alloc();
-  // Large buffers are sorted and gathered from at random: with small pages, the processor's TLB would
-  // have too few entries.
+  // Large buffers are sorted and gathered from at random: with small pages, the processor's TLB
+  // would have too few entries.
   if (unit == kHugePage) want_huge(data_, round_up(size, unit));
 }
 

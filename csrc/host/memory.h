@@ -21,25 +21,26 @@ constexpr T round_up(T value, std::type_identity_t<T> unit) {
 // Maps `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
 void* map_shared(int fd, size_t bytes, bool writable);
 void unmap(void* data, size_t bytes);
-// Replaces mapped pages by pages of descriptor `fd` from `offset` on, which never become huge pages.
-// Whole pages only. Returns false and sets errno on failure.
+// Replaces mapped pages by pages of descriptor `fd` from `offset` on, which never become huge
+// pages. Whole pages only. Returns false and sets errno on failure.
 bool map_over(void* data, int fd, size_t offset, size_t bytes, bool writable);
 
-// Turns the pages of a range that has been written or read into huge pages where possible, and returns
-// the bytes of these. MADV_COLLAPSE also works for shared memory where huge pages are disabled for it.
+// Turns the pages of a range that has been written or read into huge pages where possible, and
+// returns the bytes of these. MADV_COLLAPSE also works for shared memory where huge pages are
+// disabled for it.
 size_t collapse_huge(void* data, size_t bytes);
 
 // Advises the kernel to use huge pages at the first access to private memory, where they fit.
 void want_huge(void* data, size_t bytes);
 
-// Bytes of the last-level cache that this machine's processes may expect to have: its size, but at most
-// 4 MiB per online core. A virtual machine with few cores reports the whole processor's cache, which
-// other machines use, too.
+// Bytes of the last-level cache that this machine's processes may expect to have: its size, but at
+// most 4 MiB per online core. A virtual machine with few cores reports the whole processor's cache,
+// which other machines use, too.
 int64_t last_level_cache_bytes();
 
-// Memory that is reused instead of returned to the kernel: a new 13 MB output would cost thousands of
-// page faults in every step. `pool_give` takes the same number of bytes as `pool_take`, which throws
-// std::bad_alloc.
+// Memory that is reused instead of returned to the kernel: a new 13 MB output would cost thousands
+// of page faults in every step. `pool_give` takes the same number of bytes as `pool_take`, which
+// throws std::bad_alloc.
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 

@@ -28,9 +28,9 @@ struct Found {
   }
 };
 
-// Runs `task(index, scratch)` for each index in [0, count). Threads take indices in ascending order, so
-// large tasks should come first. Results must not depend on which thread runs a task. `small`: run all
-// on the calling thread, because waking others would take longer.
+// Runs `task(index, scratch)` for each index in [0, count). Threads take indices in ascending
+// order, so large tasks should come first. Results must not depend on which thread runs a task.
+// `small`: run all on the calling thread, because waking others would take longer.
 template <class Task>
 void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   std::atomic<int64_t> next{0};

@@ -1,6 +1,6 @@
-// How large a share (mass) of a table's lookups one owner of pushed rows can have, for each type of column
-// piece and class of ranks, so that no rank exceeds the limits of an OperFit; and lower bounds of the partial
-// sums that follow from it.
+// How large a share (mass) of a table's lookups one owner of pushed rows can have, for each type of
+// column piece and class of ranks, so that no rank exceeds the limits of an OperFit; and lower
+// bounds of the partial sums that follow from it.
 #include "search/price.h"
 #include "search/sums.h"
 
@@ -15,8 +15,8 @@ constexpr int64_t kFeatures = 3;  // see OperFit::per_unit
 
 // A limit of the load of one owner.
 struct Limit {
-  // Load of all lookups of a table: if all were to the block with the least load per id, if all were to the
-  // one with the largest, and as they are.
+  // Load of all lookups of a table: if all were to the block with the least load per id, if all
+  // were to the one with the largest, and as they are.
   double least = 0, most = 0, mean = 0;
   double partial = 0;  // load of a byte of partial sums
   double limit = 0;
@@ -37,7 +37,8 @@ class Fit {
     const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
     table_ = k, class_ = c;
     for (int64_t j = begin; j < end; ++j) {
-      // Loads are linear in the width; `f_.density` has those of the whole row and of the narrowest piece.
+      // Loads are linear in the width; `f_.density` has those of the whole row and of the narrowest
+      // piece.
       along_ = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
       part_ = f_.narrow[j] / widest;
       double low = 0, high = 1;
@@ -88,12 +89,12 @@ class Fit {
 
   // Lower bound of the partial sums, linear in the features of the rows.
   //
-  // An owner whose rows have load r per unit of mass can have at most the mass m(r) at which
-  // r m + s(m) = limit, where s(m) is the load of its partial sums, concave in m. So it sends at least
-  // s(m) / m of partial sums per unit of mass. This is concave in r, so that an owner with rows of different
-  // r sends no less than the mean of its rows' values, which is no less than the chord between the smallest
-  // and the largest r of the table. The chord is linear in r. Of all limits, that with the largest bound for
-  // the whole table is used.
+  // An owner whose rows have load r per unit of mass can have at most the mass m(r) at which r m +
+  // s(m) = limit, where s(m) is the load of its partial sums, concave in m. So it sends at least
+  // s(m) / m of partial sums per unit of mass. This is concave in r, so that an owner with rows of
+  // different r sends no less than the mean of its rows' values, which is no less than the chord
+  // between the smallest and the largest r of the table. The chord is linear in r. Of all limits,
+  // that with the largest bound for the whole table is used.
   void least_sums(double* out) const {
     double best = 0;
     const auto look = [&](const Limit& x, auto unit) {
@@ -128,8 +129,8 @@ class Fit {
     if (best <= sums_at(f_.sums, table_, 1.0)) std::fill(out, out + kFeatures, 0.0);
   }
 
-  // Partial sums per unit of mass of the largest possible owner of rows with load `weight` per unit of mass;
-  // linear in it if that owner could have the whole table.
+  // Partial sums per unit of mass of the largest possible owner of rows with load `weight` per unit
+  // of mass; linear in it if that owner could have the whole table.
   double by_mass(const Limit& x, double weight) const {
     const double all = sums_at(f_.sums, table_, 1.0);
     if (weight + x.partial * all <= x.limit) return all * weight / (x.limit - x.partial * all);

@@ -17,7 +17,8 @@
 
 namespace oper::search {
 
-// How a table is divided: its candidate (which rows are pushed), columns per piece, and owners of each piece.
+// How a table is divided: its candidate (which rows are pushed), columns per piece, and owners of
+// each piece.
 struct Layout {
   int64_t candidate = 0, width = 0, owners = 1;
   int64_t owner_class = 0;  // class of the ranks that own the table's pieces

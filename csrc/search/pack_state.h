@@ -150,9 +150,9 @@ class PackState {
     return y[i] + (at - double(i)) * (y[i + 1] - y[i]);
   }
 
-  // Sets the owners' shares of lookups and of partial sums. Rows are assigned to owners round-robin, by
-  // weight: each owner has its weight's share of the lookups, except that the hottest rows count with their
-  // actual shares.
+  // Sets the owners' shares of lookups and of partial sums. Rows are assigned to owners
+  // round-robin, by weight: each owner has its weight's share of the lookups, except that the
+  // hottest rows count with their actual shares.
   void deal(Piece& x) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};

@@ -1,10 +1,10 @@
-// The pricing problem of each table, see OperPricing: its cheapest configuration at given prices of the
-// resources, or a proof that none is cheaper than the known one.
+// The pricing problem of each table, see OperPricing: its cheapest configuration at given prices of
+// the resources, or a proof that none is cheaper than the known one.
 //
-// A block is a range of rows of equal hotness. It either stays (its rows are pulled or replicated), or is
-// pushed to one of the options, which are classes of owners. A table cut by columns into `streams` pieces
-// pays its id stream so many times. Owners of a piece type can have at most `mass` of the lookups each, which
-// determines the bytes of partial sums.
+// A block is a range of rows of equal hotness. It either stays (its rows are pulled or replicated),
+// or is pushed to one of the options, which are classes of owners. A table cut by columns into
+// `streams` pieces pays its id stream so many times. Owners of a piece type can have at most `mass`
+// of the lookups each, which determines the bytes of partial sums.
 #include "common/clones.h"
 #include "search/price.h"
 #include "search/sums.h"
@@ -213,8 +213,8 @@ class Pricing {
     return least + offset_;
   }
 
-  // Sets `gain_` to the least cost of pushing each block, less that of staying, over the classes of owners,
-  // and `class_` to the class.
+  // Sets `gain_` to the least cost of pushing each block, less that of staying, over the classes of
+  // owners, and `class_` to the class.
   void cheapest_classes(bool with_sums) {
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_)

@@ -97,8 +97,8 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   const bool is_whole = distinct.size() == keys.size() &&
                         (keys.empty() || *distinct.rbegin() + 1 == key_of.numel());
   Tensor on_device = empty(static_cast<int64_t>(words.size()), ScalarType::Int);
-  // Copied on the current stream, whose earlier work may still use this memory, and waited for, since later
-  // lookups may run on other streams.
+  // Copied on the current stream, whose earlier work may still use this memory, and waited for,
+  // since later lookups may run on other streams.
   const char* what = "cannot copy the features' keys";
   const cudaStream_t stream = stream_of(*like);
   copy_to_device(on_device.data_ptr(), words, stream, what);
@@ -110,8 +110,8 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
 
 namespace {
 
-// `pads`, `arena`, `arena_bytes`: see Shared. `domain`: the ranks whose memory this one can address. `like`:
-// an empty tensor on the tables' device.
+// `pads`, `arena`, `arena_bytes`: see Shared. `domain`: the ranks whose memory this one can
+// address. `like`: an empty tensor on the tables' device.
 int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
                               int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
                               int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
@@ -193,8 +193,8 @@ bool device_context_updates_at_once(int64_t handle) {
   return tables_of(handle)->context->updates_at_once;
 }
 
-// Pairs and distinct rows of the last batch plan that the device has made, and the number of passes in which
-// rows of peers were staged. Reads host memory only.
+// Pairs and distinct rows of the last batch plan that the device has made, and the number of passes
+// in which rows of peers were staged. Reads host memory only.
 std::tuple<int64_t, int64_t, int64_t> device_context_duplication(int64_t handle) {
   const auto tables = tables_of(handle);
   const int64_t* found = tables->context->duplication();
@@ -212,9 +212,9 @@ Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarTyp
                    Device(kind, static_cast<int32_t>(tables.like->get_device_index())));
 }
 
-// Arrays of the current step, for the counters of Python: keys of its batch plan's pairs (int64, or uint32
-// stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64 [W * (T + 1)], and
-// Inbox::rows.
+// Arrays of the current step, for the counters of Python: keys of its batch plan's pairs (int64, or
+// uint32 stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64 [W *
+// (T + 1)], and Inbox::rows.
 std::vector<Tensor> device_arrays(int64_t handle) {
   const auto tables = tables_of(handle);
   STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");
@@ -245,9 +245,9 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
-// Address of a new ManagedTensor [rows, columns] over memory that device `index` can address, also if it is
-// memory of another device: unlike `from_blob`, DLPack does not check where memory is. `index` -1: host
-// memory. `type`: a RowType. The caller keeps the mapping alive.
+// Address of a new ManagedTensor [rows, columns] over memory that device `index` can address, also
+// if it is memory of another device: unlike `from_blob`, DLPack does not check where memory is.
+// `index` -1: host memory. `type`: a RowType. The caller keeps the mapping alive.
 int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type, int64_t index) {
   constexpr int32_t kCpu = 1, kCuda = 2;
   constexpr uint8_t kFloat = 2, kBfloat = 4;

@@ -1,5 +1,5 @@
-// torch operators by which tables in device memory exchange data with other memory domains: they exchange
-// headers, and pack and unpack the arrays of a phase. See oper/shmem/exchange/device.py.
+// torch operators by which tables in device memory exchange data with other memory domains: they
+// exchange headers, and pack and unpack the arrays of a phase. See oper/shmem/exchange/device.py.
 #include <algorithm>
 #include <tuple>
 
@@ -27,9 +27,9 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
                       static_cast<uint32_t>(collection), kAlignment, true});
 }
 
-// Begins a phase: exchanges headers with all ranks, with `counts`, int64 [W, T, kCounts], and this rank's
-// error `code` (0 = none) and `culprit`. Returns the counts from all ranks, and a Status. `transport`:
-// address of a function, see Transport.
+// Begins a phase: exchanges headers with all ranks, with `counts`, int64 [W, T, kCounts], and this
+// rank's error `code` (0 = none) and `culprit`. Returns the counts from all ranks, and a Status.
+// `transport`: address of a function, see Transport.
 std::tuple<Tensor, int64_t, int64_t> device_exchange_headers(int64_t handle, int64_t phase,
                                                            bool weighted, int64_t code,
                                                            int64_t culprit, Tensor counts,
@@ -58,8 +58,8 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_headers(int64_t handle, int
 // Collects WireParts, and launches the kernel that packs or unpacks them.
 class PartTable {
  public:
-  // Adds `n` entries of `part`. `memory`, `rows`, `wire`, `limit`: see WireParts::Column; of slots that are
-  // packed, `limit` is ignored.
+  // Adds `n` entries of `part`. `memory`, `rows`, `wire`, `limit`: see WireParts::Column; of slots
+  // that are packed, `limit` is ignored.
   void add(const Messages::Part& part, int64_t n, int64_t memory, int64_t rows, int64_t wire,
            int64_t limit, bool packs) {
     using Parts = WireParts;
@@ -104,9 +104,10 @@ int64_t& at(const Tensor& addresses, const Messages::Part& x) {
   return at(addresses, x.index, x.rank, x.table);
 }
 
-// Packs the arrays of the current phase or, if `is_reply`, of its reply. `sources`, `rows` (see `at`):
-// addresses of the arrays, and of the indices (uint32) of their entries or 0. Returns the message to send,
-// memory for received messages (both uint8), and the bytes to and from each rank, int64 [W] each.
+// Packs the arrays of the current phase or, if `is_reply`, of its reply. `sources`, `rows` (see
+// `at`): addresses of the arrays, and of the indices (uint32) of their entries or 0. Returns the
+// message to send, memory for received messages (both uint8), and the bytes to and from each rank,
+// int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
   const auto tables = tables_of(handle);
@@ -128,8 +129,8 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
           as_tensor(list.recv_bytes)};
 }
 
-// Writes the headers by which kernels find the received gradients: for each remote rank, those of its outbox,
-// as if it had gradients for this rank only.
+// Writes the headers by which kernels find the received gradients: for each remote rank, those of
+// its outbox, as if it had gradients for this rank only.
 void mirror_outboxes(const Tables& tables, const Tensor& places) {
   const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
@@ -176,11 +177,11 @@ void place_masters(const Tables& tables, const Tensor& places) {
                  "cannot copy where masters are");
 }
 
-// Unpacks the arrays that were received for the last `device_exchange_pack`. `targets` (see `at`): the
-// addresses where they go. Where these are 0, sums of squares go to Context::remote_squares, by the slots
-// that precede them in the message; other arrays to new memory, in which the slots of gradients of all ranks
-// and tables are contiguous. Returns the new memory (uint8), and writes the addresses to `targets`; 0 for
-// weights that were not sent.
+// Unpacks the arrays that were received for the last `device_exchange_pack`. `targets` (see `at`):
+// the addresses where they go. Where these are 0, sums of squares go to Context::remote_squares, by
+// the slots that precede them in the message; other arrays to new memory, in which the slots of
+// gradients of all ranks and tables are contiguous. Returns the new memory (uint8), and writes the
+// addresses to `targets`; 0 for weights that were not sent.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);

@@ -1,9 +1,9 @@
-// torch operators for memory that other processes can map: CUDA virtual memory with POSIX file descriptors,
-// on the device or, for tiers in host memory, on the NUMA node next to it.
+// torch operators for memory that other processes can map: CUDA virtual memory with POSIX file
+// descriptors, on the device or, for tiers in host memory, on the NUMA node next to it.
 //
-// An arena has `bytes`, of which the ascending ranges [begin, end) in the flat list `host_ranges` are in host
-// memory, which kernels reach over the device's link. All are multiples of kPartBytes. The functions of the
-// driver are looked up at run time, so that nothing links to libcuda.
+// An arena has `bytes`, of which the ascending ranges [begin, end) in the flat list `host_ranges`
+// are in host memory, which kernels reach over the device's link. All are multiples of kPartBytes.
+// The functions of the driver are looked up at run time, so that nothing links to libcuda.
 #include <cuda.h>
 #include <unistd.h>
 
@@ -85,7 +85,8 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Releases the handles of allocations when it is destroyed; their memory exists as long as it is mapped.
+// Releases the handles of allocations when it is destroyed; their memory exists as long as it is
+// mapped.
 struct Allocations {
   std::vector<CUmemGenericAllocationHandle> handles;
   ~Allocations() {
@@ -118,8 +119,8 @@ int64_t map(const Allocations& made, const std::vector<Part>& parts, int device)
   return static_cast<int64_t>(address);
 }
 
-// Allocates zeroed memory that other processes can attach. Returns its address, then the file descriptor of
-// each of its parts, which the caller closes.
+// Allocates zeroed memory that other processes can attach. Returns its address, then the file
+// descriptor of each of its parts, which the caller closes.
 std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
                                           int64_t device) {
   const OnDevice on(device);
@@ -151,7 +152,8 @@ std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> ho
   return made;
 }
 
-// Maps memory that another process has created with these `bytes` and `host_ranges`; returns its address.
+// Maps memory that another process has created with these `bytes` and `host_ranges`; returns its
+// address.
 int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
                              std::vector<int64_t> host_ranges, int64_t device) {
   const OnDevice on(device);

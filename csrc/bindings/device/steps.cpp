@@ -1,6 +1,6 @@
-// torch operators on batches of tables in device memory. Each launches a whole step on the current stream.
-// None waits for the device, except exchanges between memory domains, and unpooled lookups whose number of
-// output rows only the device knows.
+// torch operators on batches of tables in device memory. Each launches a whole step on the current
+// stream. None waits for the device, except exchanges between memory domains, and unpooled lookups
+// whose number of output rows only the device knows.
 #include "bindings/device/tables.h"
 
 #include <algorithm>
@@ -54,8 +54,8 @@ void barrier(const Call& call) {
   call.context.barrier(call.stream);
 }
 
-// Throws an error that earlier kernels have found. Not if exchanges send it to all ranks; and not before a
-// collective pass of several ranks, which all must enter: it is raised after that.
+// Throws an error that earlier kernels have found. Not if exchanges send it to all ranks; and not
+// before a collective pass of several ranks, which all must enter: it is raised after that.
 void stop_at_errors(const Tables& tables, bool collective = false) {
   const int64_t code = tables.context->error().code;
   const bool waits = collective && tables.context->view.world_size > 1;
@@ -102,9 +102,9 @@ std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
   return before;
 }
 
-// Allocates the memory of a batch plan, which is computed later. `may_wait`: if several features share a key,
-// waits until the device has counted the ids of each key. Otherwise all ids are assumed to belong to the key
-// with the most features, which makes sorting slower.
+// Allocates the memory of a batch plan, which is computed later. `may_wait`: if several features
+// share a key, waits until the device has counted the ids of each key. Otherwise all ids are
+// assumed to belong to the key with the most features, which makes sorting slower.
 std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
                                   cudaStream_t stream, bool may_wait = false) {
   const Context& context = *tables.context;
@@ -152,7 +152,8 @@ void plan(Call& call) {
   call.prepared.is_swapped = call.work.plan.is_swapped;
 }
 
-// The result of `lookup_resolve`, which Python holds as the bytes of a tensor; null if it was not called.
+// The result of `lookup_resolve`, which Python holds as the bytes of a tensor; null if it was not
+// called.
 std::shared_ptr<Prepared> made_ahead(const std::optional<Tensor>& addresses) {
   using Held = std::shared_ptr<Prepared>;
   if (!addresses) return nullptr;
@@ -191,8 +192,8 @@ int64_t local_bytes(const Call& call) {
                            call.tables.most_staging_bytes);
 }
 
-// Copies rows to staging memory: those of peers, each once, as far as there is space, and those of other
-// domains, which the hook at `point` receives.
+// Copies rows to staging memory: those of peers, each once, as far as there is space, and those of
+// other domains, which the hook at `point` receives.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
   const bool local = call.prepared.stages_local && point != Point::kWeightRows;
@@ -209,9 +210,9 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
   clear_staging(call.batch, call.work.plan, call.stream);
   if (remote.ranges)
     place_remote_rows(call.launch(), call.work.plan,
-                   {int64_data(*remote.ranges), remote.ranges->size(0), remote.num_rows,
-                    static_cast<const char*>(remote.rows->data_ptr())},
-                   staging);
+                      {int64_data(*remote.ranges), remote.ranges->size(0), remote.num_rows,
+                       static_cast<const char*>(remote.rows->data_ptr())},
+                      staging);
   if (first > 0)
     stage(call.launch(), call.batch, call.work.plan, {staging.data, first},
           point == Point::kPulledRows);
@@ -294,8 +295,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
-// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the batch, so
-// that `handle` may belong to another one.
+// `oper::fault_of` for tables of this back end. Torch chooses the back end by the device of the
+// batch, so that `handle` may belong to another one.
 Fault fault_of(int64_t handle, const Tensor& ids, const Tensor& lengths,
                const std::optional<Tensor>& weights, const Tensor& key_of, int64_t batch_size) {
   if (!tables_of_device().is_one(handle)) return kElsewhere;
@@ -515,8 +516,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
 }  // namespace
 }  // namespace oper::device
 
-// In tests without a GPU, tensors are in host memory: the dispatcher could not tell the back ends apart, so
-// that the operators have other names.
+// In tests without a GPU, tensors are in host memory: the dispatcher could not tell the back ends
+// apart, so that the operators have other names.
 #if defined(OPER_EMULATED)
 STABLE_TORCH_LIBRARY(oper_emulated, m) {
   m.def(oper::kLookupForward);

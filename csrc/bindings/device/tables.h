@@ -20,18 +20,18 @@
 
 namespace oper::device {
 
-// Codes of the Status that a failed step throws, in addition to those of ErrorWord; see `raise_found` in
-// oper/shmem/device/steps.py.
+// Codes of the Status that a failed step throws, in addition to those of ErrorWord; see
+// `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 21,   // the hook has failed; Python keeps the exception
   kNotInGraphs = 22,   // the step would wait for the device, but is captured in a CUDA graph
-  kNewArguments = 23,  // the optimizers' arguments have changed, but the step is captured in a CUDA graph
+  kNewArguments = 23,  // the optimizers' arguments have changed, but the step is captured, too
   kTooManyIds = 24,
   kIdsWithoutBags = 25
 };
 
-// The points of a step at which it calls the hook, a Python function; oper/shmem/device/steps.py has the same
-// numbers.
+// The points of a step at which it calls the hook, a Python function; oper/shmem/device/steps.py
+// has the same numbers.
 enum class Point : int64_t {
   kBarrier,     // instead of a barrier, see Tables::barrier_in_hook
   kRows,        // before a forward pass reads rows
@@ -44,8 +44,9 @@ enum class Point : int64_t {
   kSquares,     // sums of squares have been written
   kUpdated      // rows have been updated on all ranks
 };
-// `value`: at kRows, kPulledRows and kWeightRows the bytes of staging memory before the rows of other
-// domains; at kSquares the round. Returns 0, or another number after an error, which Python keeps.
+// `value`: at kRows, kPulledRows and kWeightRows the bytes of staging memory before the rows of
+// other domains; at kSquares the round. Returns 0, or another number after an error, which Python
+// keeps.
 using Hook = int64_t (*)(int64_t point, int64_t value);
 
 // From which key of a batch each feature takes its ids.
@@ -58,8 +59,8 @@ struct KeyMap {
   bool is_whole;              // every key has exactly one feature
 };
 
-// What has been computed from a batch's ids: its batch plan and the memory of that. If `lookup_resolve` has
-// computed it, Python holds the shared_ptr as the bytes of a tensor.
+// What has been computed from a batch's ids: its batch plan and the memory of that. If
+// `lookup_resolve` has computed it, Python holds the shared_ptr as the bytes of a tensor.
 struct Prepared {
   Tensor bounds;     // int64 [num_keys * B + 1]
   Tensor workspace;  // memory of the batch plan
@@ -77,8 +78,8 @@ struct Prepared {
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
   ~Prepared();
-  // Called before it is used on `stream`: makes that wait until it is ready. When it is destroyed, `made_on`
-  // waits for `stream` before it reuses the memory.
+  // Called before it is used on `stream`: makes that wait until it is ready. When it is destroyed,
+  // `made_on` waits for `stream` before it reuses the memory.
   void use_on(cudaStream_t stream);
 };
 
@@ -182,7 +183,8 @@ void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, c
 // Whether a CUDA graph is being captured.
 bool is_captured(cudaStream_t stream);
 
-// Fewer than 2^31, as kernels compute indices up to two groups of lanes beyond the last id in 32 bits.
+// Fewer than 2^31, as kernels compute indices up to two groups of lanes beyond the last id in 32
+// bits.
 constexpr int64_t kMostIds = (int64_t{1} << 31) - 64;
 // Bounds of bags from their lengths. Throws a Status if there are ids but no lengths.
 Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_ids,

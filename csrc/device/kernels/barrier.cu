@@ -1,5 +1,5 @@
-// The barrier of a memory domain, see `arrive_and_wait`. Counts of arrivals only grow, so that nothing is
-// reset; a deadline ends the wait for a lost rank.
+// The barrier of a memory domain, see `arrive_and_wait`. Counts of arrivals only grow, so that
+// nothing is reset; a deadline ends the wait for a lost rank.
 #include "device/batch.cuh"
 
 namespace oper::device {
@@ -22,9 +22,9 @@ OPER_DEVICE uint64_t nanoseconds() {
 OPER_DEVICE void pause_shortly() { __nanosleep(100); }
 #endif
 
-// One block, whose thread r waits for rank r, unless that is a remote rank. The kernel itself increments the
-// count of arrivals in device memory, so that a CUDA graph can be replayed. Once a peer was late, a rank no
-// longer waits: the step ends, and the host raises the error.
+// One block, whose thread r waits for rank r, unless that is a remote rank. The kernel itself
+// increments the count of arrivals in device memory, so that a CUDA graph can be replayed. Once a
+// peer was late, a rank no longer waits: the step ends, and the host raises the error.
 __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
                               int32_t world_size, int64_t deadline_ns, ErrorSink error) {
   __shared__ uint32_t turn;

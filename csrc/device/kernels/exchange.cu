@@ -7,15 +7,15 @@
 namespace oper::device {
 namespace {
 
-// The row of a table [count, kWidth] of ranges to which item k belongs. Column 0 is the number of items in
-// the ranges before.
+// The row of a table [count, kWidth] of ranges to which item k belongs. Column 0 is the number of
+// items in the ranges before.
 template <int kWidth>
 OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
   return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
 }
 
-__global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan plan, RemoteRows remote,
-                                                         Staging staging) {
+__global__ void __launch_bounds__(256)
+    place_rows_kernel(View view, BatchPlan plan, RemoteRows remote, Staging staging) {
   const Group<32> group;
   for (int64_t k = group.index(); k < remote.num_rows; k += group.count()) {
     const int64_t* x = row_of<RemoteRows::kWidth>(remote.ranges, remote.num_ranges, k);
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan pl
     const Table& table = view.tables[x[RemoteRows::kTableIndex]];
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);
     const int64_t unit = x[RemoteRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
-    copy_row(group, staging.data + unit * kStagingUnit, remote.rows + x[RemoteRows::kBytes] + i * row_bytes,
-             row_bytes);
+    copy_row(group, staging.data + unit * kStagingUnit,
+             remote.rows + x[RemoteRows::kBytes] + i * row_bytes, row_bytes);
     const int64_t run = x[RemoteRows::kRun] + i, last = plan.run_begin[run + 1];
     for (int64_t p = plan.run_begin[run] + group.lane; p < last; p += 32)
       plan.places[plan.payloads[p]] = static_cast<uint32_t>(unit);
@@ -60,8 +60,8 @@ OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i)
   return static_cast<uint32_t>(found >> shift & ((uint64_t{1} << bits) - 1));
 }
 
-// One thread per number or, when slots are packed, per word. Slots from a peer are checked before they are
-// used as indices.
+// One thread per number or, when slots are packed, per word. Slots from a peer are checked before
+// they are used as indices.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -116,10 +116,10 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
 }  // namespace
 
 void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows& remote,
-                    const Staging& staging) {
+                       const Staging& staging) {
   if (remote.num_rows == 0) return;
-  OPER_LAUNCH(place_rows_kernel, blocks_for(remote.num_rows, 8), 256, on.stream, on.view, plan, remote,
-              staging);
+  OPER_LAUNCH(place_rows_kernel, blocks_for(remote.num_rows, 8), 256, on.stream, on.view, plan,
+              remote, staging);
 }
 
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Forward: pools rows, which are read from the memory of all ranks of the memory domain, or from copies in
-// the staging memory.
+// Forward: pools rows, which are read from the memory of all ranks of the memory domain, or from
+// copies in the staging memory.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 #include "device/ring.cuh"
@@ -55,9 +55,9 @@ struct Pool {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
-  // Pools the bags [bag, last), which have the ids [i, stop), and calls finish(bag, sum, length) for each.
-  // end_of(bag) is the end of a bag's ids. All lanes of the warp call `end_of` together, all lanes of the
-  // group `finish`.
+  // Pools the bags [bag, last), which have the ids [i, stop), and calls finish(bag, sum, length)
+  // for each. end_of(bag) is the end of a bag's ids. All lanes of the warp call `end_of` together,
+  // all lanes of the group `finish`.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
@@ -81,7 +81,8 @@ struct Pool {
         end = bag < last ? next : kNever;
       }
     };
-    // Address of this lane's one of the rows that are fetched next, kSlots rows before they are added.
+    // Address of this lane's one of the rows that are fetched next, kSlots rows before they are
+    // added.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
     unsigned coming = group.ballot(address != 0);
 #pragma unroll
@@ -146,15 +147,16 @@ struct Pool {
   }
 };
 
-// Blocks that a multiprocessor must hold (__launch_bounds__): more if rows take few registers, to hide the
-// latency of reading ids and maps, which precedes that of the rows.
+// Blocks that a multiprocessor must hold (__launch_bounds__): more if rows take few registers, to
+// hide the latency of reading ids and maps, which precedes that of the rows.
 template <class Shape>
 constexpr int kPoolBlocks = Shape::V * Shape::E <= 4 && Shape::G == 32 ? 4
                             : Shape::V * Shape::E <= 8                 ? 3
                             : Shape::V * Shape::E <= 16                ? 2
                                                                        : 1;
 
-// Number of items that warps take: bags_per_group bags of one feature for each of the warp's groups.
+// Number of items that warps take: bags_per_group bags of one feature for each of the warp's
+// groups.
 OPER_HD int64_t num_warps(const PoolArgs& a, int32_t groups) {
   const int64_t bags = static_cast<int64_t>(a.bags_per_group) * groups;
   return (a.batch.batch_size + bags - 1) / bags * a.num_features;
@@ -238,8 +240,8 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolAr
   }
 }
 
-// Each group of 16 lanes computes the gradient of one id's weight, the sum over the features that use the id
-// (column pieces included), in their order.
+// Each group of 16 lanes computes the gradient of one id's weight, the sum over the features that
+// use the id (column pieces included), in their order.
 __global__ void __launch_bounds__(256)
     weight_gradient_kernel(View view, Batch batch, BatchPlan plan, Gradient grad, float* out,
                            Staging staging) {
@@ -324,10 +326,10 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
                   out,
                   is_wide(out.data, out.stride),
                   skip_pushed};
-    // If there are few bags, each has a group of its own, so that all are in flight at once. If there are
-    // many, a group takes bags of about kIdsPerGroup ids in total, enough to fetch many rows together; but
-    // fewer if the groups would then fill the device less than kTurns times, since with few turns most of
-    // the device would wait for the last groups.
+    // If there are few bags, each has a group of its own, so that all are in flight at once. If
+    // there are many, a group takes bags of about kIdsPerGroup ids in total, enough to fetch many
+    // rows together; but fewer if the groups would then fill the device less than kTurns times,
+    // since with few turns most of the device would wait for the last groups.
     constexpr int64_t kIdsPerGroup = 64, kTurns = 6;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);

@@ -16,8 +16,8 @@ OPER_DEVICE RowFacts load_row(const ReduceArgs& a, int64_t key, const Table& tab
   return facts_of<T>(table, a.optimizers[t].optimizer.kind, slot);
 }
 
-// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if gradients in flight take many
-// registers.
+// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if gradients in flight take
+// many registers.
 template <class Shape>
 constexpr int kChunkBlocks = Shape::V * Shape::E <= 8 ? 2 : 1;
 

@@ -1,8 +1,8 @@
-// At the owner: sums the gradients that all ranks have for its rows, in rank order, and applies the optimizer
-// once per row.
+// At the owner: sums the gradients that all ranks have for its rows, in rank order, and applies the
+// optimizer once per row.
 //
-// The entries of all ranks' outboxes are linked into one list (chain) per row, see Inbox. The group with the
-// first entry of a chain sums the gradients of all its entries, and updates the row.
+// The entries of all ranks' outboxes are linked into one list (chain) per row, see Inbox. The group
+// with the first entry of a chain sums the gradients of all its entries, and updates the row.
 #include "device/batch.cuh"
 #include "device/optimizer.cuh"
 
@@ -17,8 +17,8 @@ struct MergeArgs {
   int32_t table_begin, table_end;
 };
 
-// One block per source rank writes list_begin: prefix sums over the tables of the rows for which the rank has
-// gradients.
+// One block per source rank writes list_begin: prefix sums over the tables of the rows for which
+// the rank has gradients.
 __global__ void __launch_bounds__(256) list_begin_kernel(View view, Inbox inbox) {
   const int64_t W = view.world_size, T = view.num_tables;
   int64_t* begin = inbox.list_begin + blockIdx.x * (T + 1);
@@ -80,9 +80,9 @@ OPER_DEVICE uint32_t next_in_order(const Inbox& inbox, uint32_t head, uint32_t l
   return found;
 }
 
-// Calls body(table, slot, gradient) for every row of the class for which any rank has a gradient, with the
-// sum of the gradients in rank order, times gradient_scale. `is_last`: chains are not needed again, and are
-// cleared.
+// Calls body(table, slot, gradient) for every row of the class for which any rank has a gradient,
+// with the sum of the gradients in rank order, times gradient_scale. `is_last`: chains are not
+// needed again, and are cleared.
 template <class Shape, class Body>
 OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& group, bool is_last,
                                  Body body) {
@@ -93,7 +93,8 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
     for (int64_t i = begin[a.table_begin] + group.index(); i < last; i += group.count()) {
       const uint32_t head = static_cast<uint32_t>(source * a.inbox.capacity + i);
       const uint32_t row = a.inbox.rows[head];
-      // Read by one lane only, since lanes could read different values while another group clears it.
+      // Read by one lane only, since lanes could read different values while another group clears
+      // it.
       const uint32_t leads = group.lane == 0 ? a.inbox.heads[row] == head : 0;
       if (!group.shuffle(leads, 0)) continue;
       const int32_t t = static_cast<int32_t>(last_at_most(begin, T, i));
@@ -112,8 +113,8 @@ OPER_DEVICE void for_merged_rows(const MergeArgs& a, const Group<Shape::G>& grou
   }
 }
 
-// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each piece gets
-// the same number.
+// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
+// piece gets the same number.
 OPER_DEVICE float squares_of_row(const View& view, const Table& table, int64_t slot,
                                  int32_t round) {
   const int64_t position = position_at(table, slot);

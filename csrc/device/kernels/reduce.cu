@@ -1,9 +1,10 @@
 // Backward: sums this rank's gradients by row.
 //
-// A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are divided into
-// chunks of that many, which are each summed in order, and then their sums in order: the order depends
-// neither on the grid nor on other rows. Runs of more than kLongRun pairs are left to the kernels of
-// long_runs.cu, since here a group does other work between the additions of a run.
+// A run is summed in the order of the input, as on the host. Runs of more than kChunk pairs are
+// divided into chunks of that many, which are each summed in order, and then their sums in order:
+// the order depends neither on the grid nor on other rows. Runs of more than kLongRun pairs are
+// left to the kernels of long_runs.cu, since here a group does other work between the additions of
+// a run.
 #include "device/reduce.cuh"
 
 namespace oper::device {
@@ -23,8 +24,8 @@ OPER_DEVICE void list_long_run(const LongRuns& long_runs, uint32_t run, uint32_t
   for (uint32_t k = 0; k < count; ++k) chunks[k] = {run, k, first + k};
 }
 
-// Divides `n` <= 32 runs among the groups of a warp, with about equal numbers of pairs; `pairs`: of the run
-// of this lane. Returns the runs of group `number`.
+// Divides `n` <= 32 runs among the groups of a warp, with about equal numbers of pairs; `pairs`: of
+// the run of this lane. Returns the runs of group `number`.
 struct RunRange {
   int first, end;
 };
@@ -50,8 +51,8 @@ OPER_DEVICE RunRange share_runs(const Group<32>& warp, int n, int pairs, int num
   return range;
 }
 
-// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if the kernel contains all optimizers, or
-// a warp has many groups, which take more registers.
+// Blocks that a multiprocessor must hold (__launch_bounds__): fewer if the kernel contains all
+// optimizers, or a warp has many groups, which take more registers.
 template <class Shape, To kTo>
 constexpr int kReduceBlocks =
     Shape::V * Shape::E > 8                                             ? 1
@@ -100,9 +101,9 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
   }
 }
 
-// One block writes the header of this rank's outbox. The outbox is closed (num_runs = -1) if the batch is
-// refused, if its gradients do not fit, or if a peer is lost. `has_bags`: false for the empty batch that
-// stands for one that Python has refused.
+// One block writes the header of this rank's outbox. The outbox is closed (num_runs = -1) if the
+// batch is refused, if its gradients do not fit, or if a peer is lost. `has_bags`: false for the
+// empty batch that stands for one that Python has refused.
 __global__ void __launch_bounds__(256)
     open_outbox_kernel(View view, BatchPlan plan, bool has_bags) {
   const int64_t W = view.world_size, T = view.num_tables;
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-// The number of runs that a warp takes at a time: at most one per lane, and so few that each warp takes some
-// several times.
+// The number of runs that a warp takes at a time: at most one per lane, and so few that each warp
+// takes some several times.
 int32_t runs_per_warp(const Batch& batch) {
   const int64_t warps = std::max<int64_t>(1, 6 * resident_threads() / 32);
   return static_cast<int32_t>(std::clamp<int64_t>(batch.max_pairs / warps, 1, 32));

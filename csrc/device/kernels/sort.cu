@@ -166,7 +166,8 @@ bool kernels_overlap() {
     int device = 0, major = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    // Code that was compiled for older devices does not wait for the earlier kernel, see platform.cuh.
+    // Code that was compiled for older devices does not wait for the earlier kernel, see
+    // platform.cuh.
     cudaFuncAttributes code{};
     // For compute-sanitizer's racecheck, which does not track launches that overlap.
     const char* chosen = std::getenv("OPER_DEVICE_OVERLAP");

@@ -1,9 +1,9 @@
 // De-duplicated pull: every row of a peer that a batch reads crosses the link once.
 //
-// The runs of the batch plan are the distinct rows. Those of other ranks are copied to this rank's staging
-// memory, from which the forward pass then reads them: table by table and, within a table, beginning with
-// the rank after this one, so that not all ranks read from one peer at a time. Where a row is copied depends
-// on the order of the blocks; results do not.
+// The runs of the batch plan are the distinct rows. Those of other ranks are copied to this rank's
+// staging memory, from which the forward pass then reads them: table by table and, within a table,
+// beginning with the rank after this one, so that not all ranks read from one peer at a time. Where
+// a row is copied depends on the order of the blocks; results do not.
 #include "device/batch.cuh"
 #include "device/group.cuh"
 
@@ -34,7 +34,8 @@ OPER_DEVICE int64_t peer_row(const StageArgs& a, const Table& table, int64_t run
   return row >= a.view.arena_begin && row < a.view.arena_end ? 0 : address;
 }
 
-// The number of rows that a group fetches together: at most one per lane, since each lane locates one.
+// The number of rows that a group fetches together: at most one per lane, since each lane locates
+// one.
 template <class Shape>
 constexpr int kStaged = Shape::V >= 8 ? 1 : 8 / Shape::V < Shape::G ? 8 / Shape::V : Shape::G;
 

@@ -1,5 +1,5 @@
-// How a rank spends its time: of the last batch by phase, histograms of all batches and, if a trace is
-// recorded, when each phase began and ended.
+// How a rank spends its time: of the last batch by phase, histograms of all batches and, if a trace
+// is recorded, when each phase began and ended.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ enum Phase {
   kWaitForUpdates,
   kRefresh,
   kNumPhases,
-  // In traces only: resolving ids before the forward pass, possibly on another thread; and parts of the
-  // above, waits at the barrier of a memory domain and exchanges of bytes between domains.
+  // In traces only: resolving ids before the forward pass, possibly on another thread; and parts of
+  // the above, waits at the barrier of a memory domain and exchanges of bytes between domains.
   kResolve = kNumPhases,
   kBarrier,
   kExchange
@@ -27,8 +27,8 @@ enum Phase {
 
 class PhaseTimes {
  public:
-  // Bucket 0 has times below 1 us, bucket k those from 2^(k-1) us to below 2^k us, the last one also all
-  // longer ones.
+  // Bucket 0 has times below 1 us, bucket k those from 2^(k-1) us to below 2^k us, the last one
+  // also all longer ones.
   static constexpr int kNumBuckets = 24;
   static constexpr int kSpanWidth = 5;
 
@@ -38,7 +38,8 @@ class PhaseTimes {
   // Records a phase. `sent_bytes`: to other memory domains in that time. Thread-safe.
   void note(Phase what, int64_t begin_ns, int64_t end_ns, int64_t sent_bytes = 0);
 
-  // Nanoseconds of the last batch by phase, [kNumPhases]; if lookups were concurrent, of one of them.
+  // Nanoseconds of the last batch by phase, [kNumPhases]; if lookups were concurrent, of one of
+  // them.
   std::vector<int64_t> last_ns() const;
   // Since the start or the last reset, by phase: nanoseconds, and batches by bucket;
   // [kNumPhases][1 + kNumBuckets].

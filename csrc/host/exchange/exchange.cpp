@@ -1,5 +1,5 @@
-// Exchanges one phase with ranks of other memory domains: headers, then the arrays whose lengths they
-// contain.
+// Exchanges one phase with ranks of other memory domains: headers, then the arrays whose lengths
+// they contain.
 #include "host/exchange/exchange.h"
 
 #include <sys/mman.h>
@@ -98,8 +98,8 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
 }
 
 void Exchange::fail(Status status) {
-  // A full outbox, an id or settings are errors of this batch. Later batches fail because this rank has
-  // given up.
+  // A full outbox, an id or settings are errors of this batch. Later batches fail because this rank
+  // has given up.
   const bool is_of_batch = status.code == 3 || status.code == 4 || status.code == 15;
   failed_ = is_of_batch ? Status{6, context_.rank} : status;
   if (context_.barrier) context_.barrier->give_up();
@@ -167,8 +167,8 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   }
 }
 
-// How a part's gradients are rounded at random: with numbers that differ by sender, receiver, slot or
-// bag, column and step.
+// How a part's gradients are rounded at random: with numbers that differ by sender, receiver, slot
+// or bag, column and step.
 Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
   const Table& table = context_.tables[part.table];
   const uint32_t from = static_cast<uint32_t>(context_.rank), to = static_cast<uint32_t>(part.rank);

@@ -1,7 +1,8 @@
 // Exchange with remote ranks, those of other memory domains, over a transport of bytes.
 //
-// Received data is put into private buffers with the same headers as an outbox, so that kernels read it
-// like the outbox of a rank of this domain. common/exchange.h defines what each phase contains.
+// Received data is put into private buffers with the same headers as an outbox, so that kernels
+// read it like the outbox of a rank of this domain. common/exchange.h defines what each phase
+// contains.
 #pragma once
 
 #include <memory>
@@ -40,16 +41,16 @@ class Exchange {
     return (pulled ? pulls_remote_ : is_remote_)[table.index];
   }
   // Fetches the rows of other domains that the batch needs, and sets FeatureBags::rows to their
-  // addresses, which are valid until the next gather. All ranks must call it. `kind`: as which they are
-  // counted; `collective`: see `forward`.
+  // addresses, which are valid until the next gather. All ranks must call it. `kind`: as which they
+  // are counted; `collective`: see `forward`.
   void gather(Batch& batch, Moved kind, bool collective);
-  // The two halves of a gather, for lookups that exchange the rows in kRequests and kPartials. The first
-  // lists the rows and returns -1 or the index of an id that is out of range; the second sets the
-  // addresses.
+  // The two halves of a gather, for lookups that exchange the rows in kRequests and kPartials. The
+  // first lists the rows and returns -1 or the index of an id that is out of range; the second sets
+  // the addresses.
   int64_t list_remote_rows(const Batch& batch, Moved kind, bool collective);
   void address_rows(Batch& batch);
-  // Exchanges a phase. `mine`: this rank's error, if any, which is sent to all ranks. Throws an error as
-  // a Status.
+  // Exchanges a phase. `mine`: this rank's error, if any, which is sent to all ranks. Throws an
+  // error as a Status.
   void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
   const ExchangeSetup setup;
   Messages messages;
@@ -61,15 +62,15 @@ class Exchange {
   // Received arrays have an inbox for each phase; this is that of the rows of a gather.
   static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
-  // Source of an array: contiguous data or, unless `rows` is null, those rows of a matrix. `names`: the
-  // rows or bags to which gradients belong, see Draws; null: other data.
+  // Source of an array: contiguous data or, unless `rows` is null, those rows of a matrix. `names`:
+  // the rows or bags to which gradients belong, see Draws; null: other data.
   struct Source {
     const void* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
-  // One table's requests from one rank to another: on the receiver as kernels read them, on the sender
-  // as they were packed. `weights` may be null.
+  // One table's requests from one rank to another: on the receiver as kernels read them, on the
+  // sender as they were packed. `weights` may be null.
   struct Requested {
     const char* slots = nullptr;
     const char* bags = nullptr;
@@ -112,8 +113,8 @@ class Exchange {
   Kept& kept(uint32_t count) { return kept_[messages.kept(count)]; }
   const Kept& kept(uint32_t count) const { return kept_[messages.kept(count)]; }
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
-  // The number of ids that this rank requests from a peer; or kAsBefore or kAsBefore - 1 if the requests
-  // equal those of a kept forward pass.
+  // The number of ids that this rank requests from a peer; or kAsBefore or kAsBefore - 1 if the
+  // requests equal those of a kept forward pass.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
   void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
                const char* const* arrays);

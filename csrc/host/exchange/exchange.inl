@@ -1,15 +1,16 @@
 // Which rows of other memory domains a batch needs, each once. Part of kernels.inl.
 //
-// For a row that this rank cannot address, the read map gives -1 - home key instead of an address (see
-// `context_arguments` in oper/shmem/placement/layout.py).
+// For a row that this rank cannot address, the read map gives -1 - home key instead of an address
+// (see `context_arguments` in oper/shmem/placement/layout.py).
 
 // Home key of such a row.
 OPER_INLINE uint32_t remote_key(int64_t place) { return static_cast<uint32_t>(-1 - place); }
 
-// Numbers the distinct rows without an address among the `n` places in the order of their keys, writes
-// the keys to out.keys and -1 - number to their places. Adds the number of these places to `counts` [W]
-// of their owners.
-void number_sorted(const Table& table, int64_t n, RemoteRows& out, int64_t* counts, Scratch& scratch) {
+// Numbers the distinct rows without an address among the `n` places in the order of their keys,
+// writes the keys to out.keys and -1 - number to their places. Adds the number of these places to
+// `counts` [W] of their owners.
+void number_sorted(const Table& table, int64_t n, RemoteRows& out, int64_t* counts,
+                   Scratch& scratch) {
   uint64_t* pairs = scratch.get<uint64_t>(2, n);
   uint64_t* spare = scratch.get<uint64_t>(3, n);
   int64_t num_remote = 0;
@@ -18,8 +19,8 @@ void number_sorted(const Table& table, int64_t n, RemoteRows& out, int64_t* coun
         (static_cast<uint64_t>(remote_key(out.places[i])) << 32) | static_cast<uint64_t>(i);
     num_remote += out.places[i] < 0;
   }
-  const uint64_t* sorted =
-      radix_sort(pairs, spare, num_remote, 32, bits_for(static_cast<uint64_t>(table.home.num_rows)));
+  const int bits = bits_for(static_cast<uint64_t>(table.home.num_rows));
+  const uint64_t* sorted = radix_sort(pairs, spare, num_remote, 32, bits);
   uint64_t last = ~uint64_t{0};
   int32_t owner = 0;
   for (int64_t i = 0; i < num_remote; ++i) {
@@ -32,8 +33,8 @@ void number_sorted(const Table& table, int64_t n, RemoteRows& out, int64_t* coun
   }
 }
 
-// The same without sorting: counts in an array over all rows of the table. Faster if the table has few
-// rows compared with the number of ids.
+// The same without sorting: counts in an array over all rows of the table. Faster if the table has
+// few rows compared with the number of ids.
 void number_in_place(const Table& table, int64_t n, RemoteRows& out, int64_t* counts,
                      Scratch& scratch) {
   const int64_t rows = table.home.num_rows;
@@ -53,8 +54,8 @@ void number_in_place(const Table& table, int64_t n, RemoteRows& out, int64_t* co
     if (out.places[i] < 0) out.places[i] = -static_cast<int64_t>(number[remote_key(out.places[i])]);
 }
 
-int64_t remote_rows(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, RemoteRows& out,
-                 Scratch& scratch) {
+int64_t remote_rows(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
+                    RemoteRows& out, Scratch& scratch) {
   const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   int64_t at = 0, num_pushed = 0;
@@ -72,8 +73,8 @@ int64_t remote_rows(const Table& table, const Batch& batch, Moved kind, bool ski
     }
     at += n;
   }
-  // Counts all places as rows that are read in place. Those that are no addresses are counted for the
-  // arena with the lowest addresses, and subtracted again.
+  // Counts all places as rows that are read in place. Those that are no addresses are counted for
+  // the arena with the lowest addresses, and subtracted again.
   int64_t* counts = scratch.rows_read(kind, table.index);
   count_rows(table, out.places, at, kind, scratch);
   int64_t num_remote = 0;

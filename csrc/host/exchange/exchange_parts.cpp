@@ -96,8 +96,8 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   return equal(runs.data(), before.bags, static_cast<int64_t>(runs.size()));
 }
 
-// Lists the sums of squares of this rank's rows of a column piece, for the owners of the rows' other
-// pieces.
+// Lists the sums of squares of this rank's rows of a column piece, for the owners of the rows'
+// other pieces.
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
   for (int32_t r : messages.remote) {

@@ -12,8 +12,8 @@ namespace oper::host {
 
 namespace {
 
-// If a row's step is larger, differences of its numbers may exceed the range of float32. Then a quarter
-// of each number is coded and decoded instead.
+// If a row's step is larger, differences of its numbers may exceed the range of float32. Then a
+// quarter of each number is coded and decoded instead.
 constexpr float kWideStep = FLT_MAX / 512, kQuarter = 0.25f;
 
 OPER_INLINE void round_row(char* to, const float* numbers, int64_t n) {
@@ -82,7 +82,8 @@ OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws
   uint32_t bits[kBlock / 2];  // two numbers each, the first in the lower half
   std::fill_n(bits, kBlock / 2, kToNearest << 16 | kToNearest);
   for (int64_t first = 0; first < n; first += kBlock) {
-    // Random numbers are drawn for whole blocks, also for the last one, so that the loops vectorise.
+    // Random numbers are drawn for whole blocks, also for the last one, so that the loops
+    // vectorise.
     if (draws != nullptr)
       for (uint32_t k = 0; k < kDraws; ++k) {
         const Philox4 drawn = rounding_bits(
@@ -132,8 +133,8 @@ OPER_INLINE void decode_row(float* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * to[i];
 }
 
-// Copies entries of kUnit bytes or, if that is 0, of `unit` bytes. With a constant size the compiler
-// inlines memcpy, whose call would take longer than a short copy.
+// Copies entries of kUnit bytes or, if that is 0, of `unit` bytes. With a constant size the
+// compiler inlines memcpy, whose call would take longer than a short copy.
 template <int64_t kUnit>
 void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, int64_t unit) {
   constexpr int64_t kAhead = 16;

@@ -9,8 +9,8 @@
 
 namespace oper::host {
 
-// The source of the random numbers for rounding. They depend on which row or bag is rounded, not on the
-// order or the threads.
+// The source of the random numbers for rounding. They depend on which row or bag is rounded, not on
+// the order or the threads.
 struct Draws {
   RoundingKey key;
   uint32_t purpose;       // see philox.h
@@ -30,13 +30,13 @@ struct WireArray {
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array);
 void unpack(char* to, const char* from, const WireArray& array);
 
-// Convert slots below 2^bits, uint32 [n], to `bits` (1 to 32) bits each, lowest bits first, and back.
-// Write packed_bytes(n, bits), see exchange.h.
+// Convert slots below 2^bits, uint32 [n], to `bits` (1 to 32) bits each, lowest bits first, and
+// back. Write packed_bytes(n, bits), see exchange.h.
 void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
 void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
 
-// Convert the bags of consecutive ids, uint32 [n], to one bit per id, set if the id's bag is not that of
-// the id before; and back, but to bags numbered 0, 1, ...
+// Convert the bags of consecutive ids, uint32 [n], to one bit per id, set if the id's bag is not
+// that of the id before; and back, but to bags numbered 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);
 void unpack_runs(uint32_t* bags, const char* from, int64_t n);
 

@@ -1,10 +1,11 @@
-// De-duplicated pull within a memory domain: each row of another rank (a peer) is copied once per batch,
-// and pooled from the copy. The results are bitwise the same. Between domains rows are always
-// de-duplicated, see exchange.h.
+// De-duplicated pull within a memory domain: each row of another rank (a peer) is copied once per
+// batch, and pooled from the copy. The results are bitwise the same. Between domains rows are
+// always de-duplicated, see exchange.h.
 //
-// Finding the distinct rows and copying them only pays off if many ids repeat rows and reading a peer's
-// memory takes longer. Ranks on one NUMA node read each other's rows as fast as their own, and caches
-// retain repeated rows. So it is decided for each table, by the measured share of repeated rows.
+// Finding the distinct rows and copying them only pays off if many ids repeat rows and reading a
+// peer's memory takes longer. Ranks on one NUMA node read each other's rows as fast as their own,
+// and caches retain repeated rows. So it is decided for each table, by the measured share of
+// repeated rows.
 #pragma once
 
 #include <deque>
@@ -31,9 +32,9 @@ class PeerRows {
     for (OfTable& of : tables) of.is_chosen = choice == kAlways;
   }
   // Copies peers' rows of the tables for which that was chosen, and sets FeatureBags::rows to the
-  // addresses. Every kCountEvery passes it also counts distinct rows and chooses again. `collective`: see
-  // `forward`. The caller must hold `turn` until the batch has been looked up; lookups that cannot get
-  // it, because another is running, read rows in place.
+  // addresses. Every kCountEvery passes it also counts distinct rows and chooses again.
+  // `collective`: see `forward`. The caller must hold `turn` until the batch has been looked up;
+  // lookups that cannot get it, because another is running, read rows in place.
   Status stage(Context& context, Batch& batch, bool collective);
   std::mutex turn;
 

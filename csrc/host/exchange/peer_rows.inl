@@ -1,7 +1,7 @@
 // The distinct rows of peers in a batch, see peer_rows.h. Part of kernels.inl.
 
-// Writes the places of a table's ids, feature by feature. Returns the first invalid id's index in the
-// batch, or -1.
+// Writes the places of a table's ids, feature by feature. Returns the first invalid id's index in
+// the batch, or -1.
 int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
@@ -47,7 +47,8 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   const int64_t n = batch.num_ids(table);
-  // The addresses of this rank's rows lie between the previous arena's outbox and its own, see Arenas.
+  // The addresses of this rank's rows lie between the previous arena's outbox and its own, see
+  // Arenas.
   const Arenas& arenas = *table.arenas;
   const size_t mine = static_cast<size_t>(
       std::find(arenas.rank.begin(), arenas.rank.end(), rank) - arenas.rank.begin());

@@ -17,13 +17,13 @@ namespace oper::host {
 namespace {
 constexpr uint32_t kMark = 0x7265706f;    // of the headers of this protocol ("oper")
 constexpr int64_t kTurnBytes = 64 << 10;  // sent to one peer before the next peer has its turn
-// A send window is the number of bytes in flight to one peer. If several senders share a receiver's link
-// with windows larger than what the link holds, TCP shares it unequally: the sender with the smallest
-// share finishes last while other links idle (a quarter of the time, with four and eight hosts). Small
-// equal windows share it equally. These are the bounds:
+// A send window is the number of bytes in flight to one peer. If several senders share a receiver's
+// link with windows larger than what the link holds, TCP shares it unequally: the sender with the
+// smallest share finishes last while other links idle (a quarter of the time, with four and eight
+// hosts). Small equal windows share it equally. These are the bounds:
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
-// At least this many TCP segments (64 KiB each on loopback), since receivers delay the ACK of a single
-// one.
+// At least this many TCP segments (64 KiB each on loopback), since receivers delay the ACK of a
+// single one.
 constexpr int64_t kLeastSegments = 4;
 constexpr double kBdpMultiple = 2;  // window size as a multiple of the bandwidth-delay product
 // Above this round-trip time TCP chooses the window, since wmem_max limits one that is set.
@@ -141,8 +141,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
   const size_t W = peers_.size();
   std::vector<pollfd> waits;
   std::vector<size_t> whose;
-  // Tries all peers once, then those that the kernel reports as ready. Each rank begins with the rank
-  // after it, so that not all send to the same one first.
+  // Tries all peers once, then those that the kernel reports as ready. Each rank begins with the
+  // rank after it, so that not all send to the same one first.
   for (bool is_first = true;; is_first = false) {
     waits.clear();
     whose.clear();
@@ -178,8 +178,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
   }
 }
 
-// Sets each window to kBdpMultiple times the bandwidth-delay product (the recent rate of sending times
-// the shortest round trip), divided by the number of peers.
+// Sets each window to kBdpMultiple times the bandwidth-delay product (the recent rate of sending
+// times the shortest round trip), divided by the number of peers.
 void Sockets::fit_windows() {
   bytes_per_ns_ *= kRateDecay;
   if (sent_ < kMinSampleBytes || peers_.size() < 2) return;

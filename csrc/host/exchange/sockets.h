@@ -1,7 +1,7 @@
 // All-to-all exchanges of bytes over TCP, with one connection for each pair of ranks.
 //
-// The calling thread sends and receives: no other thread must be woken. Both sides know the sizes in
-// advance, so that there is no handshake.
+// The calling thread sends and receives: no other thread must be woken. Both sides know the sizes
+// in advance, so that there is no handshake.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,10 @@ class Sockets {
   // Connections by rank, non-blocking and with TCP_NODELAY; -1 for this rank. The caller owns them.
   explicit Sockets(const std::vector<int64_t>& connections);
 
-  // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it. Segments
-  // lie one after the other in rank order; their sizes [W] are in bytes. Both buffers must be valid until
-  // run() returns kDone. Returns false, and does nothing, if the previous exchange is unfinished.
+  // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it.
+  // Segments lie one after the other in rank order; their sizes [W] are in bytes. Both buffers must
+  // be valid until run() returns kDone. Returns false, and does nothing, if the previous exchange
+  // is unfinished.
   bool begin(const char* send, const int64_t* send_bytes, char* recv, const int64_t* recv_bytes);
   // Sends and receives until the exchange is complete (kDone), for at most about `timeout_ms`.
   Result run(int timeout_ms);

@@ -1,9 +1,9 @@
 // Bounds of bags from their lengths. Part of kernels.inl.
 //
-// If one thread wrote all bounds (8 bytes each) before a lookup with one id per bag, that would take a
-// tenth of the lookup's time. Instead, it only sums the lengths of blocks of kTaskBags bags. The thread
-// that pools a block then computes the block's bounds in the first-level cache, and writes them to memory
-// for the backward pass.
+// If one thread wrote all bounds (8 bytes each) before a lookup with one id per bag, that would
+// take a tenth of the lookup's time. Instead, it only sums the lengths of blocks of kTaskBags bags.
+// The thread that pools a block then computes the block's bounds in the first-level cache, and
+// writes them to memory for the backward pass.
 
 template <class Length>
 int64_t start_blocks(const Length* lengths, int64_t num_keys, int64_t size, int64_t* offsets) {
@@ -61,8 +61,8 @@ OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t
   out[n] = first;
 }
 
-// Copies bounds to memory, whole cache lines past the caches. No other thread may access these lines at
-// the same time.
+// Copies bounds to memory, whole cache lines past the caches. No other thread may access these
+// lines at the same time.
 OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(to) % 64 == 0)

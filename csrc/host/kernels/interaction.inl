@@ -1,4 +1,5 @@
-// DLRM's interaction: the dot products of the rows of a sample with each other. Part of kernels.inl.
+// DLRM's interaction: the dot products of the rows of a sample with each other. Part of
+// kernels.inl.
 
 #if defined(OPER_KERNELS_AVX512)
 
@@ -95,8 +96,8 @@ OPER_INLINE void as_columns(const float* rows, int64_t from_stride, int num_rows
   }
 }
 
-// Adds to `sum` the dot products of R rows with 16 * V rows that are stored as columns, see `as_columns`.
-// Each is summed in the order of the dims, so that it depends on its two rows only.
+// Adds to `sum` the dot products of R rows with 16 * V rows that are stored as columns, see
+// `as_columns`. Each is summed in the order of the dims, so that it depends on its two rows only.
 template <int R, int V>
 OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, int dim, int width,
                           Lanes (&sum)[R][V]) {
@@ -109,8 +110,8 @@ OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, in
   }
 }
 
-// Dot products of the rows [i, i + R) with the rows [j, j + 16 * V). Stores those above the diagonal to
-// `out`, in which pairs are in the order (0, 1), (0, 2), ..., (1, 2), ...
+// Dot products of the rows [i, i + R) with the rows [j, j + 16 * V). Stores those above the
+// diagonal to `out`, in which pairs are in the order (0, 1), (0, 2), ..., (1, 2), ...
 template <int R, int V>
 OPER_INLINE void multiply_block(const float* rows, const float* columns, int num_rows, int dim,
                                 int width, int i, int j, float* out) {
@@ -130,8 +131,8 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   }
 }
 
-// Calls body(number of rows as an integral_constant, first row) for blocks of the rows below `last`. The
-// last block may extend beyond it.
+// Calls body(number of rows as an integral_constant, first row) for blocks of the rows below
+// `last`. The last block may extend beyond it.
 template <class Body>
 OPER_INLINE void for_row_blocks(int last, Body body) {
   int i = 0;
@@ -166,8 +167,8 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
   }
 }
 
-// The gradient of row i is the sum over j of the gradient of pair (i, j) times row j. That of the first
-// row also has the gradient of its copy in the output.
+// The gradient of row i is the sum over j of the gradient of pair (i, j) times row j. That of the
+// first row also has the gradient of its copy in the output.
 void interact_gradient(const float* first, const float* others, const float* gradient, int num_rows,
                        int dim, float* first_out, float* others_out, Scratch& scratch) {
   const int width = (dim + 15) / 16 * 16;
@@ -205,8 +206,8 @@ void interact_gradient(const float* first, const float* others, const float* gra
   for (int k = 0; k < dim; ++k) first_out[k] += gradient[k];
 }
 
-// Dot products of the rows r in [i, i + R) with one row of each sample s, which are stored as columns.
-// Written to to[r * width + s].
+// Dot products of the rows r in [i, i + R) with one row of each sample s, which are stored as
+// columns. Written to to[r * width + s].
 template <int R, int V>
 OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* samples, int dim,
                                   int width, int i, float* to) {
@@ -219,8 +220,8 @@ OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* 
       *reinterpret_cast<Loose*>(to + static_cast<int64_t>(r) * width + 16 * v) = sum[r - i][v];
 }
 
-// Dot products, for each sample s, of one of its rows with R others. Rows are stored as columns, `next`
-// floats apart. Written to to[r * width + s].
+// Dot products, for each sample s, of one of its rows with R others. Rows are stored as columns,
+// `next` floats apart. Written to to[r * width + s].
 template <int R>
 OPER_INLINE void multiply_own(const float* one, const float* others, int64_t next, int dim, int width,
                               float* to) {

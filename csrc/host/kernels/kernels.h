@@ -1,13 +1,13 @@
-// The inner loops of the host back end, compiled once per instruction set (kernels_*.cpp). `kernels()`
-// chooses one when it is first called. All variants give bitwise the same numbers: they compute in 16
-// lanes whatever the width of registers, never fuse a multiplication and an addition on their own, and
-// sum lanes in a fixed order.
+// The inner loops of the host back end, compiled once per instruction set (kernels_*.cpp).
+// `kernels()` chooses one when it is first called. All variants give bitwise the same numbers: they
+// compute in 16 lanes whatever the width of registers, never fuse a multiplication and an addition
+// on their own, and sum lanes in a fixed order.
 //
 // In this and the files it is compiled from, a bad id is one outside [0, number of rows).
 #pragma once
 
-// The headers that kernels.inl needs. They must precede the target pragmas of kernels_*.cpp: the linker
-// keeps one copy of an inline function, which must run on any processor.
+// The headers that kernels.inl needs. They must precede the target pragmas of kernels_*.cpp: the
+// linker keeps one copy of an inline function, which must run on any processor.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -29,9 +29,9 @@ struct BagRange {
   size_t feature;
 };
 
-// A lookup reduced to its memory accesses, with which benchmarks compare real lookups: prefetches and
-// sums rows at given addresses. Bag b sums the float32 rows at addresses[offsets[b] .. offsets[b + 1])
-// and writes `dim` floats to out + destinations[b].
+// A lookup reduced to its memory accesses, with which benchmarks compare real lookups: prefetches
+// and sums rows at given addresses. Bag b sums the float32 rows at addresses[offsets[b] ..
+// offsets[b + 1]) and writes `dim` floats to out + destinations[b].
 struct GatherJob {
   const int64_t* addresses;     // [N + prefetch]; the last ones are only prefetched
   const int64_t* offsets;       // [num_bags + 1]
@@ -42,8 +42,8 @@ struct GatherJob {
   bool stream;       // bypass the caches when writing; needs dim % 16 == 0 and 64-byte aligned bags
 };
 
-// Which bags the samples of one feature have: sample b has bag bags[b]. Rows of samples are `stride`
-// floats apart.
+// Which bags the samples of one feature have: sample b has bag bags[b]. Rows of samples are
+// `stride` floats apart.
 struct SampleJob {
   const int64_t* bags;  // [count]
   int64_t count, stride, dim;
@@ -65,14 +65,14 @@ constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 struct Kernels {
   const char* name;
   // Adds up `lengths`, int32 or int64 [num_keys * batch_size]. Of the bounds of bags it writes to
-  // `offsets` [num_keys * batch_size + 1] only that of every kTaskBags-th bag of each key, and the last
-  // one. Returns the sum, or -1 if a length is negative or at least 2^32.
+  // `offsets` [num_keys * batch_size + 1] only that of every kTaskBags-th bag of each key, and the
+  // last one. Returns the sum, or -1 if a length is negative or at least 2^32.
   int64_t (*start_bounds)(const void* lengths, bool are_32_bit, int64_t num_keys, int64_t batch_size,
                           int64_t* offsets);
   // Pools the bags into `out`. Returns the first bad id's index in the batch, or -1.
   int64_t (*pool)(const Table& table, const BagRange& range, float* out, Scratch& scratch);
-  // Writes of each sample in rows [num_samples, num_rows, dim] its first row and the dot products of all
-  // pairs of its rows, see `forward_interaction` in interaction.h.
+  // Writes of each sample in rows [num_samples, num_rows, dim] its first row and the dot products
+  // of all pairs of its rows, see `forward_interaction` in interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
   // The gradient of `interact` for one sample, with respect to its first row [dim] and its others
@@ -80,29 +80,31 @@ struct Kernels {
   void (*interact_gradient)(const float* first, const float* others, const float* gradient,
                             int num_rows, int dim, float* first_out, float* others_out,
                             Scratch& scratch);
-  // For samples that have the rows `shared` [num_shared, dim] in common and rows of their own, `own`:
-  // num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot products of
-  // its own rows with the shared ones and with each other, see `forward_shared_interaction`.
+  // For samples that have the rows `shared` [num_shared, dim] in common and rows of their own,
+  // `own`: num_own arrays [num_samples, dim]. Writes of each sample its first own row, and the dot
+  // products of its own rows with the shared ones and with each other, see
+  // `forward_shared_interaction`.
   void (*interact_shared)(const float* shared, int num_shared, const float* const* own, int num_own,
                           int num_samples, int dim, float* out, Scratch& scratch);
-  // Adds the gradients of the ids' weights to `out` [ids]: dot products of their rows with the gradients
-  // of their bags.
+  // Adds the gradients of the ids' weights to `out` [ids]: dot products of their rows with the
+  // gradients of their bags.
   void (*weight_gradient)(const Table& table, const BagRange& range, const float* grad, float* out,
                           Scratch& scratch);
-  // Writes the places (read map) of the bags' ids. Returns the first bad id's index in the batch, or -1.
+  // Writes the places (read map) of the bags' ids. Returns the first bad id's index in the batch,
+  // or -1.
   int64_t (*locate)(const Table& table, const BagRange& range, int64_t* addresses);
-  // Sorts the ids of one table by home key. The order's arrays are stored from base + memory on or, if
-  // base is null, in scratch. Returns the first bad id's index, or -1.
+  // Sorts the ids of one table by home key. The order's arrays are stored from base + memory on or,
+  // if base is null, in scratch. Returns the first bad id's index, or -1.
   int64_t (*arrange)(const Table& table, const Batch& batch, char* base, int64_t memory,
                      Scratch& scratch, TableOrder& order);
-  // Sums the gradients of one table by row and writes the sums to the outbox. Returns the first bad id's
-  // index, kReduceOk or kReduceFull.
+  // Sums the gradients of one table by row and writes the sums to the outbox. Returns the first bad
+  // id's index, kReduceOk or kReduceFull.
   int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, Scratch& scratch);
-  // Writes the sums of squares of the gradients (summed over ranks) of a column piece's rows, for clipping
-  // and row-wise optimizers. `round`: see Table::rounds_of_squares.
+  // Writes the sums of squares of the gradients (summed over ranks) of a column piece's rows, for
+  // clipping and row-wise optimizers. `round`: see Table::rounds_of_squares.
   void (*squares)(const Context& context, int32_t table, float gradient_scale, int32_t round);
-  // Sums the gradients that all ranks have for this rank's rows of one table and keeps the sums for the
-  // next update, see `leave`.
+  // Sums the gradients that all ranks have for this rank's rows of one table and keeps the sums for
+  // the next update, see `leave`.
   void (*keep)(Context& context, int32_t table);
   // Sums such gradients and those that were kept, and applies the optimizer.
   void (*update)(const Context& context, int32_t table, float gradient_scale);
@@ -117,29 +119,30 @@ struct Kernels {
   // Finds the rows of other memory domains that a batch needs, without those in pushed tiers if
   // `skip_pushed`, and counts all rows read as `kind`. Returns the first bad id's index, or -1.
   int64_t (*remote_rows)(const Table& table, const Batch& batch, Moved kind, bool skip_pushed,
-                      RemoteRows& out, Scratch& scratch);
-  // De-duplicated pull, see peer_rows.h. `distinct_rows` finds the distinct rows of peers that a table's
-  // ids need and returns the first bad id's index, or -1; `count` counts the rows read.
+                         RemoteRows& out, Scratch& scratch);
+  // De-duplicated pull, see peer_rows.h. `distinct_rows` finds the distinct rows of peers that a
+  // table's ids need and returns the first bad id's index, or -1; `count` counts the rows read.
   int64_t (*distinct_rows)(const Table& table, const Batch& batch, int32_t rank, DistinctRows& out,
                            Scratch& scratch);
   void (*count)(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
                 Scratch& scratch);
   // Finds the rows of keys, and the distinct ones among these. Returns how many keys have no row.
   int64_t (*find_keys)(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct);
-  // The slot of a full bucket whose key is evicted for a new key with home line `line`, given the ages of
-  // the slots; -1 if all keys of the bucket have been seen in this update.
+  // The slot of a full bucket whose key is evicted for a new key with home line `line`, given the
+  // ages of the slots; -1 if all keys of the bucket have been seen in this update.
   int64_t (*victim)(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
                     uint32_t clock);
-  // Columns [begin, end) of a new key's row: uniform in [-bound, bound), a function of seed, key and column.
+  // Columns [begin, end) of a new key's row: uniform in [-bound, bound), a function of seed, key
+  // and column.
   void (*draw_row)(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out);
-  // Copies rows of bags, `stride` floats apart, to the samples that have them. `samples` may equal `bags`
-  // if no sample's bag has a larger index than the sample.
+  // Copies rows of bags, `stride` floats apart, to the samples that have them. `samples` may equal
+  // `bags` if no sample's bag has a larger index than the sample.
   void (*spread)(const SampleJob& job, const float* bags, float* samples);
   // Sums rows of samples by bag, in the order of the samples.
   void (*add_up)(const SampleJob& job, const float* samples, float* bags, int64_t num_bags,
                  int64_t bags_stride);
-  // `numbers`, `codes`: scratch for one row, its dim rounded up to 16. Returns the first row that has a
-  // number that is not finite or a scale or bias beyond float16's range, or -1.
+  // `numbers`, `codes`: scratch for one row, its dim rounded up to 16. Returns the first row that
+  // has a number that is not finite or a scale or bias beyond float16's range, or -1.
   int64_t (*quantise)(const QuantiseJob& job, float* numbers, uint8_t* codes);
   // Of bags [begin, end).
   void (*gather)(const GatherJob& job, int64_t begin, int64_t end);

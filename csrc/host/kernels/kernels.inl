@@ -4,14 +4,16 @@
 namespace oper::host {
 namespace OPER_KERNELS {
 
-// 16 lanes, which the compiler splits into the registers that the target has. `Loose` may be unaligned.
+// 16 lanes, which the compiler splits into the registers that the target has. `Loose` may be
+// unaligned.
 typedef float Lanes __attribute__((vector_size(64)));
 typedef float Loose __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
 constexpr int kMaxVectors = 64;     // dim <= 1024
-// How many ids before its use a row is prefetched, at most; 40 and 48 took the same time, 24 took longer.
+// How many ids before its use a row is prefetched, at most; 40 and 48 took the same time, 24 took
+// longer.
 constexpr int64_t kPrefetch = 48;
 constexpr int64_t kBlockIds = 256;  // ids resolved at a time; with 64 and 128 lookups took longer
 constexpr int64_t kIdsAhead = 256;  // how many ids before its use an id is prefetched

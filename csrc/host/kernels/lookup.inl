@@ -2,7 +2,8 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// Adds the row at address `at` times its weight to `row`, rounded as in FBGEMM's lookups for inference.
+// Adds the row at address `at` times its weight to `row`, rounded as in FBGEMM's lookups for
+// inference.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   const E* p = reinterpret_cast<const E*>(at);
@@ -20,18 +21,18 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
 // Replaces the element type of a table whose rows have several types.
 struct Mixed {};
 
-// Prefetches a row of a table with several types, whose widest rows have `most` bytes. Takes the same
-// number of steps for all types, since a branch on the type would be mispredicted: for narrow rows the
-// last line is prefetched repeatedly.
+// Prefetches a row of a table with several types, whose widest rows have `most` bytes. Takes the
+// same number of steps for all types, since a branch on the type would be mispredicted: for narrow
+// rows the last line is prefetched repeatedly.
 OPER_INLINE void prefetch_marked(RowPlace at, int64_t most) {
   const int64_t last = at.last_byte();
   for (int64_t k = 0; k < most; k += 64) __builtin_prefetch(at.row() + std::min(k, last), 0, 3);
   __builtin_prefetch(at.row() + last, 0, 3);
 }
 
-// Pools a bag of `n` rows of codes, rounded as by FBGEMM: the sum begins with zero, and for mean pooling
-// it is multiplied by 1 / n. `at`: addresses, of which the rows up to `ahead` after the bag are
-// prefetched; `w`: weights of the ids.
+// Pools a bag of `n` rows of codes, rounded as by FBGEMM: the sum begins with zero, and for mean
+// pooling it is multiplied by 1 / n. `at`: addresses, of which the rows up to `ahead` after the bag
+// are prefetched; `w`: weights of the ids.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
                             int64_t ahead, Row<N>& row) {
@@ -45,8 +46,8 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// The same for rows of numbers. The sum begins with the first row, and for mean pooling is divided by n.
-// kCached: rows are in the cache, and not prefetched.
+// The same for rows of numbers. The sum begins with the first row, and for mean pooling is divided
+// by n. kCached: rows are in the cache, and not prefetched.
 template <int N, bool kWeighted, bool kCached, class E>
 OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, const float* w,
                               int64_t ahead, Row<N>& row) {
@@ -96,8 +97,8 @@ OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Selects those of `n` RowPlaces that have rows of a type: writes their addresses to `rows` and their
-// indices to `which` (which need space for 8 more), and returns their number.
+// Selects those of `n` RowPlaces that have rows of a type: writes their addresses to `rows` and
+// their indices to `which` (which need space for 8 more), and returns their number.
 OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int64_t* rows,
                                 int64_t* which) {
   int64_t count = 0;
@@ -125,8 +126,8 @@ OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int6
   return count;
 }
 
-// Pools bags of one id each of a table with several types, kSome bags at a time and these type by type:
-// in the order of the bags, the branch on each row's type would often be mispredicted.
+// Pools bags of one id each of a table with several types, kSome bags at a time and these type by
+// type: in the order of the bags, the branch on each row's type would often be mispredicted.
 template <int N, bool kWeighted, bool kStream>
 OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float* w,
                               int64_t num_bags, int64_t ahead, float* out, int64_t stride) {
@@ -155,8 +156,8 @@ OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float
   }
 }
 
-// Pools bags of one feature into rows `stride` floats apart. `addresses`: from the first bag's first id
-// on; `offsets` [num_bags + 1] are indices of `weights`, which belong to the whole batch.
+// Pools bags of one feature into rows `stride` floats apart. `addresses`: from the first bag's
+// first id on; `offsets` [num_bags + 1] are indices of `weights`, which belong to the whole batch.
 template <int N, bool kWeighted, bool kStream, bool kCached, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
@@ -193,8 +194,8 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   }
 }
 
-// Counts the rows at `addresses` by the rank whose arena they are in: for each arena in a pass over the
-// addresses, which are in the cache, that the compiler vectorises.
+// Counts the rows at `addresses` by the rank whose arena they are in: for each arena in a pass over
+// the addresses, which are in the cache, that the compiler vectorises.
 OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_t n, Moved kind,
                             Scratch& scratch) {
   int64_t* counts = scratch.rows_read(kind, table.index);
@@ -227,9 +228,9 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
   }
 }
 
-// Calls body(begin, end, places of their ids) for consecutive ranges [begin, end) of bags. Returns the
-// first bad id's index in the batch, or -1. Ids are resolved a few at a time, but always kPrefetch ids
-// before they are needed, so that their rows can be prefetched.
+// Calls body(begin, end, places of their ids) for consecutive ranges [begin, end) of bags. Returns
+// the first bad id's index in the batch, or -1. Ids are resolved a few at a time, but always
+// kPrefetch ids before they are needed, so that their rows can be prefetched.
 template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
@@ -264,7 +265,8 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
       if (range.bags.rows != nullptr) {  // already resolved, and counted
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
-        // The hardware prefetcher does not see that ids are read in sequence, since rows are read between.
+        // The hardware prefetcher does not see that ids are read in sequence, since rows are read
+        // between.
         prefetch_row(ids + id_bytes * std::min(total, resolved + kIdsAhead), id_bytes * n);
         const int64_t bad =
             resolve(table.read, range.batch, first + resolved, n, total - resolved, to);
@@ -291,8 +293,8 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
 using PoolBlock = void (*)(const Table&, const int64_t* addresses, const int64_t* offsets,
                            const float* weights, int64_t num_bags, float* out, int64_t stride);
 
-// Whether most rows will be in the core's own cache, since there are few and each is read several times.
-// Then prefetching, which takes as many instructions as adding, does not pay off.
+// Whether most rows will be in the core's own cache, since there are few and each is read several
+// times. Then prefetching, which takes as many instructions as adding, does not pay off.
 OPER_INLINE bool is_cached(const Table& table, int64_t num_ids) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t rows = table.home.num_rows;

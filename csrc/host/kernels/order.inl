@@ -1,4 +1,5 @@
-// Orders ids by home key, the part of the backward pass that depends on ids only. Part of kernels.inl.
+// Orders ids by home key, the part of the backward pass that depends on ids only. Part of
+// kernels.inl.
 
 // Passes of `radix_sort` for this many bits, at most 11 in each.
 int num_passes(int bits) { return (bits + 10) / 11; }
@@ -31,9 +32,9 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 // Bits of the numbers below `count`.
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(home keys of ids, their number, index of the first in the batch, their bag) for ranges of
-// ids of one bag, over all features of the table; bags are numbered consecutively over the features.
-// Returns the first bad id's index, or -1.
+// Calls body(home keys of ids, their number, index of the first in the batch, their bag) for ranges
+// of ids of one bag, over all features of the table; bags are numbered consecutively over the
+// features. Returns the first bad id's index, or -1.
 template <class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   constexpr int64_t kAtOnce = 512;
@@ -61,7 +62,8 @@ int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   return -1;
 }
 
-// Memory for the arrays of one table's order, from base + memory on or, if base is null, from scratch.
+// Memory for the arrays of one table's order, from base + memory on or, if base is null, from
+// scratch.
 class OrderMemory {
  public:
   OrderMemory(char* base, int64_t memory, Scratch& scratch)

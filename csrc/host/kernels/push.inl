@@ -1,10 +1,10 @@
 // Exchange mode push: owners pool their rows of each bag. Part of kernels.inl.
 //
 // Forward: a reader writes the slots and bags of its ids in pushed tiers to its outbox, by owner
-// (`request`). Each owner pools its rows into one partial sum per bag (`pool_for`). The reader adds these
-// sums, in rank order, to the sum of the rows that it reads itself (`pool_pushed`).
-// Backward: the reader writes the same requests and the gradients of its bags (`stage`). The owners sum
-// them by row (`reduce_pushed`).
+// (`request`). Each owner pools its rows into one partial sum per bag (`pool_for`). The reader adds
+// these sums, in rank order, to the sum of the rows that it reads itself (`pool_pushed`). Backward:
+// the reader writes the same requests and the gradients of its bags (`stage`). The owners sum them
+// by row (`reduce_pushed`).
 
 // Lists the ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
 int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
@@ -202,8 +202,8 @@ bool stage(Context& context, int32_t index, const Batch& batch) {
   return true;
 }
 
-// Sums the gradients of one rank's requests by row, in the order of the requests. K: type of packed pairs
-// (slot, payload); the payload is the bag or, with weights, the index of the request.
+// Sums the gradients of one rank's requests by row, in the order of the requests. K: type of packed
+// pairs (slot, payload); the payload is the bag or, with weights, the index of the request.
 template <int N, class K>
 void reduce_requests(const Table& table, const Requests& in, int slot_bits, int payload_bits,
                      PushedRows& out, Scratch& scratch) {

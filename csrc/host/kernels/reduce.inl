@@ -38,8 +38,9 @@ class Outbox {
     rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
   }
   bool ok() const { return ok_; }
-  // Whether rows should bypass the caches when they are written: if the outboxes of a batch do not fit
-  // the last-level cache, they will not be there when owners read them. Only for rows of whole lines.
+  // Whether rows should bypass the caches when they are written: if the outboxes of a batch do not
+  // fit the last-level cache, they will not be there when owners read them. Only for rows of whole
+  // lines.
   bool streams(const Context& context) const {
     const int64_t bytes = context.outbox_header(context.rank)->used_bytes * world_size_;
     return bytes > last_level_cache_bytes() && dim_ % 16 == 0 &&
@@ -51,8 +52,8 @@ class Outbox {
     slots_[count_] = static_cast<uint32_t>(key - owner_begin_[owner_]);
     return rows_ + (count_++) * dim_;
   }
-  // The same if `is_next`; otherwise, for the same key as in the last call, its place again. Does not
-  // branch on `is_next`.
+  // The same if `is_next`; otherwise, for the same key as in the last call, its place again. Does
+  // not branch on `is_next`.
   OPER_INLINE float* next_or_same(int64_t key, bool is_next) {
     while (key >= owner_begin_[owner_ + 1]) begin_[++owner_] = count_;
     count_ += is_next;
@@ -78,8 +79,8 @@ class Outbox {
 
 // ---- small tables: sums of all rows in the cache -----------------------------------------------
 
-// Sums in the order of the input, as `reduce_sorted` does, so that both give the same bits. Returns false
-// if the outbox is full.
+// Sums in the order of the input, as `reduce_sorted` does, so that both give the same bits. Returns
+// false if the outbox is full.
 template <int N>
 bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
                   Scratch& scratch) {
@@ -126,9 +127,9 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
 
 // ---- other tables: sorted ids ------------------------------------------------------------------
 
-// Copies the bags' gradients to contiguous rows, for mean pooling divided by the bag's length. In the
-// output's gradient, a table's rows are `output_columns` apart: they map to a fraction of the cache's
-// sets, so that a row read several times would often have been replaced.
+// Copies the bags' gradients to contiguous rows, for mean pooling divided by the bag's length. In
+// the output's gradient, a table's rows are `output_columns` apart: they map to a fraction of the
+// cache's sets, so that a row read several times would often have been replaced.
 template <int N>
 void stage_gradients(const Table& table, const Batch& batch, float* to) {
   const int dim = table.dim;
@@ -149,8 +150,8 @@ void stage_gradients(const Table& table, const Batch& batch, float* to) {
   }
 }
 
-// Whether `stage_gradients` pays off: if bags have at least two ids on average, or eight if the copies do
-// not fit the cache.
+// Whether `stage_gradients` pays off: if bags have at least two ids on average, or eight if the
+// copies do not fit the cache.
 OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes) {
   constexpr int64_t kBytes = 8 << 20;
   return num_ids >= (num_bags * row_bytes <= kBytes ? 2 : 8) * num_bags;
@@ -189,8 +190,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
-  // How often a row occurs cannot be predicted. For a narrow row, a mispredicted branch takes longer than
-  // storing the sum after each of its gradients.
+  // How often a row occurs cannot be predicted. For a narrow row, a mispredicted branch takes
+  // longer than storing the sum after each of its gradients.
   if constexpr (N != 0 && N <= 4) {
     Row<N> sum;
     sum.zero(dim);

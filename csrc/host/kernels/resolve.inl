@@ -1,10 +1,10 @@
-// From ids to places, by the read map (addresses) or the home map (home keys), see common/directory.h.
-// Part of kernels.inl.
+// From ids to places, by the read map (addresses) or the home map (home keys), see
+// common/directory.h. Part of kernels.inl.
 
 constexpr int64_t kWordsAhead = 64;  // how many ids before its use a word of the head map is prefetched
 
-// Index of the first id outside [0, num_rows), or -1. If there is none, it takes a single pass that the
-// compiler vectorises.
+// Index of the first id outside [0, num_rows), or -1. If there is none, it takes a single pass that
+// the compiler vectorises.
 template <class Id>
 int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   const uint64_t limit = static_cast<uint64_t>(num_rows);
@@ -17,9 +17,9 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   return i;
 }
 
-// `resolve` for ids in hotness order and a single tier whose period is a power of two. Returns whether
-// all ids are valid. The places of invalid ids are computed, too, but never used: in unsigned numbers,
-// since signed ones must not overflow.
+// `resolve` for ids in hotness order and a single tier whose period is a power of two. Returns
+// whether all ids are valid. The places of invalid ids are computed, too, but never used: in
+// unsigned numbers, since signed ones must not overflow.
 template <class Id, class Out>
 bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   const TierMap& tier = map.tiers[0];
@@ -84,8 +84,8 @@ OPER_INLINE void store_places(uint32_t* out, __mmask8 some, __m512i places) {
   _mm256_mask_storeu_epi32(out, some, _mm512_cvtepi64_epi32(places));
 }
 
-// Entry `at` of FlatTiers::base or step, for eight lanes. kRegisters: number of registers, `first` and
-// `second`, that hold all entries; 0 = they are in memory.
+// Entry `at` of FlatTiers::base or step, for eight lanes. kRegisters: number of registers, `first`
+// and `second`, that hold all entries; 0 = they are in memory.
 template <int kRegisters>
 OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i second, __m512i at) {
   if (kRegisters == 1) return _mm512_permutexvar_epi64(at, first);
@@ -93,9 +93,9 @@ OPER_INLINE __m512i entries_at(const int64_t* entries, __m512i first, __m512i se
   return _mm512_i64gather_epi64(at, entries, 8);
 }
 
-// `resolve` for eight ids at a time. Only words and positions of the head map are gathered from memory.
-// Quotients are computed in double: offsets are below 2^32, so that (offset + 0.5) / period differs from
-// every integer by more than the rounding error.
+// `resolve` for eight ids at a time. Only words and positions of the head map are gathered from
+// memory. Quotients are computed in double: offsets are below 2^32, so that (offset + 0.5) / period
+// differs from every integer by more than the rounding error.
 template <int kRegisters, bool kHead, class Id, class Out>
 int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const FlatTiers& flat = *map.flat;
@@ -170,8 +170,8 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
 
 #endif
 
-// Writes the places of ids[0, n); returns the first bad id's index, or -1. The ids [n, readable) will be
-// resolved next: their words of the head map are prefetched.
+// Writes the places of ids[0, n); returns the first bad id's index, or -1. The ids [n, readable)
+// will be resolved next: their words of the head map are prefetched.
 template <class Id, class Out>
 int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
   const bool is_even = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;

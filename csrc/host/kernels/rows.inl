@@ -4,9 +4,9 @@
 
 #if defined(OPER_KERNELS_AVX512)
 
-// Loads `count` < 16 columns, the other lanes are 0. With a mask, since loading a copy that was just
-// stored would wait for the store. Not so for four and eight columns: a masked load also accesses the
-// next cache line, which has not been prefetched.
+// Loads `count` < 16 columns, the other lanes are 0. With a mask, since loading a copy that was
+// just stored would wait for the store. Not so for four and eight columns: a masked load also
+// accesses the next cache line, which has not been prefetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));
@@ -125,8 +125,8 @@ OPER_INLINE float sum_of_lanes(Lanes s) {
   return two[0] + two[1];
 }
 
-// A row of `dim` floats. N > 0: exactly 16 * N columns, in registers. N < 0: fewer than 16 columns, in one
-// register. N == 0: any number of columns.
+// A row of `dim` floats. N > 0: exactly 16 * N columns, in registers. N < 0: fewer than 16 columns,
+// in one register. N == 0: any number of columns.
 template <int N>
 struct Row {
   Lanes v[N > 0 ? N : N < 0 ? 1 : kMaxVectors];
@@ -202,7 +202,8 @@ struct Row {
     const int n = vectors(dim);
     for (int i = 0; i < n; ++i) v[i] += other.v[i];
   }
-  // Stores bypassing the caches, to an address aligned to a cache line; dim must be a multiple of 16.
+  // Stores bypassing the caches, to an address aligned to a cache line; dim must be a multiple of
+  // 16.
   OPER_INLINE void stream(float* p, int dim) const {
     const int n = full(dim);
     for (int i = 0; i < n; ++i) stream_lanes(p + 16 * i, v[i]);
@@ -240,16 +241,16 @@ struct Row {
   }
 };
 
-// How many rows before its use a row is prefetched: at most `most`, and so few that they take only a
-// small part of the cache.
+// How many rows before its use a row is prefetched: at most `most`, and so few that they take only
+// a small part of the cache.
 OPER_INLINE int64_t rows_ahead(int64_t row_bytes, int64_t most = kPrefetch) {
   constexpr int64_t kBytes = 16 << 10;
   return std::clamp<int64_t>(kBytes / row_bytes, 4, most);
 }
 
-// Prefetches into the second-level cache, which can fetch more lines at once than the first (the first
-// 24 on Zen 4, six rows of 64 floats): rows of a 333 MB table were copied in random order at 20 ns a row
-// instead of 31.
+// Prefetches into the second-level cache, which can fetch more lines at once than the first (the
+// first 24 on Zen 4, six rows of 64 floats): rows of a 333 MB table were copied in random order at
+// 20 ns a row instead of 31.
 OPER_INLINE void prefetch_row(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
     __builtin_prefetch(static_cast<const char*>(p) + at, 0, 2);
@@ -266,8 +267,8 @@ OPER_INLINE void prefetch_row_for_write(const void* p, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(p) + at, 1, 2);
 }
 
-// Calls body(std::integral_constant<int, N>{}) with the N of `Row` for this dim: dim / 16 if the row fits
-// registers, -1 below 16 columns, otherwise 0.
+// Calls body(std::integral_constant<int, N>{}) with the N of `Row` for this dim: dim / 16 if the
+// row fits registers, -1 below 16 columns, otherwise 0.
 template <class Body>
 OPER_INLINE auto with_row_width(int dim, Body body) {
   if (dim % 16 == 0) {

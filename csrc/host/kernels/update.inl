@@ -1,5 +1,5 @@
-// What an owner does with the gradients of its rows: sums those of all ranks, and applies the optimizer.
-// Part of kernels.inl.
+// What an owner does with the gradients of its rows: sums those of all ranks, and applies the
+// optimizer. Part of kernels.inl.
 
 // Gradients of one rank for rows of this owner; those before `at` have been used.
 struct Incoming {
@@ -8,7 +8,8 @@ struct Incoming {
   int64_t at, end;
 };
 
-// Updates the moments of Adam or LAMB, and calls finish(i, vector i of the row's step) for all vectors.
+// Updates the moments of Adam or LAMB, and calls finish(i, vector i of the row's step) for all
+// vectors.
 template <int N, class Finish>
 OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& g,
                                 float squares_of_row, const Row<N>& w, bool row_wise,
@@ -38,9 +39,9 @@ OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& 
 
 // One optimizer step of a row, see optimizer.h. `g`: its gradient, summed over the global batch;
 // `squares_of_row`: the sum of squares of the gradient over all columns of the row, for row-wise
-// optimizers; `random`: 16 random bits for every column of 16-bit rows, otherwise null. kScaled: for the
-// optimizers of `has_velocity_or_trust`, whose tables are not split by columns, so that norms are those
-// of `dim` columns.
+// optimizers; `random`: 16 random bits for every column of 16-bit rows, otherwise null. kScaled:
+// for the optimizers of `has_velocity_or_trust`, whose tables are not split by columns, so that
+// norms are those of `dim` columns.
 template <bool kScaled, int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
                                  float squares_of_row, const uint16_t* random) {
@@ -120,9 +121,9 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
   }
 }
 
-// Iterates over the rows for which any rank has a gradient, by ascending slot. Each row is found some
-// steps before its use, so that its data can be prefetched. Does not branch on which ranks have a row,
-// which cannot be predicted.
+// Iterates over the rows for which any rank has a gradient, by ascending slot. Each row is found
+// some steps before its use, so that its data can be prefetched. Does not branch on which ranks
+// have a row, which cannot be predicted.
 class Merge {
  public:
   static constexpr int64_t kMostAhead = 16;
@@ -144,7 +145,8 @@ class Merge {
     while (found_ < ahead_ && find()) {
     }
   }
-  // Writes the next row to `entry`, valid until the following call; returns false after the last row.
+  // Writes the next row to `entry`, valid until the following call; returns false after the last
+  // row.
   OPER_INLINE bool take(Entry* entry) {
     find();
     if (taken_ == found_) return false;
@@ -208,8 +210,8 @@ struct Neutral {
   }
 };
 
-// Calls body(slot, gradient) for each row in `in`, with the sum of its gradients in the order of `in`,
-// times gradient_scale.
+// Calls body(slot, gradient) for each row in `in`, with the sum of its gradients in the order of
+// `in`, times gradient_scale.
 template <int N, class Body>
 void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_scale, Body body) {
   const int dim = table.dim;
@@ -229,12 +231,12 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
   }
 }
 
-// The gradients that each rank has for this rank's rows, in rank order: in pulled tiers, from the ranks'
-// outboxes; or, if `pushed`, in pushed tiers.
+// The gradients that each rank has for this rank's rows, in rank order: in pulled tiers, from the
+// ranks' outboxes; or, if `pushed`, in pushed tiers.
 std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
   const Table& table = context.tables[index];
-  // If this rank owns all rows of a table with pushed tiers only, it has no requests of its own: its own
-  // gradients are in its outbox.
+  // If this rank owns all rows of a table with pushed tiers only, it has no requests of its own:
+  // its own gradients are in its outbox.
   const bool at_once = table.is_pushed && !table.has_push;
   std::vector<Incoming> in;
   if (pushed ? !table.is_pushed : at_once) return in;
@@ -253,8 +255,8 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
   return in;
 }
 
-// `merge_rows` for all rows of this rank, first those of pulled tiers, then those of pushed ones. The kept
-// gradients of earlier micro-batches come first.
+// `merge_rows` for all rows of this rank, first those of pulled tiers, then those of pushed ones.
+// The kept gradients of earlier micro-batches come first.
 template <int N, class Body>
 void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
@@ -293,8 +295,8 @@ void keep(Context& context, int32_t index) {
   });
 }
 
-// From positions to ids. Fast for positions that ascend, as within a tier: the search for the id of a
-// cold row (one outside the explicit head) begins at the last one found.
+// From positions to ids. Fast for positions that ascend, as within a tier: the search for the id of
+// a cold row (one outside the explicit head) begins at the last one found.
 class IdsOfPositions {
  public:
   explicit IdsOfPositions(const HeadIds& head) : head_(head) {}
@@ -350,8 +352,8 @@ class RoundingNumbers {
   uint16_t numbers_[16 * kMaxVectors + 32];  // whole vectors from any column of a block
 };
 
-// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each piece
-// gets the same number. `round`: see Table::rounds_of_squares.
+// Adds up the sums of squares of all pieces of a row, in column order, so that the owner of each
+// piece gets the same number. `round`: see Table::rounds_of_squares.
 float squares_of_row(const Context& context, const Table& table, int64_t slot, int32_t round) {
   const int64_t position = table.position_at(slot);
   float sum = 0.0f;

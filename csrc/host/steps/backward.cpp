@@ -32,8 +32,9 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Counts the reduced gradients that this owner reads from the outboxes: once, and once more for every
-// exchange of sums of squares. `keeps`: it only keeps their sums (see `leave`), without such exchanges.
+// Counts the reduced gradients that this owner reads from the outboxes: once, and once more for
+// every exchange of sums of squares. `keeps`: it only keeps their sums (see `leave`), without such
+// exchanges.
 void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
@@ -46,8 +47,8 @@ void count_gradients(Context& context, bool keeps) {
   }
 }
 
-// Reduces a batch's gradients and exchanges them. Owners then find the gradients of their rows in the
-// ranks' outboxes and, for pushed tiers, in Table::pushed.
+// Reduces a batch's gradients and exchanges them. Owners then find the gradients of their rows in
+// the ranks' outboxes and, for pushed tiers, in Table::pushed.
 void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock) {
   context.reset_outbox();
   if (batch.shared) add_up(context, *batch.shared);

@@ -10,7 +10,8 @@
 namespace oper::host {
 namespace {
 
-// Pools the features of the tables for which direct(table) is true from rows that this rank reads itself.
+// Pools the features of the tables for which direct(table) is true from rows that this rank reads
+// itself.
 template <class Direct>
 void pool_direct(Context& context, const Batch& batch, float* out, Found& found, Direct direct) {
   run_bag_tasks(context, batch, false, [&](size_t f, const BagRange& range, Scratch& scratch) {
@@ -20,8 +21,8 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
   });
 }
 
-// A forward pass in which owners pool rows. With other memory domains, one phase requests both rows and
-// partial sums, and the next one delivers both, so that ranks wait once instead of twice.
+// A forward pass in which owners pool rows. With other memory domains, one phase requests both rows
+// and partial sums, and the next one delivers both, so that ranks wait once instead of twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
   const bool pulls = exchange && exchange->setup.pulls;
@@ -64,8 +65,9 @@ void forward_with_push(Context& context, Batch& batch, float* out) {
                                      context.partial_table(r, t, context.rank)->count);
 }
 
-// Byte offsets of the arrays of each table's TableOrder, which follow the TableOrders, and their end.
-// There are pairs, or keys and bags, which together are no longer; with weights also bags and positions.
+// Byte offsets of the arrays of each table's TableOrder, which follow the TableOrders, and their
+// end. There are pairs, or keys and bags, which together are no longer; with weights also bags and
+// positions.
 std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
   std::vector<int64_t> places{
       round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64)};

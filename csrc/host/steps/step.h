@@ -1,5 +1,5 @@
-// What the steps of a batch have in common: how their work is divided into tasks, and how ranks wait for
-// each other.
+// What the steps of a batch have in common: how their work is divided into tasks, and how ranks
+// wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,10 @@ Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false,
 // The same after Barrier::come.
 Status wait_for_domain(Context& context);
 
-// Waits until all ranks have arrived; if there are several memory domains, exchanges what ranks have
-// for ranks of other domains. Throws an error as a Status, also `mine`, an error that this rank has found.
-// Then all ranks skip this batch. They can continue with the next one, unless there are several domains.
+// Waits until all ranks have arrived; if there are several memory domains, exchanges what ranks
+// have for ranks of other domains. Throws an error as a Status, also `mine`, an error that this
+// rank has found. Then all ranks skip this batch. They can continue with the next one, unless there
+// are several domains.
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine = {});
 
 // Runs task(feature, range of its bags, scratch) for all bags of a batch, kTaskBags at a time.
