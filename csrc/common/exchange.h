@@ -26,12 +26,20 @@ enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares
 constexpr uint32_t kSharing = 6, kKeys = 9;
 
 struct Status {
-  // 0 ok 1 a peer has ended, 2 a peer is late, 6 a peer has given up, 12 a peer has closed its
-  // tables, 13 a peer has refused its batch; the detail is the peer 3 the outbox is full 4 an id is
-  // out of range; the detail is its index in the batch 7 the transport has failed 8 ranks are in
-  // different phases, 9 a rank of another memory domain has sent an invalid message, 11 there is no
-  // memory for a message, 15 ranks update with different settings; the detail is a rank 5, 10, 14:
-  // see handles.h
+  //  0  ok
+  //  1  a peer has ended; the detail is the peer, as for 2, 6, 12 and 13
+  //  2  a peer is late
+  //  3  the outbox is full
+  //  4  an id is out of range; the detail is its index in the batch
+  //  6  a peer has given up
+  //  7  the transport has failed
+  //  8  ranks are in different phases; the detail is a rank, as for 9, 11 and 15
+  //  9  a rank of another memory domain has sent an invalid message
+  // 11  there is no memory for a message
+  // 12  a peer has closed its tables
+  // 13  a peer has refused its batch
+  // 15  ranks update with different settings
+  // 5, 10 and 14 are in handles.h.
   int64_t code = 0;
   int64_t detail = -1;
 };

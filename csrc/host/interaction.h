@@ -9,11 +9,13 @@
 
 namespace oper::host {
 
-// Looks up a pooled batch of F features of `dim` columns each. Writes to out [B, dim + (F + 1) * F
-// / 2], of each sample: its row of `dense` [B, dim], then the dot products of the pairs of its F +
-// 1 rows (the dense one, then those of the features) in the order (0, 1), (0, 2), ..., (1, 2), ...
-// Only for read-only tables whose rows this rank can address, without pushed tiers. Throws a
-// Status.
+// Looks up a pooled batch of F features of `dim` columns each, for B samples. Writes to
+//
+// out [B, dim + (F + 1) * F / 2]: the sample's row of `dense` [B, dim]; the dot products of the pairs
+// of its F + 1 rows (the dense one, then those of the features), in the order (0, 1), (0, 2), ...,
+// (1, 2), ...
+//
+// Only for read-only tables whose rows this rank can address, without pushed tiers. Throws a Status.
 void forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
                            float* out);
 
@@ -31,9 +33,10 @@ struct SharedBags {
 // each other are computed once per user. C = 1 + F - S is the number of rows that a sample has for
 // itself (the dense one, then those of the other features). Writes to
 //
-// users [U, S * (S - 1) / 2]: the products of the pairs of shared rows, in the order above. out [B,
-// dim + C * S + C * (C - 1) / 2]: the dense row; the products of each of the sample's own rows with
-// the S shared rows; the products of the pairs of its own rows.
+// users [U, S * (S - 1) / 2]: the products of the pairs of shared rows, in the order above.
+//
+// out [B, dim + C * S + C * (C - 1) / 2]: the dense row; the products of each of the sample's own
+// rows with the S shared rows; the products of the pairs of its own rows.
 void forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
                                   const float* dense, int32_t dim, float* users, float* out);
 

@@ -213,8 +213,8 @@ Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarTyp
 }
 
 // Arrays of the current step, for the counters of Python: keys of its batch plan's pairs (int64, or
-// uint32 stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64 [W *
-// (T + 1)], and Inbox::rows.
+// uint32 stored as int32), run_begin and num_runs; in an update also Inbox::list_begin, int64
+// [W * (T + 1)], and Inbox::rows.
 std::vector<Tensor> device_arrays(int64_t handle) {
   const auto tables = tables_of(handle);
   STD_TORCH_CHECK(tables->current != nullptr, "internal: no step is under way");

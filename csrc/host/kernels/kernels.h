@@ -30,8 +30,8 @@ struct BagRange {
 };
 
 // A lookup reduced to its memory accesses, with which benchmarks compare real lookups: prefetches
-// and sums rows at given addresses. Bag b sums the float32 rows at addresses[offsets[b] ..
-// offsets[b + 1]) and writes `dim` floats to out + destinations[b].
+// and sums rows at given addresses. Bag b sums the float32 rows at the addresses number offsets[b]
+// to offsets[b + 1] and writes `dim` floats to out + destinations[b].
 struct GatherJob {
   const int64_t* addresses;     // [N + prefetch]; the last ones are only prefetched
   const int64_t* offsets;       // [num_bags + 1]

@@ -80,8 +80,8 @@ class KeyTables {
   Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
   // Updates this rank's buckets by the keys that all ranks have listed, except in frozen tables.
   void update(const std::vector<bool>& frozen);
-  // The rows that the updates of all ranks have given to new keys: table t has [bounds[t], bounds[t
-  // + 1]).
+  // The rows that the updates of all ranks have given to new keys; table t has those from bounds[t]
+  // to bounds[t + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
   // Initialises these rows where this rank has them.
   void begin_rows(const Context& context) const;
