@@ -53,7 +53,8 @@ struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;
   int64_t num_tables, num_maps, num_features, num_refreshes;
-  std::vector<const void*> heads;  // where kernels read the arrays of HeadMaps and HeadIds, two each
+  // Where kernels read the arrays of HeadMaps and HeadIds, two each.
+  std::vector<const void*> heads;
   std::vector<int64_t> head_sizes;
   int64_t outbox_bytes;
   int32_t rank, world_size;

@@ -47,9 +47,9 @@ OPER_HD int64_t locate_in_tier(const TierMap& tier, int64_t position) {
 // Explicit head of a table whose ids are not in hotness order. A word describes 32 ids, so that a
 // lookup reads one word and, for a head row, one position.
 struct HeadMap {
-  const uint64_t* words;      // [ceil(num_rows / 32)], or null: position = id. Low half: bit i is set
-                              // if id 32 * w + i is a head row; high half: head rows with lower ids
-                              // than the word's
+  // [ceil(num_rows / 32)], or null: position = id. Low half: bit i is set if id 32 * w + i is a head
+  // row; high half: head rows with lower ids than the word's.
+  const uint64_t* words;
   const uint32_t* positions;  // [num_head], of the head rows in ascending order of id
   int64_t num_head;
 };

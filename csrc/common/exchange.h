@@ -364,7 +364,8 @@ class Messages {
                 4};
       case CollectivePhase::kPartials:
         return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
-      case CollectivePhase::kGradients:  // devices also reduce those of pushed rows: counts[1, 2] are 0
+      // Devices also reduce the gradients of pushed rows: counts[1, 2] are 0.
+      case CollectivePhase::kGradients:
         return {{{kSentGradientRows, 0, 4, slot, kReceiverSlots},
                  {kSentGradientRows, 0, gradient, back},
                  {kSentGradientIds, 1, 4, slot, kReceiverSlots},
@@ -445,7 +446,8 @@ class Messages {
   int64_t num_tables_, header_width_;
   std::vector<uint32_t> headers_out_, headers_in_;
   std::vector<Asked> asked_;               // [W * T]
-  std::vector<uint32_t> asked_by_[kKept];  // [W * T], ids that peers have requested, by forward pass
+  // [W * T], ids that peers have requested, by forward pass.
+  std::vector<uint32_t> asked_by_[kKept];
   uint32_t newest_ = 0;                    // index of the newest kept forward pass
   bool has_passed_back_[kKept] = {true, true};  // whether its backward pass has been
   uint32_t sequence_ = 0;

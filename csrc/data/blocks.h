@@ -28,7 +28,8 @@ constexpr int64_t kMargin = kStride + 8;
 
 // The fields of one column in a block.
 struct Words {
-    uint64_t text[kBlockLines];   // the eight bytes from the field's first one on, without a minus sign
+    // The eight bytes from the field's first one on, without a minus sign.
+    uint64_t text[kBlockLines];
     uint64_t size[kBlockLines];   // bytes of the field without the sign
     uint64_t minus[kBlockLines];  // 1 if there is a minus sign
 };

@@ -63,14 +63,16 @@ struct Table {
   TableMap read;  // id -> address of the row to read
   TableMap home;  // id -> home key
   int64_t key_begin;
-  const int64_t* owner_begin;  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1])
+  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1]).
+  const int64_t* owner_begin;
   const HomePart* home_parts;  // [num_home_parts] this rank's rows of each tier
   int32_t num_home_parts;
   char* rows;  // this rank's shard
   float* momentum1;
   float* momentum2;
   float* const* squares;          // [W] sums of squares by slot, for column pieces; else null
-  uint32_t* const* touched;       // [W] number of updated replicated slots, then the slots; else null
+  // [W] number of updated replicated slots, then the slots; else null.
+  uint32_t* const* touched;
   const RemoteMasters* remote_masters;  // [W]
   const uint8_t* pushes;          // per tier
   const int32_t* pieces;          // [num_pieces] of the same table, in column order; else null
@@ -131,7 +133,8 @@ struct Batch {
   const float* weights;  // per id, or null
   int64_t batch_size;
   bool pooled;
-  bool by_pair;       // payloads of the plan are numbers of pairs, see resolve.cu; always with weights
+  // Payloads of the plan are numbers of pairs, see resolve.cu; always with weights.
+  bool by_pair;
   int64_t max_pairs;  // upper bound of the number of pairs
 };
 
@@ -156,7 +159,8 @@ struct View {
   const Table* tables;        // [T] in the order of keys
   const Feature* features;    // [F]
   const int64_t* table_keys;  // [T + 1] first key of each table
-  const int64_t* own_begin;   // [T + 1]: this rank's rows are numbered from own_begin[t] on in table t
+  // [T + 1]: this rank's rows are numbered from own_begin[t] on in table t.
+  const int64_t* own_begin;
   const Refresh* refreshes;
   char* const* outboxes;  // [W]
   int64_t outbox_bytes;
@@ -213,7 +217,8 @@ struct BatchPlan : SortedPairs {
   int32_t* tile_begin;     // [F + 1] first tile of each feature; a tile is 32 bags (pooled) or ids
   uint32_t* pair_bags;     // [max_pairs] with Batch::by_pair
   float* pair_weights;     // [max_pairs] with weights
-  uint32_t* places;        // [max_pairs] with Batch::by_pair: where the pair's row is staged, see stage.cu
+  // [max_pairs] with Batch::by_pair: where the pair's row is staged, see stage.cu.
+  uint32_t* places;
   uint32_t* staged;        // [1] with Batch::by_pair: number of kStagingUnits in use
   uint32_t* segments;      // [T * W + 1] first run of each table and owner
   uint32_t* refused;       // [1] not 0 if lengths or an id are invalid, or a request does not fit
@@ -306,19 +311,22 @@ struct WireParts {
   enum Column {
     kFirst,     // number of numbers in the parts before
     kMemory,    // address in this rank's memory
-    kRows,      // address of the indices (uint32) of the matrix's rows that are its entries; 0 = 0, 1, ...
+    // Address of the indices (uint32) of the matrix's rows that are its entries; 0 = 0, 1, ...
+    kRows,
     kWire,      // address in the message
     kPerEntry,  // numbers of an entry; of kSlots: bits of a slot in the message
     kKind,
-    kLimit,     // what indices must be below; 0 = not checked. Of kSlots: what slots must be below when they
-                // are unpacked; the number of slots when they are packed
+    // What indices must be below; 0 = not checked. Of kSlots: what slots must be below when they are
+    // unpacked; the number of slots when they are packed.
+    kLimit,
     kWidth
   };
   enum Kind : int64_t {
     kWords,    // numbers of 4 bytes
     kHalves,   // of 2 bytes
     kRounded,  // float32 in memory, bfloat16 in the message
-    kSlots     // uint32 in memory, kPerEntry bits in the message; packed, they count as the words there
+    // Of uint32 in memory, kPerEntry bits in the message; packed, they count as the words there.
+    kSlots
   };
   const int64_t* parts;  // [num_parts, kWidth]
   int64_t num_parts, num_numbers;
@@ -382,7 +390,8 @@ struct RequestHeader {
 };
 struct PushPlan : SortedPairs {  // keys have 64 bits
   char* const* requests;  // [W] the readers' requests
-  char* const* partials;  // [W] the owners' partial sums, of which each reader has 1 / W of the space
+  // [W] the owners' partial sums, of which each reader has 1 / W of the space.
+  char* const* partials;
   int64_t request_bytes, partial_bytes;  // of each rank
   uint32_t* slots;        // [max_pairs]
 };

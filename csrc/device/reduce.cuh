@@ -16,7 +16,8 @@ struct ReduceArgs {
   LongRuns long_runs;
   const UpdateArgs* optimizers;         // [T]
   int32_t table_begin, table_end, dim;  // as in RowClass
-  bool wide_grad;                       // gradients at multiples of four columns are aligned to 16 bytes
+  // Gradients at multiples of four columns are aligned to 16 bytes.
+  bool wide_grad;
   int32_t runs_per_warp;                // runs that a warp takes at a time, at most 32
 };
 

@@ -77,7 +77,8 @@ struct Table {
   int32_t mean;  // 1: mean pooling
   TableMap read;  // id -> byte address of the row to read, or its RowPlace
   TableMap home;  // id -> home key, see common/directory.h
-  std::vector<int64_t> owner_begin;  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1])
+  // [W + 1]: owner r has home keys [owner_begin[r], owner_begin[r + 1]).
+  std::vector<int64_t> owner_begin;
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
   float* momentum1;                  // optimizer state [slots, dim or 1], or null
   float* momentum2;                  // as momentum1
@@ -368,7 +369,8 @@ struct TableOrder {
   int32_t key_bits, payload_bits;
   int32_t pair_bytes;  // 4 or 8: sorted pairs (key, payload); 0: keys in input order
   int32_t reserved;
-  int64_t pairs;      // [n]; the payload is the bag or, with weights, an index in bags and positions
+  // [n]; the payload is the bag or, with weights, an index in bags and positions.
+  int64_t pairs;
   int64_t keys;       // uint32 [n], without pairs
   int64_t bags;       // uint32 [n], without pairs or with weights
   int64_t positions;  // int64 [n], index of each id in the batch, with weights
@@ -379,7 +381,8 @@ struct TableOrder {
   }
 };
 
-constexpr int64_t kAddressesAhead = 64;  // entries after the last address, which are prefetched, too
+// Entries after the last address, which are prefetched, too.
+constexpr int64_t kAddressesAhead = 64;
 
 // What has been computed from the ids of a batch before its forward pass.
 struct Resolved {

@@ -15,8 +15,8 @@ struct Fault {
   int64_t count;     // happens when the point is reached for the count-th time from now on
   int32_t signal;    // that the process sends itself; 0 = none
   int64_t sleep_us;  // for which the thread sleeps afterwards
-  int note_fd;       // where the time of the fault is written first, CLOCK_MONOTONIC in ns as int64;
-                     // -1 = nowhere
+  // Where the time of the fault is written first, CLOCK_MONOTONIC in ns as int64; -1 = nowhere.
+  int note_fd;
 };
 
 void arm(const Fault& fault);

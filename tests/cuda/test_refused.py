@@ -144,7 +144,7 @@ def test_ranks_with_too_many_rows() -> None:
     plan, features = uniform_plan(tables, 2, "striped"), [(t.name, t.name) for t in tables]
 
     def body(group: ThreadGroup) -> None:
-        with pytest.raises(PlanError, match="rows that a rank owns.*<= 4294967296"):
+        with pytest.raises(PlanError, match=r"rows that a rank owns.*<= 4294967296"):
             device_tables(plan, features, group, OPTIMIZER)
 
     run_ranks(2, body)

@@ -54,7 +54,8 @@ struct KeyMap {
   std::vector<int64_t> keys;  // [F of the collection]
   Tensor on_device;           // int32: `keys`, then Batch::users_begin, then Batch::users
   int64_t num_used;           // the largest key + 1
-  std::vector<int64_t> num_users;  // [num_used] number of features of each key, column pieces included
+  // [num_used] number of features of each key, column pieces included.
+  std::vector<int64_t> num_users;
   int64_t most;               // the largest of these
   bool is_whole;              // every key has exactly one feature
 };
@@ -105,7 +106,8 @@ struct Tables {
   std::optional<Tensor> like;      // on the tables' device
   std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
-  bool barrier_in_hook = false;  // ranks are threads of one process, which wait for each other in the hook
+  // Ranks are threads of one process, which wait for each other in the hook.
+  bool barrier_in_hook = false;
   bool exchanges = false;        // steps exchange data with other memory domains
   bool tells = false;            // exchanges send errors of kernels to all ranks
   bool gathers = false;          // lookups read rows of other domains
@@ -114,7 +116,8 @@ struct Tables {
   int64_t num_squares = 0;       // exchanges of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses, see PushPlan
   int64_t partial_bytes = 0;                 // of each
-  int64_t pull = -1;             // whether rows of peers are staged: 1 = yes, 0 = no, -1 = if rows repeat
+  // Whether rows of peers are staged: 1 = yes, 0 = no, -1 = if rows repeat.
+  int64_t pull = -1;
   int64_t most_staging_bytes = int64_t{1} << 30;
   int64_t num_staged = 0;        // passes that have staged rows of peers
   int64_t num_forward = 0;       // forward passes

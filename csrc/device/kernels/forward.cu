@@ -14,7 +14,8 @@ struct PoolArgs {
   int32_t num_features;
   int32_t row_class, dim;        // as in RowClass
   int32_t bags_per_group;        // pooled: bags that a group takes at a time
-  bool by_bag;                   // pooled: warps take the same bags of all features, then the next bags
+  // Pooled: warps take the same bags of all features, then the next bags.
+  bool by_bag;
   const int32_t* tile_begin;     // unpooled: [F + 1]
   const int64_t* output_begin;   // unpooled: [F]
   const int64_t* feature_begin;  // with staged rows: [F + 1]
@@ -208,7 +209,8 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
   alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
-  const Group<Shape::G> group;  // not in lockstep, as the groups of a warp may have different features
+  // Not in lockstep, as the groups of a warp may have different features.
+  const Group<Shape::G> group;
   if (a.batch.bounds[0] == kRefusedBound) {  // there are no tiles that would write the output
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

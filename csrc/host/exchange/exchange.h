@@ -24,7 +24,8 @@ struct ReplicaTarget {
 struct ExchangeSetup {
   Messages::Setup messages;            // without the rank and the tables
   std::vector<ReplicaTarget> targets;
-  bool gathers;                        // whether any rank pulls rows in lookups without pushed tiers
+  // Whether any rank pulls rows in lookups without pushed tiers.
+  bool gathers;
   bool refreshes;                      // whether any rank has replicas of rows of another domain
   bool pulls;                          // whether any rank pulls rows in lookups with pushed tiers
   bool shares_replicas;                // whether ranks read replicas of other ranks of their domain

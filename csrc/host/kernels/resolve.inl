@@ -1,7 +1,8 @@
 // From ids to places, by the read map (addresses) or the home map (home keys), see
 // common/directory.h. Part of kernels.inl.
 
-constexpr int64_t kWordsAhead = 64;  // how many ids before its use a word of the head map is prefetched
+// How many ids before its use a word of the head map is prefetched.
+constexpr int64_t kWordsAhead = 64;
 
 // Index of the first id outside [0, num_rows), or -1. If there is none, it takes a single pass that
 // the compiler vectorises.

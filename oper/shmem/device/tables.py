@@ -39,7 +39,8 @@ from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
 # Default size of the outbox: a share of the device's memory, and the minimum.
 _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
-_MOST_OWNED = 1 << 32  # rows of a rank, which updates number with 32 bits (Inbox in csrc/device/device.h)
+# Rows of a rank, which updates number with 32 bits (Inbox in csrc/device/device.h).
+_MOST_OWNED = 1 << 32
 
 
 class DeviceTables(ShardedTables):
