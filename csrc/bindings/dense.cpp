@@ -47,11 +47,12 @@ struct Rows {
 };
 
 Rows rows_of(const Tensor& dense, const Tensor& sparse) {
-  STD_TORCH_CHECK(dense.dim() == 2 && sparse.dim() == 3 && dense.is_contiguous() &&
-                      sparse.is_contiguous() && sparse.size(0) == dense.size(0) &&
-                      sparse.size(2) == dense.size(1) && sparse.size(1) > 0 && dense.size(1) > 0,
-                  "dot_interaction: expected contiguous dense [B, D] and sparse [B, F, D] with F and D "
-                  "above 0");
+  STD_TORCH_CHECK(
+      dense.dim() == 2 && sparse.dim() == 3 && dense.is_contiguous() && sparse.is_contiguous() &&
+          sparse.size(0) == dense.size(0) && sparse.size(2) == dense.size(1) &&
+          sparse.size(1) > 0 && dense.size(1) > 0,
+      "dot_interaction: expected contiguous dense [B, D] and sparse [B, F, D] with F and D "
+      "above 0");
   return {float_data(dense), float_data(sparse), dense.size(0), sparse.size(1), dense.size(1)};
 }
 

@@ -15,16 +15,16 @@ namespace oper {
 // One row per column piece of a table ("table" below means a piece, too).
 enum TableColumn {
   kNumRows,
-  kDim,          // columns of the piece
-  kMean,         // 1: mean pooling, 0: sum
-  kTierBegin,    // its tiers are [kTierBegin, kTierEnd)
+  kDim,        // columns of the piece
+  kMean,       // 1: mean pooling, 0: sum
+  kTierBegin,  // its tiers are [kTierBegin, kTierEnd)
   kTierEnd,
-  kRowAddress,   // of this rank's rows
-  kMomentum1,    // addresses of this rank's optimizer states; 0 = none
+  kRowAddress,  // of this rank's rows
+  kMomentum1,   // addresses of this rank's optimizer states; 0 = none
   kMomentum2,
-  kHead,         // index of its head map among `heads`; -1 = ids are in hotness order
-  kLogical,      // number of the entire table; its pieces have the same one
-  kRowColumns,   // columns of the entire table
+  kHead,        // index of its head map among `heads`; -1 = ids are in hotness order
+  kLogical,     // number of the entire table; its pieces have the same one
+  kRowColumns,  // columns of the entire table
   kRowType,
   kFirstColumn,  // of the piece in the entire table
   kHeadIds,      // index of its HeadIds among `heads`; -1 = none

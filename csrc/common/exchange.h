@@ -173,9 +173,9 @@ class Messages {
     Shape shape;
     int32_t rank;  // the peer
     int64_t table;
-    int index;     // among the arrays of this peer and table
-    bool is_last;  // of these arrays
-    int64_t out, in;                     // numbers of entries that are sent and received
+    int index;        // among the arrays of this peer and table
+    bool is_last;     // of these arrays
+    int64_t out, in;  // numbers of entries that are sent and received
     // Byte offsets in the sent message, in the received message, and among the unpacked arrays.
     int64_t out_at, in_at, expanded_at;
   };
@@ -266,9 +266,14 @@ class Messages {
     const int32_t W = world_size();
     weighted_ = weighted;
     ++sequence_;
-    const Header header{static_cast<uint32_t>(phase_), sequence_, static_cast<uint32_t>(mine.code),
-                    static_cast<uint32_t>(mine.detail), weighted, wire_, setup_.collection,
-                    settings};
+    const Header header{static_cast<uint32_t>(phase_),
+                        sequence_,
+                        static_cast<uint32_t>(mine.code),
+                        static_cast<uint32_t>(mine.detail),
+                        weighted,
+                        wire_,
+                        setup_.collection,
+                        settings};
     for (int32_t r = 0; r < W; ++r)
       *reinterpret_cast<Header*>(headers_out_.data() + r * header_width_) = header;
     const std::vector<int64_t> bytes(static_cast<size_t>(W), header_width_ * 4);
@@ -337,9 +342,7 @@ class Messages {
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer * num_tables_ + table);
   }
-  bool is_weighted(int32_t peer) const {
-    return header_from(peer).weighted != 0;
-  }
+  bool is_weighted(int32_t peer) const { return header_from(peer).weighted != 0; }
   static int64_t number(const Shape& shape, const uint32_t* counts, bool has_weights) {
     const uint32_t n = counts[shape.count];
     if (n == 0 || is_before(n) || (shape.content == kWeights && !has_weights)) return 0;
@@ -445,10 +448,10 @@ class Messages {
   std::vector<int32_t> slot_bits_;  // [T]
   int64_t num_tables_, header_width_;
   std::vector<uint32_t> headers_out_, headers_in_;
-  std::vector<Asked> asked_;               // [W * T]
+  std::vector<Asked> asked_;  // [W * T]
   // [W * T], ids that peers have requested, by forward pass.
   std::vector<uint32_t> asked_by_[kKept];
-  uint32_t newest_ = 0;                    // index of the newest kept forward pass
+  uint32_t newest_ = 0;                         // index of the newest kept forward pass
   bool has_passed_back_[kKept] = {true, true};  // whether its backward pass has been
   uint32_t sequence_ = 0;
   CollectivePhase phase_ = CollectivePhase::kGather;

@@ -176,7 +176,7 @@ class Context::Builder {
       c_.remote_squares.push_back(
           is_local || pieces.empty() ? nullptr : memory_.take<float>(2 * num_slots.back()));
       squares.push_back(is_local ? reinterpret_cast<float*>(d_.squares[t * W + r])
-                                : c_.remote_squares.back());
+                                 : c_.remote_squares.back());
     }
     out.touched = memory_.copy(touched);
     if (!pieces.empty()) {

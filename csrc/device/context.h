@@ -13,9 +13,9 @@ namespace oper::device {
 
 // What a Description does not contain.
 struct Shared {
-  const int64_t* pads;             // [W] addresses of the ranks' signal pads, see `arrive_and_wait`
+  const int64_t* pads;  // [W] addresses of the ranks' signal pads, see `arrive_and_wait`
   int64_t arena_begin, arena_bytes;  // of this rank
-  std::vector<bool> local;         // [W] ranks whose memory this rank can address
+  std::vector<bool> local;           // [W] ranks whose memory this rank can address
 };
 
 // Host memory that kernels write.
@@ -71,8 +71,8 @@ struct Context {
   std::vector<Messages::Table> message_tables;  // [T] in the order of keys
   UpdateArgs* optimizers;                       // [T] in the order of keys, in device memory
   uint32_t* settings;                           // in device memory, see View
-  std::vector<int32_t> logical;  // [F] of each feature: its number in the collection
-  std::vector<bool> local;       // [W] ranks whose memory this rank can address
+  std::vector<int32_t> logical;                 // [F] of each feature: its number in the collection
+  std::vector<bool> local;                      // [W] ranks whose memory this rank can address
   int64_t num_keys, own_rows;    // rows of all ranks, and of this one
   int64_t inbox_capacity;        // see Inbox
   int64_t output_columns = 0, unpooled_columns = 0;

@@ -70,7 +70,7 @@ struct Table {
   char* rows;  // this rank's shard
   float* momentum1;
   float* momentum2;
-  float* const* squares;          // [W] sums of squares by slot, for column pieces; else null
+  float* const* squares;  // [W] sums of squares by slot, for column pieces; else null
   // [W] number of updated replicated slots, then the slots; else null.
   uint32_t* const* touched;
   const RemoteMasters* remote_masters;  // [W]
@@ -290,10 +290,10 @@ void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const St
 // of consecutive runs of the batch plan.
 struct RemoteRows {
   enum Column {
-    kBegin,       // number of rows in the ranges before
-    kRun,         // first run
-    kBytes,       // byte offset of its rows in `rows`
-    kUnit,        // offset in the staging memory, in kStagingUnits
+    kBegin,  // number of rows in the ranges before
+    kRun,    // first run
+    kBytes,  // byte offset of its rows in `rows`
+    kUnit,   // offset in the staging memory, in kStagingUnits
     kTableIndex,
     kWidth
   };
@@ -309,8 +309,8 @@ void place_remote_rows(const Launch& on, const BatchPlan& plan, const RemoteRows
 // contiguous; in this rank's memory its entries are contiguous, or rows of a matrix.
 struct WireParts {
   enum Column {
-    kFirst,     // number of numbers in the parts before
-    kMemory,    // address in this rank's memory
+    kFirst,   // number of numbers in the parts before
+    kMemory,  // address in this rank's memory
     // Address of the indices (uint32) of the matrix's rows that are its entries; 0 = 0, 1, ...
     kRows,
     kWire,      // address in the message
@@ -325,7 +325,7 @@ struct WireParts {
     kWords,    // numbers of 4 bytes
     kHalves,   // of 2 bytes
     kRounded,  // float32 in memory, bfloat16 in the message
-    // Of uint32 in memory, kPerEntry bits in the message; packed, they count as the words there.
+    // uint32 in memory, kPerEntry bits in the message; packed, they count as the words there.
     kSlots
   };
   const int64_t* parts;  // [num_parts, kWidth]
@@ -389,11 +389,11 @@ struct RequestHeader {
   int64_t slots_offset, run_begin_offset, run_bags_offset, weights_offset;  // bytes from the start
 };
 struct PushPlan : SortedPairs {  // keys have 64 bits
-  char* const* requests;  // [W] the readers' requests
+  char* const* requests;         // [W] the readers' requests
   // [W] the owners' partial sums, of which each reader has 1 / W of the space.
   char* const* partials;
   int64_t request_bytes, partial_bytes;  // of each rank
-  uint32_t* slots;        // [max_pairs]
+  uint32_t* slots;                       // [max_pairs]
 };
 // Writes this rank's request. If it does not fit, the batch is refused: `refused`, the flag of the
 // batch's own plan, is set, and its `bounds` become kRefusedBound, so that a plan that is made

@@ -108,8 +108,8 @@ struct Table {
   // unused memory.
   std::vector<PushedRows> left[2];
   bool has_replicas = false;
-  std::vector<uint32_t*> touched;    // [W]: each rank's replicated slots that its last update has
-                                     // changed, ascending, after their number
+  std::vector<uint32_t*> touched;  // [W]: each rank's replicated slots that its last update has
+                                   // changed, ascending, after their number
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
   // A bit per slot of this rank, set if an update has changed its row since take_changes(); null =

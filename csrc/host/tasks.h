@@ -13,9 +13,9 @@ namespace oper::host {
 
 // Errors found by the tasks of a rank, on any thread.
 struct Found {
-  std::atomic<int64_t> bad{-1};     // smallest index of an id out of range; -1 = none
-  std::atomic<bool> full{false};    // the outbox is
-  void note(int64_t result) {       // of a kernel: an index, kReduceOk or kReduceFull
+  std::atomic<int64_t> bad{-1};   // smallest index of an id out of range; -1 = none
+  std::atomic<bool> full{false};  // the outbox is
+  void note(int64_t result) {     // of a kernel: an index, kReduceOk or kReduceFull
     if (result == kReduceFull) full.store(true);
     if (result < 0) return;
     int64_t seen = bad.load();

@@ -31,9 +31,9 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
 // rank's error `code` (0 = none) and `culprit`. Returns the counts from all ranks, and a Status.
 // `transport`: address of a function, see Transport.
 std::tuple<Tensor, int64_t, int64_t> device_exchange_headers(int64_t handle, int64_t phase,
-                                                           bool weighted, int64_t code,
-                                                           int64_t culprit, Tensor counts,
-                                                           int64_t transport) {
+                                                             bool weighted, int64_t code,
+                                                             int64_t culprit, Tensor counts,
+                                                             int64_t transport) {
   const auto tables = tables_of(handle);
   Messages& messages = messages_of(*tables);
   messages.begin(static_cast<CollectivePhase>(phase));
@@ -206,9 +206,9 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
         const int64_t cell = x.table * messages.world_size() + x.rank;
-        place = reinterpret_cast<int64_t>(tables->context->remote_squares[cell] +
-                                          messages.round() *
-                                              messages.limit(x, Messages::kSenderSlots));
+        place =
+            reinterpret_cast<int64_t>(tables->context->remote_squares[cell] +
+                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;

@@ -67,11 +67,11 @@ struct Prepared {
   Tensor workspace;  // memory of the batch plan
   const KeyMap* keys;
   const void *ids, *weights;  // addresses of the batch's tensors, by which it is recognised
-  int64_t max_pairs;  // see Batch
-  bool stages_local;  // whether rows of peers (ranks of this memory domain) are staged
-  bool by_pair;       // whether any rows are staged
-  bool is_planned = false;  // whether the plan has been launched
-  bool is_swapped = false;  // see SortedPairs
+  int64_t max_pairs;          // see Batch
+  bool stages_local;          // whether rows of peers (ranks of this memory domain) are staged
+  bool by_pair;               // whether any rows are staged
+  bool is_planned = false;    // whether the plan has been launched
+  bool is_swapped = false;    // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;
   cudaEvent_t ready = nullptr;  // of `lookup_resolve`: other streams wait for it
 
@@ -108,23 +108,23 @@ struct Tables {
   Hook hook = nullptr;
   // Ranks are threads of one process, which wait for each other in the hook.
   bool barrier_in_hook = false;
-  bool exchanges = false;        // steps exchange data with other memory domains
-  bool tells = false;            // exchanges send errors of kernels to all ranks
-  bool gathers = false;          // lookups read rows of other domains
-  bool shares = false;           // other ranks of this domain read this rank's replicas
-  bool counts = false;           // Python counts transfers in the hook
-  int64_t num_squares = 0;       // exchanges of sums of squares in a step
+  bool exchanges = false;                    // steps exchange data with other memory domains
+  bool tells = false;                        // exchanges send errors of kernels to all ranks
+  bool gathers = false;                      // lookups read rows of other domains
+  bool shares = false;                       // other ranks of this domain read this rank's replicas
+  bool counts = false;                       // Python counts transfers in the hook
+  int64_t num_squares = 0;                   // exchanges of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses, see PushPlan
   int64_t partial_bytes = 0;                 // of each
   // Whether rows of peers are staged: 1 = yes, 0 = no, -1 = if rows repeat.
   int64_t pull = -1;
   int64_t most_staging_bytes = int64_t{1} << 30;
-  int64_t num_staged = 0;        // passes that have staged rows of peers
-  int64_t num_forward = 0;       // forward passes
-  std::vector<double> staged;    // the optimizers' arguments that are on the device
+  int64_t num_staged = 0;             // passes that have staged rows of peers
+  int64_t num_forward = 0;            // forward passes
+  std::vector<double> staged;         // the optimizers' arguments that are on the device
   bool all_row_wise_adagrad = false;  // see Launch
-  std::optional<Tensor> inbox;   // memory of the Inbox
-  std::shared_ptr<Prepared> kept;   // of the last collective forward pass, for its backward pass
+  std::optional<Tensor> inbox;        // memory of the Inbox
+  std::shared_ptr<Prepared> kept;     // of the last collective forward pass, for its backward pass
   std::optional<KeyUpdate> key_update;
   // State of the current step.
   ReceivedRows received;

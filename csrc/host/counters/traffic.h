@@ -13,13 +13,13 @@ namespace oper::host {
 
 // The order is that of KINDS in oper/rows/traffic.py.
 enum Moved {
-  kRows,           // forward: rows read one by one, from this rank's replica where there is one
-  kIds,            // forward: ids whose rows a reader requests this owner to pool
-  kIdWeights,      // forward: their weights
-  kPooledRows,     // forward: rows that this owner pools for readers
-  kPartialSums,    // forward: partial sums that owners have pooled for this reader
-  kWeightRows,     // backward: rows read for the gradient of per-sample weights
-  kGradientIds,    // backward: ids of pushed rows
+  kRows,         // forward: rows read one by one, from this rank's replica where there is one
+  kIds,          // forward: ids whose rows a reader requests this owner to pool
+  kIdWeights,    // forward: their weights
+  kPooledRows,   // forward: rows that this owner pools for readers
+  kPartialSums,  // forward: partial sums that owners have pooled for this reader
+  kWeightRows,   // backward: rows read for the gradient of per-sample weights
+  kGradientIds,  // backward: ids of pushed rows
   kGradientWeights,
   kBagGradients,   // backward: gradients of bags, one per id of a pushed row
   kGradientRows,   // backward: reduced gradients in the ranks' outboxes

@@ -22,13 +22,13 @@ struct ReplicaTarget {
 };
 
 struct ExchangeSetup {
-  Messages::Setup messages;            // without the rank and the tables
+  Messages::Setup messages;  // without the rank and the tables
   std::vector<ReplicaTarget> targets;
   // Whether any rank pulls rows in lookups without pushed tiers.
   bool gathers;
-  bool refreshes;                      // whether any rank has replicas of rows of another domain
-  bool pulls;                          // whether any rank pulls rows in lookups with pushed tiers
-  bool shares_replicas;                // whether ranks read replicas of other ranks of their domain
+  bool refreshes;        // whether any rank has replicas of rows of another domain
+  bool pulls;            // whether any rank pulls rows in lookups with pushed tiers
+  bool shares_replicas;  // whether ranks read replicas of other ranks of their domain
   Transport transport;
 };
 
@@ -141,18 +141,18 @@ class Exchange {
   Buffer send_, places_, keys_;
   Inbox inbox_[kInRows + 1];
   Kept kept_[Messages::kKept];
-  std::vector<RemoteRows> remote_rows_;             // [T]
+  std::vector<RemoteRows> remote_rows_;       // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
   // Data of one table that concern a peer.
   struct Pair {
-    std::vector<uint32_t> bags;             // the distinct ones in this rank's requests to it
+    std::vector<uint32_t> bags;  // the distinct ones in this rank's requests to it
     Listed listed;
     const uint32_t* asked_slots = nullptr;  // rows of this rank that it pulls
     uint32_t num_asked_slots = 0;
-    const char* gathered = nullptr;         // its rows that this rank has pulled
+    const char* gathered = nullptr;  // its rows that this rank has pulled
   };
   std::vector<Pair> pairs_;  // [W * T]
-  std::vector<std::vector<char>> mirrors_;    // outbox headers of remote ranks
+  std::vector<std::vector<char>> mirrors_;        // outbox headers of remote ranks
   std::vector<std::pair<void*, size_t>> mapped_;  // for squares of remote ranks
   const uint32_t nothing_[2] = {0, 0};            // an empty list of slots
 };

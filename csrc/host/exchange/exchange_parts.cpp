@@ -342,25 +342,25 @@ int64_t Exchange::list_remote_rows(const Batch& batch, Moved kind, bool collecti
 void Exchange::address_rows(Batch& batch) {
   run_tasks(context_, static_cast<int64_t>(remote_tables_.size()), false,
             [&](int64_t k, Scratch& scratch) {
-    const int32_t t = remote_tables_[k];
-    const Table& table = context_.tables[t];
-    const RemoteRows& rows = remote_rows_[t];
-    if (rows.places == nullptr) return;
-    int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
-    for (int32_t r : messages.remote)
-      for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
-        address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
-                     (i - splits_[t][r]) * table.row_bytes();
-    int64_t* place = rows.places;
-    for (int32_t f : table.features) {
-      FeatureBags& bags = batch.features[f];
-      bags.rows = place;
-      const int64_t n = bags.num_ids();
-      for (int64_t i = 0; i < n; ++i)
-        if (place[i] < 0) place[i] = address[-1 - place[i]];
-      place += n;
-    }
-  });
+              const int32_t t = remote_tables_[k];
+              const Table& table = context_.tables[t];
+              const RemoteRows& rows = remote_rows_[t];
+              if (rows.places == nullptr) return;
+              int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
+              for (int32_t r : messages.remote)
+                for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
+                  address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
+                               (i - splits_[t][r]) * table.row_bytes();
+              int64_t* place = rows.places;
+              for (int32_t f : table.features) {
+                FeatureBags& bags = batch.features[f];
+                bags.rows = place;
+                const int64_t n = bags.num_ids();
+                for (int64_t i = 0; i < n; ++i)
+                  if (place[i] < 0) place[i] = address[-1 - place[i]];
+                place += n;
+              }
+            });
 }
 
 }  // namespace oper::host

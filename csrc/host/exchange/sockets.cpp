@@ -93,9 +93,9 @@ bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
 Sockets::Result Sockets::push(Peer& peer) {
   while (peer.sends()) {
     const size_t header = sizeof(Header) - peer.header_sent;
-    iovec parts[2] = {{reinterpret_cast<char*>(&peer.header_out) + peer.header_sent, header},
-                      {const_cast<char*>(peer.out),
-                       static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
+    iovec parts[2] = {
+        {reinterpret_cast<char*>(&peer.header_out) + peer.header_sent, header},
+        {const_cast<char*>(peer.out), static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
