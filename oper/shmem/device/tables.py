@@ -39,6 +39,8 @@ from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
 
 # Default size of the outbox: a share of the device's memory, and the minimum.
 _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
+# Rows of a rank, which updates number with 32 bits (Inbox in csrc/device/device.h).
+_MOST_OWNED = 1 << 32
 
 
 class DeviceTables(ShardedTables):
@@ -99,6 +101,11 @@ class DeviceTables(ShardedTables):
                             " or ".join(DTYPE_BYTES), "keep quantised tables in host memory")
         exchange = 0
         if self._leaves_rows and (self.group.world_size > 1 or self._needs_exchange()):
+            owned = int(np.sum([d.num_slots for d in self.directories], axis=0).max())
+            if owned > _MOST_OWNED:
+                raise PlanError("cannot train tables in device memory", "rows that a rank owns",
+                                owned, f"<= {_MOST_OWNED}",
+                                "use more ranks or tables with fewer, wider rows")
             least = min(self.group.all_gather(self._exchange_bytes()))
             exchange = reserved_bytes(self.directories, True, least)
         near = None if self.is_one_domain else list(self.members)

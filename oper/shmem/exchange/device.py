@@ -171,7 +171,7 @@ class DeviceExchange(Exchange):
         if self._failed is not None:
             raise_status(*self.check(*self._failed), outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
-        theirs, *found = torch.ops.oper.device_exchange_heads(
+        theirs, *found = torch.ops.oper.device_exchange_headers(
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
@@ -252,7 +252,7 @@ class DeviceExchange(Exchange):
         from_byte = received[rank, table] - memory.data_ptr() + inside * self._row_bytes[table]
         taken = n * -(-self._row_bytes[table] // _UNIT)
         to_unit = first_byte // _UNIT + np.cumsum(taken) - taken
-        torch.ops.oper.device_receive_rows(  # columns as in FarRows, csrc/device/device.h
+        torch.ops.oper.device_receive_rows(  # columns as in RemoteRows, csrc/device/device.h
             self._handle, self.to_device(np.stack([before, first, from_byte, to_unit, table], 1)),
             memory, int(n.sum()), int(taken.sum()) * _UNIT)
 

@@ -357,7 +357,7 @@ class Keys:
         be in an update."""
         rule, clock = self.rules[name], self.clock(name)
         _, counts, clocks = self.read(name, "keys", begin, end).unbind(1)
-        if rule.half_life is not None:  # KeyRules::decayed in csrc/host/keys/directory.h
+        if rule.half_life is not None:  # KeyRules::decayed in csrc/common/keys.h
             passed = clock // rule.half_life - clocks // rule.half_life
             counts = counts >> passed.clamp(0, 40)
         oldest = 0 if rule.time_to_live is None else max(0, clock - rule.time_to_live)
