@@ -47,7 +47,7 @@ class Publication(Publisher):
         name, dense, keep_spare, checksum: see `Publisher`.
         plan: placement and element types of the published rows.
         keys: ``state_dict`` key of each table, by table name.
-        held: the model's tables before a change of element type, by table name.
+        held: the tables by name, with the model's own element types.
 
     Attributes:
         name: the name by which workers attach.
@@ -101,9 +101,10 @@ class Publication(Publisher):
             rows: by table name, distinct ids int64 [n] and their new rows, floats [n, dim].
             dense: new dense weights by ``state_dict`` key, with any common prefix; all or none.
             timeout_s: seconds to wait for workers' calls that are under way.
-            elements: single elements of dense weights of integers that change, by key, such as
-                those of a map from keys to rows: places int64 [n] in the weight, viewed as a vector
-                of the values' dtype, and values [n]. `dense` need not have the weights named here.
+            elements: single elements of dense integer weights to change, for example of a map from
+                keys to rows. By ``state_dict`` key, pairs of indices, int64 [n], and new values,
+                [n]; an index counts values of that dtype from the weight's first byte. A weight
+                named here may be missing from `dense`.
 
         Returns:
             The new epoch, two above the last one.

@@ -41,7 +41,8 @@ def split_batch(batch: Any, num_parts: int | Sequence[int]) -> tuple[list[Any], 
     if len(sizes) != 1 or any(a == b for a, b in pairwise(bounds)):
         raise InvalidInputError("cannot split a batch", "numbers of samples of its tensors",
                                 sorted(sizes),
-                                f"the same number, with at least one in each part, {num_parts}",
+                                "one number, which leaves no part of num_parts="
+                                f"{num_parts} without a sample",
                                 "pass split=, use fewer parts, or drop the last, smaller batch")
     return _split(batch, bounds), [b - a for a, b in pairwise(bounds)]
 

@@ -55,7 +55,7 @@ from oper.integration.table_module import (
     TableBag,
     TableEmbedding,
     TableModules,
-    leave_alone,
+    skip_in_fully_shard,
     refuse_lookup,
     refuse_script,
 )
@@ -286,7 +286,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._optimizer = _FusedOptimizer(tables, names, self._parameters_of, {
             name: m.weight for name, m in self._table_modules.items()})
         self._ahead = Ahead(tables)
-        leave_alone(self)
+        skip_in_fully_shard(self)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Start preprocessing the ids of the next batch on a separate thread.

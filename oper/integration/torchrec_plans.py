@@ -241,7 +241,7 @@ def _losses(entry: TablePlan, kind: str, held: np.ndarray, options: ExportOption
         yield f"{len(entry.pieces)} column pieces"
     by_rows = kind in ("row_wise", "table_row_wise")
     if by_rows or any(x.placement == "striped" for x in rest):
-        order = "rows dealt in hotness order" if entry.head_ids.size else "rows dealt in turn"
+        order = "rows striped in hotness order" if entry.head_ids.size else "rows striped by id"
         yield f"{order} become " + ("ranges of ids" if by_rows else "one owner")
     if by_rows and options.row_ranges == "even" and held.max() - held.min() > 1e-6 * held.max() + 1:
         yield "uneven shares of the ranks become even ones"

@@ -119,7 +119,7 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
     """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
-        table: statistics of the keys, see `KeyCounter`.
+        table: statistics of the keys, see `oper.analysis.key_counting.KeyCounter`.
         num_rows, admit_after, eviction, half_life, time_to_live: see `DynamicRows`; times are in
             lookups of the table.
 
@@ -293,9 +293,14 @@ def _rows_in_use(num_keys: float, num_rows: int) -> float:
 
 def _seen_lately(rates: np.ndarray, keys: np.ndarray, in_use: float,
                  found: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the probability [K] that a key is seen within T, where `rates` are expected numbers of
-    occurrences per unit of T, and `found` of that is the probability that it has a row; the
-    module's docstring defines T."""
+    """Return the probability that a key is seen within T (see the module's docstring), float64 [K].
+
+    Args:
+        rates: expected number of a key's occurrences per unit of T, float64 [K].
+        keys: number of keys, float64 [K].
+        in_use: number of keys that have a row, which determines T.
+        found: maps the result to the probability that a key has a row, float64 [K].
+    """
     def seen(log_t: float) -> np.ndarray:
         lately: np.ndarray = -np.expm1(-rates * np.exp(log_t))
         return lately

@@ -132,7 +132,8 @@ class ResolvedIds:
         batch: the batch for which it is valid.
         versions: `batch.versions()` before its tensors were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
-        addresses: int64 [n + 64], addresses of the rows of all features, feature after feature.
+        addresses: int64 [n + 64], addresses of the rows of the n ids of all features, feature after
+            feature; kernels read up to 64 elements ahead, so the last 64 are padding.
         order: uint8, opaque to Python: the ids of every table sorted by owner and slot; empty for
             read-only tables.
     """

@@ -133,8 +133,8 @@ class Parts:
 
     def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
         self._tables, self._worker, self._num_passes = tables, worker, num_passes
-        self._num_left = 0
-        self._last: Backward | None = None
+        self._num_sent = 0  # parts whose gradients `send_gradients` has got
+        self._last: Backward | None = None  # the last of them
 
     # ---- called by the program's thread ----------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Parts:
             return self.start(batch).result()
         return batch
 
-    def leave(self, passed: Backward) -> None:
+    def send_gradients(self, passed: Backward) -> None:
         """Start the exchange of a part's gradients, and after the last part the update."""
         self._worker.raise_failed()
         self._refuse_more()
@@ -160,12 +160,13 @@ class Parts:
                                     "the same in all parts of a batch",
                                     "freeze and unfreeze between batches")
         self._last = passed
-        self._num_left += 1
-        is_last = self._num_left == self._num_passes
+        self._num_sent += 1
+        is_last = self._num_sent == self._num_passes
         self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
 
     def refuse(self, error: BaseException) -> None:
-        """Make all ranks skip the update; called instead of `leave` if the backward pass fails."""
+        """Make all ranks skip the update; called instead of `send_gradients` if the backward pass
+        fails."""
         self._worker.ask(self._refuse, error)
 
     def check_drop(self) -> None:
@@ -173,14 +174,14 @@ class Parts:
 
         The rows' owners have added them to their sums, which one rank alone cannot undo.
         """
-        if self._num_left:
+        if self._num_sent:
             raise InvalidInputError(
-                "cannot drop gradients", "backward passes of this batch", self._num_left,
+                "cannot drop gradients", "backward passes of this batch", self._num_sent,
                 "0, because gradients of earlier parts have been sent to the rows' owners",
                 "call zero_grad() before the first part, or after oper.micro_batches")
 
     def _refuse_more(self) -> None:
-        if self._num_left == self._num_passes:
+        if self._num_sent == self._num_passes:
             raise InvalidInputError("cannot train another part of this batch", "num_passes",
                                     self._num_passes, "at least the number of backward passes",
                                     "pass the number of parts, or leave num_passes out")
@@ -191,7 +192,7 @@ class Parts:
 
     def update(self) -> None:
         """Update the rows with the gradients of all parts, unless the last part has done so."""
-        if self._last is None or self._num_left == self._num_passes:
+        if self._last is None or self._num_sent == self._num_passes:
             return
         self._tables.step(self._last.without_samples())
 
@@ -262,7 +263,9 @@ def _check(tables: Tables) -> None:
 
 
 def refuse_in_parts(tables: Any, what: str) -> None:
-    """Raise InvalidInputError, which begins with `what`, while a batch is trained in parts."""
+    """Raise InvalidInputError, with a message that begins with `what`, while a batch is trained in
+    parts."""
     if tables.turns.parts is not None:
         raise InvalidInputError(what, "tables", f"{list(tables.specs)[:8]} are trained in parts",
-                                "no batch under way", "do it before or after oper.micro_batches")
+                                "tables outside of oper.micro_batches",
+                                "make the call before or after that block")

@@ -249,17 +249,17 @@ class LogicalRows:
                      out: torch.Tensor) -> None:
         """Copy rows in stored form from their owners to `out`, [n, columns]. `columns` are columns
         of the shards, or bytes of quantised rows. Collective with several memory domains."""
-        far: dict[int, Wanted] = {}
+        remote: dict[int, Wanted] = {}
         places = {}
         for rank, index, slot in self._parts(piece, positions):
             if self._addresses[rank]:
                 out[index] = self.view(part, piece, rank)[slot][:, columns].to(out.device)
             else:
-                far[rank], places[rank] = (part, piece, slot, columns), index
-        for rank, rows in self._fetch(far).items():
+                remote[rank], places[rank] = (part, piece, slot, columns), index
+        for rank, rows in self._fetch(remote).items():
             out[places[rank]] = rows.to(out.device)
 
-    def copy_near_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
+    def copy_local_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
                            ) -> np.ndarray:
         """Copy rows whose owner is in another memory domain from replicas in this one.
 
@@ -278,11 +278,11 @@ class LogicalRows:
         if self._exchange is None:
             return found
         position = d.position_of(ids)
-        is_far = (np.array(self._addresses) == 0)[d.locate(position)[0]]
+        is_remote = (np.array(self._addresses) == 0)[d.locate(position)[0]]
         inside = slice(columns.start - d.column, columns.stop - d.column)
         for x in d.tiers:
             holder = next((r for r in self.members if x.replica_base[r] >= 0), None)
-            at = np.flatnonzero(is_far & (x.tier.start <= position) & (position < x.tier.stop))
+            at = np.flatnonzero(is_remote & (x.tier.start <= position) & (position < x.tier.stop))
             if holder is None or not at.size:
                 continue
             slot = position[at] - x.tier.start + int(x.replica_base[holder])

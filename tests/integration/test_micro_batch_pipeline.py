@@ -244,6 +244,6 @@ def test_refusals() -> None:
     for wrong in (0, (1, 0), (True, 2), ()):
         with pytest.raises(InvalidInputError, match="num_parts"):
             oper.MicroBatchPipeline(bag, num_parts=wrong)
-    with pytest.raises(InvalidInputError, match=r"at least one in each part, \(1, 5\)"):
+    with pytest.raises(InvalidInputError, match=r"no part of num_parts=\(1, 5\) without a sample"):
         split_batch((torch.zeros(5, 1),), (1, 5))
     assert split_batch((torch.zeros(5, 1),), (1, 2))[1] == [1, 4]

@@ -125,7 +125,7 @@ def test_tiers_become_row_ranges_as_long_as_what_each_rank_holds() -> None:
     even = shards_of(to_torchrec(plan, Model()), "t1")
     assert [n[0] for _, _, n in even] == [250] * 4
     lost = "; ".join(x for x in lost_in_torchrec(plan, exact) if x.startswith("t1"))
-    for text in ("3 tiers", "replicas of 100 rows", "rows dealt in hotness order", "pulled rows"):
+    for text in ("3 tiers", "replicas of 100 rows", "rows striped in hotness order", "pulled rows"):
         assert text in lost
     assert "uneven shares" not in lost
     assert "uneven shares" in "; ".join(lost_in_torchrec(plan))

@@ -36,8 +36,8 @@ class TableRows:
         dtype: dtype of the values.
         chunk_rows: rows per chunk.
         source: the value that `load_state_dict` has accepted for loading, or None.
-        version: tensor whose version counter updates increment, until
-            `oper.integration.table_tensor` has registered this; None otherwise.
+        version: tensor whose version counter updates of the rows must increment; None once
+            `oper.integration.table_tensor` has arranged this, or if it is not needed.
     """
 
     def __init__(self, tables: ShardedTables, name: str, part: str = "rows",

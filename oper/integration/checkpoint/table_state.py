@@ -274,7 +274,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
     Args:
         tables: the collection that holds the tables.
-        weights: (table name, unsharded weight [num_rows, dim], init function; None = uniform in
+        weights: (table name, unsharded weight [num_rows, dim], init function; None = uniform within
             +-sqrt(1 / num_rows)). For a weight on the meta device, the init function fills the
             table in chunks of logical rows; the seed of a chunk depends on rank 0's torch seed, the
             table name and the chunk's index, so that the values do not depend on the plan. Other

@@ -114,7 +114,8 @@ class DeviceCounters:
         assert tables.optimizers is not None
         clips = tables.optimizers[d.table.name].max_row_norm is not None
         row_wise = tables.rounds_of_squares(d.table.name) > int(clips)
-        # Clipping reads them before the second round's squares and again before the update.
+        # With both, the norms for clipping are read twice: before the squares of the clipped
+        # gradients are summed, and before the update.
         times = int(clips) + int(row_wise) + int(clips and row_wise)
         positions = d.positions_at(self._rank, slots)
         for piece in tables.pieces[d.table.name]:

@@ -42,8 +42,8 @@ _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, c
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
 _SIZE = struct.Struct("<q")
 # As in csrc/common/exchange.h: every phase begins with headers of equal size, by which ranks detect
-# that they are at different phases. Phase, sequence number, status code, failed rank, two fields of
-# the kernels, collection, settings of an update.
+# that they are at different phases. Fields: phase, sequence number, status code, failed rank, two
+# fields that only the kernels use, collection, checksum of an update's settings.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
@@ -64,7 +64,7 @@ class Exchange:
     Attributes:
         domains: ranks of each domain, ascending; domains in the order of their first ranks.
         members: ranks of this rank's domain, ascending.
-        bits: the argument.
+        bits: bits per number in messages, by table.
     """
 
     _operators = "context"  # prefix of the names of the operators

@@ -103,8 +103,8 @@ class Keys:
         rules: settings of the dynamic tables, by table name.
 
     Attributes:
-        tables: number of each dynamic table, by name.
-        rules: their settings, by name.
+        tables: number of each dynamic table, from 0, by name.
+        rules: settings of the dynamic tables, by name.
         num_bytes: bytes of the directories in this memory domain.
 
     Raises:

@@ -83,7 +83,8 @@ def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: in
 
 
 def _rank(groups: np.ndarray) -> np.ndarray:
-    """Return, for each entry of ascending `groups`, the number of equal entries before it."""
+    """Return, for each entry of ascending `groups`, int64 [n], the number of equal entries before
+    it, int64 [n]."""
     return np.arange(groups.size) - np.searchsorted(groups, groups)
 
 

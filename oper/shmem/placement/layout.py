@@ -108,7 +108,6 @@ class ArenaLayout:
         return ArenaLayout(**parts, outbox=outbox, num_bytes=total, used_bytes=used,
                            outbox_bytes=num_outbox_bytes, host_ranges=host_ranges)
 
-
     def memory_bytes(self, directories: Sequence[TableDirectory]) -> dict[str, list[int]]:
         """Return bytes of rows, replicas and optimizer states: ``{"device": [W], "host": [W]}``."""
         everything = np.zeros(len(self.num_bytes), np.int64)

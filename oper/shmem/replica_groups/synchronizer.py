@@ -138,7 +138,7 @@ class Synchronizer:
         self._inexact: list[np.ndarray] = []
         if groups.every > 1:
             tables.on_update.append(self._count)
-        tables.turns.is_alone, tables.meets_peers = False, True  # also for groups of one rank
+        tables.turns.is_alone, tables.notifies_peers = False, True  # also for groups of one rank
         tables.replicas = self
 
     def close(self) -> None:
