@@ -210,7 +210,7 @@ class Plan:
         for entry in self.tables:
             if entry.table.name == name:
                 return entry
-        raise PlanError("the plan does not know a table", "table", name,
+        raise PlanError("the plan lacks a table", "table", name,
                         f"one of {[t.table.name for t in self.tables][:8]}",
                         "make a plan for this model")
 

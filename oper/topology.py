@@ -248,11 +248,11 @@ class Topology:
                                         host=near[d.host]) for d in inside),
                           racks if len(racks) > 1 else ()))
         require(f"cannot divide the hosts of topology {self.name!r}",
-                "choose a number of groups that divides the number of hosts, of equal hosts",
+                "choose a number that divides the hosts into groups of equal hosts and racks",
                 ("number of groups", count,
                  self.num_hosts % count == 0 and all(x == parts[0] for x in parts)
                  and [r for d in parts[0][0] for r in d.ranks] == list(range(size)),
-                 f"a divisor of {self.num_hosts} hosts, with equal groups"))
+                 f"a divisor of {self.num_hosts} hosts that makes equal groups"))
         return replace(self, name=f"{self.name}, one of {count} groups", domains=parts[0][0],
                        racks=parts[0][1])
 

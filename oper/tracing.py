@@ -64,8 +64,9 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     if os.path.isdir(path):
         raise InvalidInputError(what, "path", os.fspath(path), "a file, not a folder",
                                 "name a file in this folder")
-    if steps is not None and not (len(steps) == 2 and all(isinstance(x, int) for x in steps)
-                                  and done < steps[0] <= steps[1]):
+    if steps is not None and not (
+            isinstance(steps, Sequence) and len(steps) == 2
+            and all(isinstance(x, int) for x in steps) and done < steps[0] <= steps[1]):
         raise InvalidInputError(what, "steps", steps,
                                 f"two integers (first, last), {done} < first <= last",
                                 "number the steps of the block from `done` + 1 on")

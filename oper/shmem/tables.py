@@ -351,7 +351,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         `BoundsCheck` will replace, since the lookup must report these.
         """
         # Rows in other domains have no addresses; keys may get other rows before the lookup.
-        if (self.keys is not None or (self._exchange is not None and not self.resolves_across_domains)
+        if (self.keys is not None or not (self.is_one_domain or self.resolves_across_domains)
                 or self.bounds.replaces(batch, self.device)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile

@@ -118,7 +118,7 @@ def _train(model: nn.Module, rank: int, steps: range) -> None:
 # TorchRec keeps one state per column piece under column_wise, see below.
 @pytest.mark.parametrize("kind, parts", [
     ("table_wise", "both"), ("row_wise", "both"), ("column_wise", "model")])
-def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
+def test_checkpoints_between_torchrec_and_oper(kind: str, parts: str, tmp_path: Path) -> None:
     """OPER continues TorchRec's training with equal results; TorchRec loads OPER's checkpoint."""
     first, second, third = (str(tmp_path / n) for n in ("torchrec", "oper", "back"))
     theirs = run_world(2, run, kind, None, first, parts)
@@ -159,7 +159,7 @@ def _planned(rank: int, world_size: int, kind: str, load: str | None, save: str)
         return model(batch_of(9, rank)).clone()
 
 
-def test_column_wise_state_both_ways(tmp_path: Path) -> None:
+def test_column_wise_state_is_converted_both_ways(tmp_path: Path) -> None:
     """TorchRec's state of column shards becomes the state of the row, and vice versa."""
     first, second, third, fourth = (str(tmp_path / n) for n in ("cw", "oper", "back", "again"))
     theirs = run_world(2, _planned, "column_wise", None, first)
@@ -180,7 +180,7 @@ def test_column_wise_state_both_ways(tmp_path: Path) -> None:
     assert_bitwise(read(fourth), after, "there and back, on one rank")
 
 
-def test_the_state_of_a_row_is_the_unsharded_one(tmp_path: Path) -> None:
+def test_converted_column_wise_state_equals_table_wise_state(tmp_path: Path) -> None:
     """Column-wise training, taken over, has the momentum of table-wise training of its gradients:
     after one step from the same rows."""
     folders = [str(tmp_path / n) for n in ("tw", "cw", "oper")]
@@ -237,7 +237,7 @@ def _small_gradients(rank: int, world_size: int) -> list[torch.Tensor]:
     return changes
 
 
-def test_nobody_names_an_eps_and_all_take_torchrecs() -> None:
+def test_the_default_eps_is_torchrecs() -> None:
     for theirs, tagged, argument, unsharded in run_world(2, _small_gradients):
         for other in (tagged, argument, unsharded):
             torch.testing.assert_close(other, theirs, rtol=1e-4, atol=1e-6)

@@ -125,7 +125,7 @@ def shard_often(rank: int, world_size: int) -> None:
     assert files < before + 10 and threads < threads_before + 6, held
 
 
-def test_process_groups_are_made_once() -> None:
+def test_process_groups_are_created_once() -> None:
     run_world(4, shard_often)
 
 
@@ -162,7 +162,7 @@ def refuse(rank: int, world_size: int) -> None:
         oper.Replanner(model, AccessStats(1, {}, "none"), Topology.this_host(4))
 
 
-def test_groups_that_cannot_be_formed() -> None:
+def test_impossible_groups_are_refused() -> None:
     run_world(4, refuse, labels="aabc")
 
 

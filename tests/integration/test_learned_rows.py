@@ -51,7 +51,7 @@ def step_of(model: Any, step: int, rank: int = 0, world_size: int = 1) -> torch.
     return out.detach().clone()
 
 
-def test_counts_are_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_equal_those_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, counts after half-lives and expiry, and the share of the default row."""
     model, oracle = bag(), Oracle(ROWS - 1, RULE)
     for step in range(STEPS):

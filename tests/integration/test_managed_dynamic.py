@@ -152,7 +152,7 @@ def test_ranks_have_the_same_keys(pooled: bool) -> None:
     assert not any("_managed_collision" in name for name in one)
 
 
-def test_tables_by_name() -> None:
+def test_tables_are_made_dynamic_by_name() -> None:
     """One table keeps its map, the other is dynamic, with own settings or those of its map."""
     for rule in (oper.DynamicTable(seed=3), "torchrec"):
         plain, model = (make(mch(), mch(LFU_EvictionPolicy())) for _ in range(2))

@@ -41,7 +41,7 @@ def _differences(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_large_outputs_are_those_of_small_batches(kernels: str) -> None:
+def test_large_outputs_equal_those_of_small_batches(kernels: str) -> None:
     assert run_world(1, _differences, env={"OPER_CPU_KERNELS": kernels}) == [0]
 
 
@@ -73,5 +73,5 @@ def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
 
 @pytest.mark.parametrize("dim", [96, 272])
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
-def test_large_gradients_are_those_of_the_first_step(kernels: str, dim: int) -> None:
+def test_large_gradients_are_equal_in_every_step(kernels: str, dim: int) -> None:
     assert run_world(1, _wrong_elements, dim, env={"OPER_CPU_KERNELS": kernels}) == [[0, 0]]

@@ -20,7 +20,7 @@ def plan(dtype: str) -> Plan:
     return Plan(4, (TablePlan(spec, (Piece(0, 16, tiers),)),), objective="inference")
 
 
-def test_a_single_domain_holds_every_row_once() -> None:
+def test_a_single_domain_has_one_copy_of_every_row() -> None:
     (tier,) = one_copy_per_domain(plan("float32"), [0, 0, 0, 0]).tables[0].tiers
     assert tier == Tier(0, 50, "striped", (0, 1, 2, 3))
 

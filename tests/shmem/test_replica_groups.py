@@ -43,8 +43,8 @@ from tests.runtime_support import (
 @pytest.mark.parametrize(("plan", "optimizer", "domains"), [
     *((plan, optimizer, None) for plan in PLANS for optimizer in ("sgd", "rowwise_adagrad")),
     *((plan, "rowwise_adagrad", (0, 1)) for plan in ("mixed", "rich")), ("rich", "adam", None)])
-def test_gradients_of_all_groups_give_the_unsharded_run(
-        plan: str, optimizer: str, domains: Sequence[int] | None) -> None:
+def test_gradients_of_all_groups_equal_the_unsharded_run(plan: str, optimizer: str,
+                                                         domains: Sequence[int] | None) -> None:
     case = dlrm_case(optimizer)
     steps, fp32, fp64 = references(case, 4, optimizer, 4)
     got = trained(case, PLANS[plan](case), steps, ALL_OPTIMIZERS[optimizer], 1, domains=domains)

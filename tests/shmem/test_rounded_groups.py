@@ -61,7 +61,7 @@ def test_rounded_rows_are_averaged(plan: str, optimizer: str, delay: int, bits: 
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_errors_of_rounding_are_fed_back(delay: int) -> None:
+def test_rounding_errors_are_fed_back(delay: int) -> None:
     """The mean over the groups stays exact, and the groups differ by about a step of the codes."""
     def body(tables: ShardedTables, rank: int) -> tuple[torch.Tensor, ...]:
         for step in range(6):
@@ -89,7 +89,7 @@ def test_errors_of_rounding_are_fed_back(delay: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_only_groups_that_have_updated_a_row_have_a_part_in_its_average(dtype: str) -> None:
+def test_only_groups_that_updated_a_row_contribute_to_its_average(dtype: str) -> None:
     """Also if another group has sent the row rounded before, and has kept the error."""
     case = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="rowwise_adagrad",
                            dtype=dtype)], (1,))

@@ -83,6 +83,6 @@ def _check(mixed: bool, ahead: bool) -> None:
         assert found["faults"] < 2 * STEPS, found
 
 
-def test_a_step_takes_no_new_memory() -> None:
+def test_a_step_allocates_no_new_memory() -> None:
     _check(mixed=False, ahead=False)
     _check(mixed=True, ahead=True)

@@ -291,7 +291,7 @@ def _check_items(folder: Path, first: int, every: int) -> None:
     reader = CheckpointReader(folder)
     places = {(x.relative_path, x.offset): x
               for x in reader.read_metadata().storage_data.values()
-              if not x.transform_descriptors}  # transformed values, e.g. compressed, are no archives
+              if not x.transform_descriptors}  # e.g. compressed values are no archives
     for key in sorted(places)[first::every]:
         with open(folder / key[0], "rb") as file:
             check_archive(file, f"cannot read the checkpoint {str(folder)!r}: {key[0]}",

@@ -102,7 +102,7 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
             raise InvalidInputError(f"cannot load {name!r}, rows of a dynamic table",
                                     "entries that the model lacks", left,
                                     "a table with the same keys",
-                                    "shard it with the `dynamic=` of the run that saved")
+                                    "shard it with the argument `dynamic` of the run that saved")
 
 
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:

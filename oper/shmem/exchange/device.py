@@ -1,10 +1,10 @@
 """The exchange between memory domains for tables in device memory.
 
 Phases, headers, messages and checks are those of the host back end (csrc/common/exchange.h). Within
-a domain kernels read their peers' memory. Data from ranks of other domains (*remote* ranks) is stored
-like their outboxes, requests and partial sums (a *mirror*), so kernels read it in the same way. One
-kernel packs messages, another unpacks them; collectives of torch.distributed (NCCL if available)
-send them.
+a domain kernels read their peers' memory. Data from *remote* ranks, those of other domains, is
+stored like their outboxes, requests and partial sums (a *mirror*), so kernels read it in the same
+way. One kernel packs messages, another unpacks them; collectives of torch.distributed (NCCL if
+available) send them.
 
 Collectives need message sizes that only the device knows: each phase waits for the device once or
 twice, and such steps cannot be captured in a CUDA graph. Gradients of pushed rows are reduced by

@@ -114,8 +114,10 @@ class PushMessages:
                              weights.data_ptr() + 4 * ids[:r].sum()))
 
     def _bits(self, own: Request) -> torch.Tensor:
-        """Return the bits that mark the first id of each run, for remote owners: int32 words, padded
-        for each owner and table."""
+        """Return the bits that mark the first id of each run, for remote owners.
+
+        The result is int32 words, padded to complete words for each owner and table.
+        """
         x = self._exchange
         pairs, runs, first_pair, first_run = (n.T[x.remote].reshape(-1) for n in (
             own.num_pairs(), own.num_runs(), own.first_pair, own.first_run))

@@ -109,10 +109,11 @@ def duplication(tables: Tables) -> list[Duplication]:
 def measured_costs(tables: Tables, num_rows: int = 16_384, repeats: int = 7) -> PullCosts:
     """Measure `PullCosts` for this rank on this machine.
 
-    Reads of own rows are compared with reads of a neighbour's rows, in the column piece and with the
-    neighbour of which both ranks own the most rows; if there is none, the defaults are returned.
-    With a single memory domain, lookups with and without de-duplication are then timed; with
-    several, `per_id` keeps its default. Not collective; no rank may be in an update.
+    Compares reads of own rows with reads of a neighbour's rows, in the column piece and with the
+    neighbour for which the smaller of the two ranks' numbers of own rows is largest. Without such a
+    neighbour, returns the defaults. Then, with a single memory domain, times lookups with and
+    without de-duplication; with several, `per_id` keeps its default. Not collective; no rank may be
+    in an update.
 
     Args:
         tables: the tables of one rank.

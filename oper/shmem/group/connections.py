@@ -36,10 +36,12 @@ def connect(group: Group) -> dict[int, socket.socket]:
         try:
             for rank in range(group.rank):
                 peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
-                peer.sendall(_HELLO.pack(token, group.rank))
                 peers[rank] = peer
+                peer.sendall(_HELLO.pack(token, group.rank))
             peers |= _accepted(server, token, group)
         except OSError as error:
+            for peer in peers.values():
+                peer.close()
             raise OperError(
                 "cannot connect to the other ranks", "addresses", [e[:2] for e in everyone][:8],
                 "hosts that can reach each other",

@@ -126,7 +126,7 @@ class _MonitoredTransport(ABC):
         monitor = self._monitor
         with self._exchanging:
             self._check_open()
-            if monitor.failure is not None:  # data of a failed exchange could be taken for this one's
+            if monitor.failure is not None:  # left-over data could be taken for this exchange's
                 self._fail(monitor.failure, "earlier")
             monitor.count += 1
             monitor.at, monitor.is_inside = self.at, True

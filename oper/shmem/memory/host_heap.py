@@ -86,6 +86,11 @@ class HostHeap:
                 self._map_all(group.all_gather(list(fds)))
             else:
                 self._attach_peers(fds)
+        except (TimeoutError, ConnectionError) as error:  # not a lack of memory
+            self.close()
+            raise OperError("cannot attach to a peer's arena", "connection", str(error),
+                            f"an answer of every rank within {_CONNECT_S:g} s",
+                            "look at the other ranks' logs") from error
         except OSError as error:
             self.close()
             raise self._problem("cannot share the arenas", error) from error
