@@ -55,7 +55,7 @@ class CollectedPasses:
                 self.parts.pop(task, None)
 
     def _apply(self, anchor: torch.Tensor) -> None:
-        if anchor.grad is None or anchor.grad.requires_grad:  # of a pass with create_graph=True
+        if anchor.grad is None or anchor.grad.requires_grad:  # by a pass with create_graph=True
             anchor.grad = torch.zeros_like(anchor)
         tables = self._tables()
         task = torch._C._current_graph_task_id()

@@ -308,9 +308,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             batch.pooled, collective, known and known.offsets, known and known.addresses,
             shared and shared.bags, shared and shared.samples)
         if code:
-            # No rank waits for an invalid id's lookup if all ranks read rows directly.
             if collective and code not in PEER_FAILURES:
                 self._skip_in_family()
+            # If ranks exchange data in lookups, the kernels have reported an invalid id themselves.
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)

@@ -131,7 +131,7 @@ class TableUpdates:
     def refuse(self) -> None:
         """Make all ranks skip this update; called instead of `step` on a rank that cannot take
         part. Collective. Ranks of its memory domain can continue with the next update."""
-        self._skip_in_family()  # before this rank waits, since others may wait there
+        self._skip_in_family()  # first, since other ranks may wait in another collection
         torch.ops.oper.lookup_refuse_update(self.handle)
         if self.replicas is not None:
             self.replicas.refuse_update()

@@ -267,7 +267,7 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [np.float32(0.5), np.arange(3), Path("x"), (1, np.int64(2)),
                                    lambda: 1], ids=lambda value: type(value).__name__)
 def test_values_that_cannot_be_loaded_are_not_saved(value: Any, tmp_path: Path) -> None:
-    """It would replace a good checkpoint by one that cannot be read."""
+    """Saving them would replace a good checkpoint by one that cannot be loaded."""
     model = oper.shard(torch.nn.EmbeddingBag(20, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
     dense = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     good = {"step": 1, "seen": (1, 2.5), "at": torch.Size([3]), "names": {"a"}}

@@ -47,7 +47,7 @@ def unbroken() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The same by `oper.save_checkpoint`, under a plan that pushes and splits columns."""
+    """Return the same, saved by `oper.save_checkpoint` under a plan with push and columns."""
     folder = tmp_path_factory.mktemp("in_chunks") / "two"
     return folder, run_ranks(go_on, 2, 101, range(3), None, str(folder))
 

@@ -16,7 +16,7 @@ from tests.support import damage_record
 
 
 def test_every_flipped_bit_inside_a_record_is_found() -> None:
-    """In any record; torch itself loads most of these files."""
+    """torch itself loads most of these files without an error."""
     data = io.BytesIO()
     torch.save({"weight": torch.arange(40.0), "steps": 3}, data)
     whole = data.getvalue()

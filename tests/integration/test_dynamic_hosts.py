@@ -97,7 +97,7 @@ def _refuse(rank: int, world_size: int, harm: str) -> str:
 
 @pytest.mark.parametrize("harm, message", [("late", "have lost their rows"), ("guard", "gradient")])
 def test_a_refused_update_raises_on_all_hosts(harm: str, message: str) -> None:
-    """A rank refuses before or after the exchange of keys: the others learn which one."""
+    """A rank refuses before or after the exchange of keys; errors of the others name it."""
     refused, *others = run_world(3, _refuse, harm, labels="abb")
     assert message in refused
     for said in others:

@@ -93,8 +93,8 @@ class Keyed(nn.Module):
 
 
 def test_readers_see_keys_and_rows_of_one_epoch() -> None:
-    """Two keys change their slots with every epoch, and their rows are opposite numbers: a bag of
-    both is zero, and a key that is not there has the default row, also while they change."""
+    """Two keys with opposite rows change their slots in every epoch. While they do, a bag of both
+    is zero, and an unknown key reads the default row."""
     model = Keyed()
     with torch.no_grad():
         model.table.weight.zero_()

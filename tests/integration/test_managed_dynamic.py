@@ -97,7 +97,7 @@ half = functools.partial(mc_modules.probabilistic_threshold_filter, per_id_proba
     (hash_zch(), {}),
     (hash_zch(opt_in_prob=25, percent_reserved_slots=10), {"admit_probability": 0.25})])
 def test_settings(of: nn.Module, fields: dict[str, Any]) -> None:
-    """A table does what one with these settings does, with the same rows and evictions."""
+    """The table has the rows and evictions of a dynamic table with the expected settings."""
     model: Any = oper.shard(make(of), dynamic="torchrec", optimizer=SGD)
     rule = oper.DynamicTable(init_bound=BOUND, **fields)
     direct: Any = oper.shard(inner_of(tables_of(names=("t",))), dynamic=rule, optimizer=SGD)

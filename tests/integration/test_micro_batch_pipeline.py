@@ -68,15 +68,15 @@ def test_equals_whole_batches_under_ddp() -> None:
 
 
 def _noted(beside: set[str], call: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call, and its name where another thread than the program's makes it."""
+    """Make a call; add its name to `beside` unless the main thread makes it."""
     if threading.current_thread() is not threading.main_thread():
         beside.add(call.__name__)
     return call(*args, **kwargs)
 
 
 def _whole_batches(rank: int, world_size: int) -> set[str]:
-    """What a thread of its own has done in the pipeline's steps of whole batches, whose bits are
-    those of a plain loop."""
+    """Train whole batches in a plain loop and in the pipeline, with bitwise equal results; return
+    the names of the calls that the pipeline has made on another thread."""
     found = []
     for is_plain in (True, False):
         model = make_dlrm(seed=3)
@@ -107,7 +107,7 @@ def _whole_batches(rank: int, world_size: int) -> set[str]:
 
 @pytest.mark.parametrize("labels", ["ab", "aa"])
 def test_the_exchange_of_a_whole_batch_overlaps_dense_layers(labels: str) -> None:
-    """On a thread, with the bits of a plain loop; not within one memory domain, where none is."""
+    """A thread makes the exchanges, with the bits of a plain loop. One domain has none."""
     for hidden in run_world(2, _whole_batches, labels=labels):
         assert hidden == ({"forward", "step"} if labels == "ab" else set())
 

@@ -175,7 +175,7 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
 
 
 def test_pipelined_and_plain_training_are_equal() -> None:
-    """And as the unsharded model: tests/programs, tests/rl_rec/test_sharded_models.py."""
+    """tests/programs and tests/rl_rec/test_sharded_models.py compare with unsharded models."""
     plain, piped = (run_world(2, _body, 6, pipelined) for pipelined in (False, True))
     assert_bitwise(piped, plain, "pipelined and not")
     start = SequenceModel().state_dict()["items.embeddings.t0.weight"]

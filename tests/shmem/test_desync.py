@@ -88,8 +88,8 @@ def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> 
 
 
 def _skip(rank: int, world_size: int, mode: str, alone: bool) -> Found:
-    """Rank 1 skips a step and returns after the other ranks have given up. `alone`: their processes
-    have exited by then."""
+    """Rank 1 skips a step and returns after the other ranks have given up; if `alone`, after their
+    processes have exited."""
     model = _open(world_size, mode)
     report("open")
     _HELD.append(model)  # a process that ends, not one that closes its tables before

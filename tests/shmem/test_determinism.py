@@ -61,7 +61,7 @@ def test_plans_of_equal_world_size_are_bitwise_equal(world_size: int, weighted: 
 
 
 def check_replicas(case: Case, plan: Plan, got: Result) -> int:
-    """Check that replicas are their masters bit for bit; returns their number."""
+    """Check that replicas equal their master rows bitwise; returns their number."""
     num_replicas = 0
     for t in case.tables:
         entry = plan.table(t.name)

@@ -180,7 +180,7 @@ def test_directories_equal_dicts(rule: DynamicTable, slots: int, world_size: int
 
 @pytest.mark.parametrize("rule", RULES)
 def test_changed_records_reproduce_a_directory(rule: DynamicTable) -> None:
-    """Those of all ranks since any earlier update, written to another directory, make it equal;
+    """Records of all ranks changed since an earlier update, written to another, make it equal;
     keys that have expired since then are listed once."""
     slots = 70
     directory, copy = Directory(slots, rule, 2), Directory(slots, rule)

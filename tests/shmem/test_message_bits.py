@@ -278,7 +278,7 @@ def squared_error(got: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim, bits", [(3, 8), (16, 8), (64, 8), (16, 4), (64, 4)])
 def test_the_planners_variance_limits_that_of_every_row(dim: int, bits: int) -> None:
-    """Also of rows for which it is nearly reached: two extremes, and numbers between two codes."""
+    """Includes rows that nearly reach it: two extremes, and numbers halfway between two codes."""
     worst = torch.zeros(100, dim)  # 127.5 (7.5) steps above the least number
     worst[:, 0], worst[:, 1] = 1.0, -1.0
     rows = torch.cat([rows_of(300, dim), worst])

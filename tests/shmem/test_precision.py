@@ -215,7 +215,7 @@ def test_changed_rows_equal_a_full_publication() -> None:
 
 
 def test_rows_without_counts_follow_in_the_order_of_ids() -> None:
-    """A range of types may end among them."""
+    """A range of one type may end among the rows without counts."""
     spec = TableSpec("t", NUM_ROWS, 20, ("f",), "sum", "int8", "none")
     hottest = np.array([250, 3, 17])
     entry = with_row_dtypes(

@@ -131,7 +131,7 @@ def test_rows_are_synchronized_once_learning_rates_are_equal_again(delay: int) -
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_no_update_after_a_failed_synchronization_succeeds(
         delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the groups would train apart from each other from then on."""
+    """If an update succeeded, the groups would have different rows from then on."""
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 8)
 

@@ -90,7 +90,7 @@ def test_rounding_errors_are_fed_back(delay: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_only_groups_that_updated_a_row_contribute_to_its_average(dtype: str) -> None:
-    """Also if another group has sent the row rounded before, and has kept the error."""
+    """Covers a row that another group has sent rounded before, and whose error it has kept."""
     case = Case([TableSpec("t", ROWS, DIM, ("f",), "sum", optimizer="rowwise_adagrad",
                            dtype=dtype)], (1,))
 
@@ -130,7 +130,7 @@ def test_bytes_sent(every: int, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
-    """Rounded stochastically with 8 bits: errors of many steps average out."""
+    """With 8 bits rounding is stochastic, so that errors of many steps average out."""
     steps = 64
 
     def body(tables: ShardedTables, rank: int) -> torch.Tensor:

@@ -80,7 +80,7 @@ class DeviceTables(ShardedTables):
                  gradient_scale: float = 1.0, *, device: torch.device | str = "cuda",
                  is_new: bool = True) -> None:
         self.operators = library.load_device()
-        self._ahead: torch.cuda.Stream | None = None  # stream of `to_resolve`
+        self._resolving_stream: torch.cuda.Stream | None = None  # stream of `to_resolve`
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -236,7 +236,7 @@ class DeviceTables(ShardedTables):
 
         def run() -> Lookup:
             # One stream for all batches, since the allocator caches memory per stream.
-            stream = self._ahead = self._ahead or streams.Stream(self.device)
+            stream = self._resolving_stream = self._resolving_stream or streams.Stream(self.device)
             stream.wait_event(there)
             with streams.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):

@@ -183,7 +183,7 @@ class DeviceExchange(Exchange):
             self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
-            self._tables.synchronize()  # raises it
+            self._tables.synchronize()  # raises the kernels' error
         if found[0]:
             if found[0] != _TRANSPORT_FAILED:  # the transport stores its error itself
                 self._failed = found[0], found[1]
@@ -256,7 +256,8 @@ class DeviceExchange(Exchange):
         (received,), memory = self.exchange((self._rows, places[0]), is_reply=True)
         if not n.size:
             return
-        inside = before - (wanted[rank, table] - slots.data_ptr()) // 4  # of an owner's table
+        # Index of a range's first row among the rows of the same owner and table.
+        inside = before - (wanted[rank, table] - slots.data_ptr()) // 4
         from_byte = received[rank, table] - memory.data_ptr() + inside * self._row_bytes[table]
         taken = n * -(-self._row_bytes[table] // _UNIT)
         to_unit = first_byte // _UNIT + np.cumsum(taken) - taken

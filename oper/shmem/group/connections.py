@@ -69,7 +69,7 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
                 peer = key.fileobj
                 assert isinstance(peer, socket.socket)
                 if peer is server:
-                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # has left
                         peer, _ = server.accept()
                         peer.setblocking(False)
                         # Readable only when the complete greeting has arrived, or on disconnect.

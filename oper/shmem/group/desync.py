@@ -199,7 +199,7 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
     known = (None if code in (Status.OTHER_PHASE, Status.PEER_CLOSED)
              else _recorded_verdict(barriers, own, me, rank))
     if known is None and code == Status.PEER_LATE:
-        # A verdict of a rank that waited at another collection.
+        # A rank that waited at another collection may have recorded a verdict.
         known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known
@@ -273,7 +273,7 @@ def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
 
 def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
     """Return the most common phase; among equally common ones, the lowest rank's."""
-    return Counter(phases).most_common(1)[0][0]  # a stable sort in the order of ranks
+    return Counter(phases).most_common(1)[0][0]  # of equal counts, the first in the list
 
 
 def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:

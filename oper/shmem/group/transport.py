@@ -271,7 +271,7 @@ class CollectiveTransport(_MonitoredTransport):
             dist.get_process_group_ranks(group.process_group or dist.group.WORLD),
             use_local_synchronization=True,
             timeout=timedelta(seconds=max(self._deadline_s, 1.0) + 60))
-        # The back end connects its ranks in the first exchange; do it while all are here.
+        # The back end connects its ranks in the first exchange: make it now, on all ranks at once.
         sizes = [1] * group.world_size
         ones = torch.zeros(group.world_size, dtype=torch.uint8)
         self.exchange(ones, sizes, torch.empty_like(ones), sizes)

@@ -52,7 +52,8 @@ from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
-RECORDS = {"keys": False, "candidates": True}  # parts of a checkpoint: whether of candidates
+# Parts of a directory in a checkpoint, and whether their keys are candidates, which have no row.
+RECORDS = {"keys": False, "candidates": True}
 
 
 @dataclass(frozen=True, slots=True)
