@@ -241,11 +241,11 @@ class Topology:
         for first in range(0, size * count, size):
             inside = [d for d in self.domains if first <= d.ranks[0] < first + size]
             hosts = sorted({d.host for d in inside})
-            near = {h: k for k, h in enumerate(hosts)}
-            racks = tuple(Rack(tuple(near[h] for h in rack.hosts if h in near), rack.uplink_gbps)
-                          for rack in self.racks if not near.keys().isdisjoint(rack.hosts))
+            index = {h: k for k, h in enumerate(hosts)}
+            racks = tuple(Rack(tuple(index[h] for h in rack.hosts if h in index), rack.uplink_gbps)
+                          for rack in self.racks if not index.keys().isdisjoint(rack.hosts))
             parts.append((tuple(replace(d, ranks=tuple(r - first for r in d.ranks),
-                                        host=near[d.host]) for d in inside),
+                                        host=index[d.host]) for d in inside),
                           racks if len(racks) > 1 else ()))
         require(f"cannot divide the hosts of topology {self.name!r}",
                 "choose a number that divides the hosts into groups of equal hosts and racks",

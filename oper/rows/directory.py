@@ -290,11 +290,11 @@ def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]
         owners = set(domains[x.pattern].tolist())
         holds = x.replica_base >= 0
         for domain in set(domain_of):
-            is_far = owners != {domain}
+            is_remote = owners != {domain}
             mine = holds[domains == domain]
-            asks = is_far and not mine.any()
+            asks = is_remote and not mine.any()
             gathers |= asks
             pulls |= asks and x.tier.mode != "push"
-            refreshes |= is_far and bool(mine.any())
-            shares |= is_far and bool(mine.any() and not mine.all())
+            refreshes |= is_remote and bool(mine.any())
+            shares |= is_remote and bool(mine.any() and not mine.all())
     return NeedsAcross(gathers, pulls, refreshes, shares)

@@ -20,7 +20,7 @@ from oper.bench.core.memory import pss_bytes
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.memory.numa import near_domain
+from oper.shmem.memory.numa import local_domain
 from oper.shmem.publication.handshake import HANDSHAKE, receive_handshake
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
@@ -391,5 +391,5 @@ def test_names_and_domains() -> None:
         with pytest.raises(InvalidInputError, match="name"):
             Reader(bad)
     mine = sorted(os.sched_getaffinity(0))
-    assert near_domain([[10**6], mine]) == 1
-    assert near_domain([mine, [10**6]]) == 0
+    assert local_domain([[10**6], mine]) == 1
+    assert local_domain([mine, [10**6]]) == 0

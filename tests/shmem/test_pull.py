@@ -179,7 +179,7 @@ def test_pull_is_chosen_if_ranks_run_on_different_nodes(monkeypatch: pytest.Monk
     (batches,) = make_steps(case, 4, 1)
     where = threading.local()
     monkeypatch.setattr(pull, "find_nodes", lambda: [Node(k, (k,)) for k in range(2)])
-    monkeypatch.setattr(pull, "near_domain", lambda nodes: where.node)
+    monkeypatch.setattr(pull, "local_domain", lambda nodes: where.node)
 
     def body(group: Any, nodes: tuple[int, ...]) -> tuple[Any, list[Duplication], int]:
         where.node = nodes[group.rank]

@@ -143,9 +143,9 @@ class DeviceExchange(Exchange):
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
     def _list_ranges(self, with_pushed: bool) -> _RemoteRanges:
-        near = np.isin(np.arange(self._size), self.members)
+        local = np.isin(np.arange(self._size), self.members)
         found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
-                 if x.owner in self.remote and nearest_replica(x.tier, self._rank, near) < 0
+                 if x.owner in self.remote and nearest_replica(x.tier, self._rank, local) < 0
                  and (with_pushed or x.tier.tier.mode != "push")]
         columns = np.array(sorted(found), np.int64).reshape(-1, 5).T.copy()
         return _RemoteRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])

@@ -22,7 +22,7 @@ import torch
 from oper.errors import require_fields
 from oper.ranges import Amount, rules_of
 from oper.shmem.batch import Lookup
-from oper.shmem.memory.numa import find_nodes, near_domain
+from oper.shmem.memory.numa import find_nodes, local_domain
 from oper.shmem.protocol import Tables
 
 
@@ -84,7 +84,7 @@ def choose_automatically(tables: Tables) -> None:
     measured. Otherwise the ranks of each domain that spans nodes measure `PullCosts` and use their
     mean; each rank then decides by the duplication in its own batches.
     """
-    node = near_domain([n.processors for n in find_nodes()])
+    node = local_domain([n.processors for n in find_nodes()])
     nodes = tables.group.all_gather(node)
     spread = len({nodes[r] for r in tables.members}) > 1
     if not any(tables.group.all_gather(spread)):

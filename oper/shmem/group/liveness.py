@@ -109,8 +109,8 @@ class LivenessMonitor:
         its memory domain."""
         if self.is_inside:
             return self.at, True
-        near = register_of(self._group).waits(self._group.rank)
-        return (self.at, False) if near is None else (near, True)
+        waiting = register_of(self._group).waits(self._group.rank)
+        return (self.at, False) if waiting is None else (waiting, True)
 
     def _record(self, failure: Verdict) -> None:
         with self._changed:
