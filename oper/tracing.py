@@ -34,9 +34,10 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
 
     A context manager around part of the training loop. The trace has one process per memory domain
     (host), one thread per thread of a rank, and one bar per phase and step: ``forward``,
-    ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``. Nested bars
-    show ``barrier`` and ``exchange`` (between hosts, with the bytes sent); ``resolve`` bars show
-    ids resolved ahead of their lookup. Gaps are other work of the rank, such as dense computation.
+    ``reduce`` (a rank sums its gradients by row), ``wait for gradients`` (of all ranks),
+    ``update``, ``wait for updates`` (of all ranks), and ``refresh`` (of replicas). Nested bars show
+    ``barrier`` and ``exchange`` (between hosts, with the bytes sent); ``resolve`` bars show ids
+    resolved in advance of their lookup. Gaps are other work, such as dense computation.
     Times are on rank 0's clock; ``clock_uncertainty_us`` in the file bounds the error of other
     hosts' times. Leaving the block is collective; if an error leaves it, no file is written.
 

@@ -91,14 +91,14 @@ class _Worker:
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
-        self._asked: list[Future[Any]] = []
+        self._submitted: list[Future[Any]] = []
         self._identity: int | None = None  # ident of the worker thread, after its first call
 
-    def ask(self, call: Any, argument: Any) -> Future[Any]:
+    def submit(self, call: Any, argument: Any) -> Future[Any]:
         """Queue ``call(argument)`` on the worker thread; returns the future of its result."""
-        asked = self._thread.submit(self._run, call, argument)
-        self._asked.append(asked)
-        return asked
+        future = self._thread.submit(self._run, call, argument)
+        self._submitted.append(future)
+        return future
 
     def _run(self, call: Any, argument: Any) -> Any:
         self._identity = threading.get_ident()
@@ -108,17 +108,17 @@ class _Worker:
     def settle(self) -> None:
         """Wait until all queued calls are done; returns at once on the worker thread itself."""
         if threading.get_ident() != self._identity:
-            wait(self._asked)
+            wait(self._submitted)
 
     def raise_failed(self) -> None:
         """Raise the error of the first call that has failed so far."""
-        for asked in self._asked:
-            if asked.done():
-                asked.result()
+        for future in self._submitted:
+            if future.done():
+                future.result()
 
     def end(self) -> None:
         """Wait until all queued calls are done."""
-        wait(self._asked)
+        wait(self._submitted)
 
 
 class Parts:
@@ -141,7 +141,7 @@ class Parts:
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Start a lookup on the worker thread; returns the future of the batch with its result,
         which `ShardedTables.lookup` accepts."""
-        return self._worker.ask(self._look_up, batch)
+        return self._worker.submit(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
         """Return the batch with the result of its lookup, made now unless `start` has made it."""
@@ -162,12 +162,12 @@ class Parts:
         self._last = passed
         self._num_sent += 1
         is_last = self._num_sent == self._num_passes
-        self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
+        self._worker.submit(self._pass_back, (passed, _versions(passed), is_last))
 
     def refuse(self, error: BaseException) -> None:
         """Make all ranks skip the update; called instead of `send_gradients` if the backward pass
         fails."""
-        self._worker.ask(self._refuse, error)
+        self._worker.submit(self._refuse, error)
 
     def check_drop(self) -> None:
         """Raise InvalidInputError if gradients of this batch have been sent already.

@@ -172,16 +172,16 @@ class Exchange:
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
         """Return the phase and the sequence number of each rank's last header."""
-        flat = self._ask("last_phases")
+        flat = self._query("last_phases")
         return [CollectivePhase(flat[k + 2], flat[k + 1])
                 for k in range(0, len(flat), 3)], flat[::3]
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
         """See `ShardedTables.sent_bytes`."""
-        sent, size = self._ask("sent_bytes", reset), self._group.world_size
+        sent, size = self._query("sent_bytes", reset), self._group.world_size
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
-    def _ask(self, what: str, *arguments: bool) -> list[int]:
+    def _query(self, what: str, *arguments: bool) -> list[int]:
         return getattr(torch.ops.oper, f"{self._operators}_{what}")(self._handle, *arguments)
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
