@@ -386,7 +386,7 @@ def build(target: Target, plan: Plan, objective: str, groups: Group | ReplicaGro
         if padding is not None and target.module.weight.is_meta:  # torch initializes it to zero
             spec = target.specs[0]
             tables.write(spec.name, torch.zeros(1, spec.dim), padding)
-            tables.publish()
+            tables.flush_replicas()
     tables.use_huge_pages()
     if type(tables) is ShardedTables:  # `DeviceTables` chooses for every batch
         choose_automatically(tables)
@@ -402,7 +402,7 @@ def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableS
     for spec in target.specs:
         for begin, rows in source.rows(keys[spec.name], held[spec.name], spec):
             tables.write(spec.name, rows, begin)
-    tables.publish()
+    tables.flush_replicas()
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:

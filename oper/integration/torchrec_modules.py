@@ -237,7 +237,7 @@ class _FusedOptimizer(FusedOptimizer):
             entries = self._shown.pop(table, None)
             if entries is not None:
                 load_optimizer_entries(self._tables, self._names[table], table, entries)
-        self._tables.publish()
+        self._tables.flush_replicas()
 
     def step(self, closure: Any = None) -> None:
         """Do nothing: the backward pass has already updated the tables."""

@@ -109,14 +109,14 @@ class LookedUp:
 
     Attributes:
         by: the `oper.shmem.micro_batches.Parts` within which the result is valid.
-        num_published: `LogicalRows.num_published` of the tables before the rows were read.
+        num_flushes: `LogicalRows.num_flushes` of the tables before the rows were read.
         given: the caller's batch, before `BoundsCheck` replaced invalid ids.
         versions: `given.versions()` before its tensors were read.
         out, offsets: the result of `ShardedTables.forward`.
     """
 
     by: Any
-    num_published: int
+    num_flushes: int
     given: Lookup
     versions: tuple[int, int, int]
     out: torch.Tensor

@@ -203,11 +203,11 @@ class Parts:
     # ---- on the worker thread --------------------------------------------------------------------
 
     def _look_up(self, batch: Lookup) -> Lookup:
-        given, versions, num_published = batch, batch.versions(), self._tables.num_published
+        given, versions, num_flushes = batch, batch.versions(), self._tables.num_flushes
         batch = self._tables.bounds.repair(batch, self._tables.device)
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
         return replace(batch, looked_up=LookedUp(
-            self, num_published, given, versions, out, offsets))
+            self, num_flushes, given, versions, out, offsets))
 
     def _refuse(self, error: BaseException) -> None:
         self._tables.refuse()

@@ -346,7 +346,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     for k, d in enumerate(tables.directories):
         for part in ("rows", *(name for name, _ in STATE_PARTS[d.table.optimizer])):
             other.view(part, k, rank).copy_(tables.view(part, k, rank))
-    other.publish()
+    other.flush_replicas()
     return other
 
 

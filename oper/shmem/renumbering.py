@@ -55,7 +55,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
             if places.numel():
                 put_rows(tables.view(part, piece, rank), places, values,
                          torch.arange(places.numel()))
-        tables.publish()
+        tables.flush_replicas()
 
 
 def _gathered(tables: LogicalRows, place: tuple[str, str, int], ids: np.ndarray) -> torch.Tensor:

@@ -45,7 +45,7 @@ class LogicalRows:
     optimizers: Mapping[str, Optimizer] | None = None  # by table; None = read-only tables
     name = ""  # of the collection in its model, e.g. a module's path; for errors
     phase = STATE_ACCESS  # phase in which `barrier` is called, for errors; see `phase_of`
-    num_published = 0  # number of calls of `publish`
+    num_flushes = 0  # number of calls of `flush_replicas` and `flush_some_replicas`
     specs: dict[str, TableSpec]
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
@@ -318,7 +318,7 @@ class LogicalRows:
               column: int = 0) -> None:
         """Write rows `[begin, begin + n)`; every rank stores the rows that it owns.
 
-        Not collective, but all ranks must make the call, and then call `publish`.
+        Not collective, but all ranks must make the call, and then call `flush_replicas`.
 
         Args:
             table: name of the table.
@@ -364,9 +364,9 @@ class LogicalRows:
                     put_rows(mine[:, first - columns.start:last - columns.start], slot,
                              values[:, first - column:last - column], index)
 
-    def publish(self) -> None:
-        """Make rows that any rank has written visible to all: refresh replicas. Collective."""
-        self.num_published += 1
+    def flush_replicas(self) -> None:
+        """Make rows that any rank has written visible to all: copy them to replicas. Collective."""
+        self.num_flushes += 1
         self.barrier()
         for k, d in enumerate(self.directories):
             for x in d.tiers:
@@ -384,14 +384,14 @@ class LogicalRows:
             self._copy_stored(piece, np.arange(start, stop), "rows", slice(0, copies.shape[1]),
                               copies[begin:begin + stop - start])
 
-    def publish_some(self, written: Sequence[np.ndarray]) -> None:
-        """Make written rows visible to all ranks, as `publish` does, but copy to replicas only the
+    def flush_some_replicas(self, written: Sequence[np.ndarray]) -> None:
+        """Make written rows visible to all ranks, as `flush_replicas` does, but copy only the
         rows named here. Collective.
 
         Args:
             written: by directory, the slots of this rank's rows that were written, uint32 [n].
         """
-        self.num_published += 1
+        self.num_flushes += 1
         tiers = [(k, x) for k, d in enumerate(self.directories) for x in d.tiers
                  if (x.replica_base >= 0).any()]
         everyones = self.all_gather({k: written[k] for k, _ in tiers})

@@ -247,7 +247,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         looked_up = batch.looked_up
         if looked_up is not None:
             if (looked_up.by is self.turns.parts
-                    and looked_up.num_published == self.num_published):
+                    and looked_up.num_flushes == self.num_flushes):
                 check_unchanged(looked_up.versions, looked_up.given.versions())
             else:
                 batch = replace(batch, looked_up=None)  # the rows have changed since
@@ -472,12 +472,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._release_when_dropped()
 
     @in_turn
-    def publish(self) -> None:
+    def flush_replicas(self) -> None:
         if self.replicas is not None:
-            self.replicas.check_synchronized("cannot publish rows")
-        super().publish()
+            self.replicas.check_synchronized("cannot make written rows visible")
+        super().flush_replicas()
         if self.replicas is not None:
-            self.replicas.agree(super().publish)
+            self.replicas.agree(super().flush_replicas)
         if self._migration is not None:
             self._migration.restart()
 

@@ -145,7 +145,7 @@ def _peaks(rank: int, world_size: int, folder: str) -> list[int]:
     for action in (lambda: oper.load_checkpoint(folder + "-plain", model), load):
         for part in ("rows", "momentum1"):
             tables.write("0", torch.zeros(ROWS, DIM), part=part)
-        tables.publish()
+        tables.flush_replicas()
         found.append(_peak(action))
         for got, rows in zip((tables.read("0", 5, 9), tables.read("0", 5, 9, "momentum1")), want,
                              strict=True):

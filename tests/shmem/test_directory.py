@@ -157,7 +157,7 @@ def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]
     tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0), 1.0)
     own = torch.arange(rows, dtype=torch.float32)
     tables.write("t", torch.stack([own, -own, own + 0.5, own * 2], 1))
-    tables.publish()
+    tables.flush_replicas()
     batch = bags_of_one(ids)
     with torch.no_grad():
         found = tables.lookup(batch).clone()

@@ -72,7 +72,7 @@ def _bytes_of_a_rank(rank: int, world_size: int) -> dict[str, Any]:
     values = torch.arange(ROWS, dtype=torch.float32)[:, None].expand(ROWS, DIM).contiguous()
     tables.write("t", values)
     tables.write("t", values[:, 0].contiguous(), part="momentum1")
-    tables.publish()
+    tables.flush_replicas()
     tables.use_huge_pages()
     assert torch.equal(tables.read("t"), values)
     assert torch.equal(tables.read("t", part="momentum1"), values[:, 0])

@@ -54,7 +54,7 @@ def _wrong_elements(rank: int, world_size: int, dim: int) -> list[int]:
     spec = TableSpec("a", num_rows, dim, ("f",), "sum", optimizer="sgd")
     tables = ShardedTables(uniform_plan([spec], 1), [("f", "a")], SingleGroup(), SGD(lr=1.0))
     tables.write("a", torch.zeros(num_rows, dim))
-    tables.publish()
+    tables.flush_replicas()
     generator = torch.Generator().manual_seed(0)
     ids = torch.cat([torch.randperm(num_rows, generator=generator),
                      torch.randint(0, num_rows, (num_rows // 2,), generator=generator)])

@@ -44,7 +44,7 @@ def one_table(rows: int, dim: int, bits: Any, world_size: int, mode: str = "pull
 def opened(group: ThreadGroup, plan: Plan, weights: torch.Tensor, seed: int = 0) -> ShardedTables:
     tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0), 1.0, seed)
     tables.write("t", weights)
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 
@@ -219,7 +219,7 @@ def test_a_table_has_its_own_bits(mode: str) -> None:
         tables = ShardedTables(plan, [(n, n) for n in names], group, SGD(lr=1.0), 1.0, 0)
         for name in names:
             tables.write(name, rows)
-        tables.publish()
+        tables.flush_replicas()
         number = 60 * group.rank  # rank 1 looks all rows up and sends gradients
         ids = torch.arange(number).repeat(3)
         out = tables.lookup(Lookup(ids, torch.ones(3 * number, dtype=torch.int64),

@@ -342,7 +342,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
             begun = tables.turns.parts.start(part.lookup(case))
             begun.result()
             tables.write("large", torch.full(tables.shape("large"), 7.0))
-            tables.publish()
+            tables.flush_replicas()
             with torch.no_grad():
                 want = tables.lookup(part.lookup(case))
             out = tables.lookup(begun.result())

@@ -132,7 +132,7 @@ def test_writes_during_a_move_are_not_lost() -> None:
         if step == START + 2:
             tables.barrier()
             tables.write("large", torch.full((20000, 64), 0.25))
-            tables.publish()
+            tables.flush_replicas()
 
     def both(tables: ShardedTables, step: int) -> None:
         moving(uniform_plan(case.tables, 2, "replicated"), 4_000_000)(tables, step)

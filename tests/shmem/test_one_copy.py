@@ -47,7 +47,7 @@ def test_numbers(dtype: str, domains: list[int] | None) -> None:
     def rank(group) -> tuple[torch.Tensor, ...]:
         tables = ShardedTables(shared, [("f", "t")], group, None)
         tables.write("t", values)
-        tables.publish()
+        tables.flush_replicas()
         ids = torch.randperm(50, generator=torch.Generator().manual_seed(group.rank))
         out = tables.lookup(Lookup(ids, torch.ones(50, dtype=torch.int64),
                                    torch.zeros(1, dtype=torch.int64), 50))

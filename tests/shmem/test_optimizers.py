@@ -301,7 +301,7 @@ def test_norms_of_zero_make_no_step(name: str) -> None:
     """A row of zeros does not change, as in FBGEMM; 0 / 0 counts as no step."""
     case, tables = tiny(EVERY[name])
     tables.write("t", torch.zeros(6, 5))
-    tables.publish()
+    tables.flush_replicas()
     step_on(case, tables, [1, 2], torch.zeros(5))
     step_on(case, tables, [1, 3], torch.ones(5))
     for part in ("rows", *(p for p, _ in STATE_PARTS[EVERY[name].name])):
@@ -336,7 +336,7 @@ def test_accumulators_start_at_the_given_value(optimizer: Optimizer) -> None:
         found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()
         tables.write("two", torch.full_like(found["two"], 2.0), 0, "momentum1")
-        tables.publish()
+        tables.flush_replicas()
         tables.migrate(split)
         found |= {f"{t.name} moved": tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()

@@ -231,7 +231,7 @@ def test_a_batch_refused_in_one_collection_trains_neither_in_any_group(
                                    [(t.features[0], t.name) for t in specs], groups.mine,
                                    SGD(lr=1.0), groups.gradient_scale(1.0 / whole.world_size))
             Synchronizer(tables, groups)
-            tables.publish()
+            tables.flush_replicas()
             both.append(tables)
         both[0].family.update(both)
         both[1].family = both[0].family
@@ -334,7 +334,7 @@ def test_a_batch_refused_after_another_call_of_shard_keeps_the_group_in_step() -
                                    groups.mine, SGD(lr=1.0),
                                    groups.gradient_scale(1.0 / whole.world_size))
             Synchronizer(tables, groups)
-            tables.publish()
+            tables.flush_replicas()
             _join(both, [tables])
             both.append(tables)
             step(both)

@@ -75,7 +75,7 @@ def test_rounding_errors_are_fed_back(delay: int) -> None:
         tables.barrier()
         found = before, tables.read("t")
         tables.write("t", found[1])
-        tables.publish()
+        tables.flush_replicas()
         return found
 
     ranks = run_groups(CASE, uniform_plan(CASE.tables, 2, "striped"), SGD(lr=LR), 3, body,

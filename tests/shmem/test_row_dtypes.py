@@ -62,7 +62,7 @@ def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
                            1.0 / group.world_size, SEED)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight.to(start or NARROW[dtype]))
-    tables.publish()
+    tables.flush_replicas()
     found = {}
     for k, batches in enumerate(steps):
         out = tables.lookup(batches[group.rank].lookup(own))
@@ -234,7 +234,7 @@ def test_every_16_bit_value_is_read_exactly(dtype: str) -> None:
     def body(group) -> tuple[torch.Tensor, torch.Tensor]:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
         tables.write("t", every.view(1024, 64))
-        tables.publish()
+        tables.flush_replicas()
         out = tables.lookup(Lookup(torch.arange(1024), torch.ones(1024, dtype=torch.int64),
                                    case.key_of, 1024))
         out.backward(torch.zeros_like(out))
@@ -256,7 +256,7 @@ def test_small_updates_are_not_lost() -> None:
     def body(group) -> torch.Tensor:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
         tables.write("t", torch.full((512, 16), 1.5))
-        tables.publish()
+        tables.flush_replicas()
         batch = Lookup(torch.arange(512), torch.ones(512, dtype=torch.int64), case.key_of, 512)
         for _ in range(1000):
             tables.lookup(batch).backward(torch.full((512, 16), -(2.0**-7) / 100))

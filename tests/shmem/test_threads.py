@@ -202,7 +202,7 @@ def test_concurrent_lookups_with_deduplicated_pull() -> None:
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(uniform_plan([spec], 2), [("t", "t")], group, None)
         tables.write("t", torch.arange(ROWS)[:, None].expand(-1, DIM).float())
-        tables.publish()
+        tables.flush_replicas()
         choose_pull(tables, True)
         if group.rank == 0:
             def look(thread: int) -> None:

@@ -63,7 +63,7 @@ class TableRows:
     def write(self, values: torch.Tensor, begin: int, column: int = 0) -> None:
         """Write `values` to rows from `begin` and columns from `column`.
 
-        Call ``tables.publish()`` after the last write.
+        Call ``tables.flush_replicas()`` after the last write.
         """
         self.tables.write(self.name, values, begin, self.part, column)
 

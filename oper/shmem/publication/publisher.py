@@ -252,7 +252,7 @@ class Publisher:
             torch.ops.oper.place_rows(to, places, rows)
             if layout.has_replicas:
                 for view in views:
-                    view.publish()
+                    view.flush_replicas()
             _write_header(dense_at, header)
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
@@ -314,7 +314,7 @@ class Publisher:
                 raise InvalidInputError(f"cannot publish table {name!r}", "number of rows", covered,
                                         f"{spec.num_rows}", "pass all rows of this table once")
         for view in views:
-            view.publish()  # replicas
+            view.flush_replicas()  # replicas
         for entry in layout.dense:
             check_dense(entry, dense)
             dense_view(dense_at, entry).copy_(dense[entry.key].detach())

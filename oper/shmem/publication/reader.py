@@ -189,7 +189,7 @@ class PublishedTables(BufferRows):
         """Return the batch unchanged, since its epoch is not known before its lookup."""
         return batch
 
-    def publish(self) -> None:
+    def flush_replicas(self) -> None:
         """Raise OperError, since only the publisher may write rows."""
         raise OperError("cannot write published tables", "tables", list(self.specs)[:8],
                         "tables that are not read-only", "publish new weights with the publisher")

@@ -97,7 +97,7 @@ class Synchronizer:
 
     Args:
         tables: new `ShardedTables` of `groups.mine`, trained and in host memory. They get this
-            object as `replicas`; their `publish` then calls `agree`.
+            object as `replicas`; their `flush_replicas` then calls `agree`.
         groups: the replica groups.
 
     Raises:
@@ -353,7 +353,7 @@ class Synchronizer:
         for part in self._under_way.parts:
             self._average(part)
         current = [x for x in self.followers if x.is_current()]
-        tables.publish_some(self._under_way.slots)
+        tables.flush_some_replicas(self._under_way.slots)
         self._changed.accept()
         for x in current:
             x.add(self._under_way.slots)
