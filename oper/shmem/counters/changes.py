@@ -71,8 +71,8 @@ class ChangedRows:
         self._expired_since = dict.fromkeys(self._clocks, -1)
 
     def accept(self) -> None:
-        """Regard all rows flushed so far (`flush_replicas`) as known, and keep all marks: `take` does
-        not return None because of them."""
+        """Regard all rows flushed so far (`flush_replicas`) as known, and keep all marks: `take`
+        does not return None because of them."""
         self._of = self._now()
 
     def _now(self) -> tuple[int, int]:
