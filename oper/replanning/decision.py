@@ -62,8 +62,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     """Make a plan for new statistics and compare it with the current plan.
 
     Both plans' steps are modelled on the new statistics, with each row where the plan places it.
-    The current plan's step therefore includes the cost of its outdated hotness order. In tables of
-    more rows, the 65,536 hottest are modelled one by one, and all others as equally hot.
+    The current plan's step therefore includes the cost of its outdated hotness order. In larger
+    tables, the 65,536 hottest rows are modelled one by one, and all others as equally hot.
 
     Args:
         plan: the plan in use.

@@ -166,8 +166,8 @@ def look(folder: Path, number: int) -> Delta:
 
 
 def check(deltas: list[Delta], first: int, every: int) -> None:
-    """Verify every `every`-th file from file `first` on; raises FileFormatError if one is damaged.
-    """
+    """Verify files `first`, ``first + every``, ... of deltas; raises FileFormatError if one is
+    damaged."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
     for path in files[first::every]:
         read_part(path)

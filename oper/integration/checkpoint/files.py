@@ -185,7 +185,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def check_files(folder: Path, first: int = 0, every: int = 1) -> None:
-    """Verify the checksum of every `every`-th file of a checkpoint, starting with file `first`.
+    """Verify the checksums of files `first`, ``first + every``, ... of a checkpoint.
 
     In a folder without a file of checksums, written by torch alone, verify the checksums inside
     torch's archives.
