@@ -297,7 +297,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         ids and raises their errors; at most 8 batches are retained, and the oldest is dropped
         first. Not collective, except within `oper.micro_batches`: it starts the entire lookup.
         """
-        with contextlib.suppress(Exception):  # the forward pass raises it, and tells all ranks
+        with contextlib.suppress(Exception):  # the forward pass raises it, and notifies all ranks
             self._prefetched.enqueue(features, self.lookup_of(features))
 
     @property
@@ -366,7 +366,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     def input_dist(self, ctx: _Context, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         # Called one batch early, so ids are preprocessed while the previous batch is trained.
         ctx.shares = self._shares
-        with contextlib.suppress(Exception):  # `compute` raises it, and tells all ranks
+        with contextlib.suppress(Exception):  # `compute` raises it, and notifies all ranks
             ctx.prefetched = self._prefetched.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)

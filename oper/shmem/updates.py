@@ -226,7 +226,7 @@ class TableUpdates:
             self._skipped[name] += 1
 
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
-        self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
+        self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # notifies other domains
         self.drop_in_family()  # no collection of the model is updated by this batch
         if self.replicas is not None:
             self.replicas.note_refused(differ=True)

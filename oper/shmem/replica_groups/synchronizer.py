@@ -126,7 +126,7 @@ class Synchronizer:
         self.is_late = False  # whether the group has skipped the update that should synchronize
         self.last_update = -self._counterparts.number  # until the first one, see `late`
         # Whether ranks of this group have frozen different tables, so that another group has to
-        # tell how often tables were frozen.
+        # report how often tables were frozen.
         self._has_differed = False
         self._under_way: _UnderWay | None = None
         # Whether `takes` is running, this group has refused its update, a synchronization failed.
