@@ -198,8 +198,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     elif stats is None or row_dtype is not None or plan is not None:
         raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
                                 (stats, row_dtype, plan),
-                                "with error_budget: stats, but neither row_dtype nor plan",
-                                "pass stats alone, or leave error_budget out")
+                                "stats, None, None: error_budget replaces the others",
+                                "pass only stats with error_budget, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)

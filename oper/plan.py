@@ -221,8 +221,8 @@ class Plan:
         the plan has a modelled time, which depends on their state, and the tables are trained.
         """
         if self.world_size != world_size:
-            raise PlanError("the plan is for another world", "plan.world_size", self.world_size,
-                            f"{world_size}", "make a plan for this number of ranks")
+            raise PlanError("the plan is for another number of ranks", "plan.world_size",
+                            self.world_size, f"{world_size}", "make a plan for this number")
         planned, names = {t.table.name: t.table for t in self.tables}, {t.name for t in tables}
         if set(planned) != names:
             raise PlanError("the plan is for other tables", "tables",

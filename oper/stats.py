@@ -440,7 +440,8 @@ class AccessStats:
             raise InvalidInputError("cannot merge statistics", "tables",
                                     differing_names("only in the first part", mine,
                                                     "only in the second part", theirs),
-                                    "the same tables in both parts", "count the same tables")
+                                    "the same tables in both parts",
+                                    "collect both parts for the same model")
         shared = self.samples_per_bag
         require("cannot merge statistics", "set it after merging", (
             "samples_per_bag", (shared, other.samples_per_bag), shared == other.samples_per_bag,

@@ -198,7 +198,7 @@ class Topology:
         numbered = [r for d in self.domains for r in d.ranks]
         if not numbered or numbered != list(range(len(numbered))):
             raise InvalidInputError(what, "ranks", numbered, "0..W-1 in order, at least one",
-                                    "list the domains")
+                                    "number the ranks of all domains consecutively")
         require(what, "correct this field", *(
             (f"{name}[{k}].{field}", getattr(part, field), is_right, expected)
             for name, parts in (("domain", self.domains), ("rack", self.racks))

@@ -457,7 +457,7 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
         if not able:
             raise InvalidInputError(f"cannot plan a {kind.__name__}", "sharders",
                                     [type(s).__name__ for s in sharders],
-                                    f"one of {kind.__name__}", "pass its sharder, too")
+                                    f"a sharder of {kind.__name__}", "add it to the list")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
 

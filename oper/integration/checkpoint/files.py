@@ -149,7 +149,8 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
         end = sizes.get(path, -1) if os.path.basename(path) == path else -1
         if not (begin >= 0 and length >= 0 and begin + length <= end):
             raise FileFormatError(what, "file, offset, bytes", (path, begin, length),
-                                  f"a part of a file there, which has {end} bytes",
+                                  "a file of this folder" if end < 0 else
+                                  f"a range of the file's {end} bytes",
                                   "load another checkpoint")
     total = sum(sizes.values())
     for name, item in metadata.state_dict_metadata.items():

@@ -173,7 +173,7 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
     """
     if chunk_bytes < 1:
         raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",
-                                "e.g. 64 << 20")
+                                "pass for example 64 << 20")
     token = _CHUNK.set(chunk_bytes)
     try:
         yield

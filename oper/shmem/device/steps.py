@@ -196,7 +196,7 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                                 "pass lengths and ids of the same bags")
     if code == Status.TOO_MANY_KEYS:
         raise OperError("the distinct keys of a batch do not fit their part of the outbox", "keys",
-                        detail, f"12 bytes for each in a {KEYS_SHARE}th of {OUTBOX_ENV}",
+                        detail, f"12 bytes for each, in all at most 1/{KEYS_SHARE} of {OUTBOX_ENV}",
                         f"raise {OUTBOX_ENV} or use a smaller batch; no rank has updated rows with "
                         "that batch")
     if code == Status.REFUSED_BEFORE:
