@@ -150,7 +150,7 @@ def refuse(rank: int, world_size: int) -> None:
     shard("objective, dynamic", replica_groups=4, dynamic=oper.DynamicTable())
     spec = TableSpec("weight", ROWS, DIM, ("weight",), "sum", optimizer="sgd")
     plan: Plan = uniform_plan([spec], 4)
-    shard("another world", replica_groups=4, plan=plan)
+    shard("another number of ranks", replica_groups=4, plan=plan)
     plan = replace(uniform_plan([spec], 1), replica_groups=4)
     shard("construct other tables than rank 0", plan=replace(plan, tables=(
         replace(plan.tables[0], head_ids=np.arange(rank + 1)[::-1].copy()),)))
