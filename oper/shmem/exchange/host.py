@@ -201,7 +201,8 @@ class Exchange:
         sent = b"".join((head + body).ljust(_HEAD_BYTES, b"\0") for body in bodies)
         received = torch.empty(len(sent), dtype=torch.uint8)
         each = [_HEAD_BYTES] * len(bodies)
-        self._guarded(_tensor_of(sent), each, received, each, phase)
+        self._guarded(torch.frombuffer(bytearray(sent), dtype=torch.uint8), each, received, each,
+                      phase)
         data = received.numpy().tobytes()
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
@@ -347,7 +348,3 @@ def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-
-
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
