@@ -51,7 +51,7 @@ def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: B
         Synchronizer(tables, groups)
         for name, weight in initial_weights(case).items():
             tables.write(name, weight + number)  # the first group's are used
-        tables.publish()
+        tables.flush_replicas()
         try:
             return body(tables, whole.rank)
         finally:

@@ -384,7 +384,7 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
     tables = ShardedTables(with_tables(plan, own.tables), case.features, group, optimizer, scale)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight)
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 

@@ -122,7 +122,7 @@ KINDS = {
          *(f"tests/shmem/test_{name}.py" for name in _TABLES),
          "tests/analysis/test_counting.py", "tests/analysis/test_sketch.py", "tests/test_native.py",
          "tests/integration/test_deltas.py", "tests/fuzz/test_formats.py"),
-        {"tests/shmem/test_exchange.py::test_batches_change_and_buffers_stop_growing":
+        {"tests/shmem/test_exchange.py::test_buffers_stop_growing_as_batches_change":
          "AddressSanitizer keeps what is freed"}),
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
@@ -133,12 +133,12 @@ KINDS = {
         "race:c10d::\nrace:at::internal::invoke_parallel\nrace:_dl_deallocate_tls\n",
         {"race": "data race"},
         (*(f"tests/shmem/test_{name}.py" for name in _THREADED),
-         "tests/shmem/test_determinism.py::test_slow_ranks_change_nothing",
+         "tests/shmem/test_determinism.py::test_slow_ranks_change_no_bit",
          "tests/shmem/test_peers.py::test_a_full_outbox_on_one_rank_releases_the_others"),
         {f"tests/shmem/test_{name}": "ranks map every segment at one place, for all to write"
          for name in ("heap.py::test_a_rank_can_write_only_its_own_arena",
-                      "migration.py::test_no_room_and_a_move_given_up_leave_nothing")}
-        | {"tests/shmem/test_threads.py::test_a_sharded_module_with_batches_that_are_announced":
+                      "migration.py::test_failed_and_cancelled_moves_release_their_memory")}
+        | {"tests/shmem/test_threads.py::test_a_sharded_module_with_prefetched_batches":
            "evaluation reads rows that are being trained, as it may"}),
 }
 

@@ -204,7 +204,7 @@ def test_a_plan_fits_only_its_model_and_world() -> None:
         planned.check_for([replace(mine, optimizer="sgd")], 2)
     planned.check_for([replace(mine, optimizer="none")], 2)  # for inference
     plan.check_for([replace(mine, optimizer="sgd")], 2)  # written by hand, tells no time
-    with pytest.raises(PlanError, match="does not know a table: table='u'"):
+    with pytest.raises(PlanError, match="lacks a table: table='u'"):
         plan.table("u")
 
 

@@ -301,7 +301,7 @@ def test_the_kernels_keep_no_more_than_they_are_told(tmp_path: Path) -> None:
     assert all(s.begin_ns <= s.end_ns and s.thread == threading.get_native_id() for s in spans)
 
 
-@pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9)])
+@pytest.mark.parametrize("steps", [(0, 1), (3, 2), (2, 4, 6), range(5, 9), 5])
 def test_steps_that_cannot_be(steps: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="first <= last"):
         oper.trace(two_bags(), tmp_path / "t.json", steps)

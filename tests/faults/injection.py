@@ -188,7 +188,7 @@ def open_tables(world_size: int, seed: int) -> ShardedTables:
     for s in _SPECS:
         g = torch.Generator().manual_seed(seed)
         tables.write(s.name, torch.rand(s.num_rows, s.dim, generator=g))
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 

@@ -106,7 +106,7 @@ class Peer:
         for s in _SPECS:
             tables.write(s.name, torch.rand(s.num_rows, s.dim,
                                             generator=torch.Generator().manual_seed(1)))
-        tables.publish()
+        tables.flush_replicas()
         exchange = tables._exchange
         assert exchange is not None
         tables.handle = tables._create_context()  # its exchanges count from 0

@@ -153,7 +153,7 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
         for at in range(0, spec.num_rows, CHUNK_ROWS):
             n = min(CHUNK_ROWS, spec.num_rows - at)
             tables.write(spec.name, torch.full((n, spec.dim), 0.01), at)
-    tables.publish()
+    tables.flush_replicas()
     tables.use_huge_pages()
     return tables
 

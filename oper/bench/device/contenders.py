@@ -40,7 +40,7 @@ def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group
                           device=device)
     for k, spec in enumerate(case.tables()):
         tables.write(spec.name, initial_rows(case, k, device))
-    tables.publish()
+    tables.flush_replicas()
     return tables
 
 

@@ -186,7 +186,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         tables = tables_of(model)
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
-            t.publish()
+            t.flush_replicas()
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)
     if extra is None:

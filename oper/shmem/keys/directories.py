@@ -52,7 +52,8 @@ from oper.tables import KEY_BUCKET_ROWS, KEY_EVICTIONS, TableSpec
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
 _NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
-RECORDS = {"keys": False, "candidates": True}  # parts of a checkpoint: whether of candidates
+# Parts of a directory in a checkpoint, and whether their keys are candidates, which have no row.
+RECORDS = {"keys": False, "candidates": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ class Keys:
         rules: settings of the dynamic tables, by table name.
 
     Attributes:
-        tables: number of each dynamic table, by name.
-        rules: their settings, by name.
+        tables: number of each dynamic table, from 0, by name.
+        rules: settings of the dynamic tables, by name.
         num_bytes: bytes of the directories in this memory domain.
 
     Raises:
