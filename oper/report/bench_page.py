@@ -96,6 +96,8 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 
 def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]], name: str
              ) -> str:
+    """Plot the bars of all cases below each other; `cases` has for each case its title, and the
+    name and times of each contender."""
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
     figure, axis = canvas(0.7 + 0.2 * sum(len(t) + 1 for _, t in cases))
     y, ticks = 0, []

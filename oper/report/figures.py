@@ -143,7 +143,13 @@ def coverage(problem: Problem) -> str:
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
-    """Plot horizontal bars made of named parts; a part has the same colour in all bars."""
+    """Plot horizontal bars made of named parts; a part has the same colour in all bars.
+
+    Args:
+        bars: for each bar, its title and the size of each of its parts.
+        label: label of the value axis.
+        name: see `svg_of`.
+    """
     parts = list(dict.fromkeys(part for _, found in bars for part in found))
     figure, axis = canvas(0.7 + 0.28 * len(bars))
     for y, (_, found) in enumerate(bars):

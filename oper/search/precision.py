@@ -119,8 +119,8 @@ class _Table:
         return stops[::-1]
 
     def narrowed(self, within: Sequence[int], beyond: Sequence[int], allowed: float) -> list[int]:
-        """Interpolate the edges from `within` towards `beyond` as far as the error is at most
-        `allowed`; the error of `within` is."""
+        """Move the ends of the ranges from `within`, whose error is at most `allowed`, towards
+        `beyond`, as far as the error stays at most `allowed`."""
         most = max(1, *(abs(b - a) for a, b in zip(within, beyond, strict=True)))
 
         def after(steps: int) -> list[int]:
@@ -192,6 +192,8 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
 
 
 def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
+    """Cumulative bytes and errors of a table; raises InvalidInputError if the errors were measured
+    for other blocks."""
     blocks = blocks_of(spec, stats)
     rows, lookups = np.diff(errors.edges), blocks.lookups
     require(f"cannot choose types of table {spec.name!r}",

@@ -96,19 +96,25 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
+#: Options of ``oper plan`` that a plan for a latency bound does not use, and their defaults.
+_UNUSED_FOR_LATENCY: dict[str, Any] = {
+    "overlap": [], "message_variance": None, "synchronize_every": None, "synchronize_delay": 0,
+    "synchronize_bits": 32, "allow": None, "effort": "fast", "time_budget": None,
+    "target_gap": 0.01, "seed": 0, "start": None}
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Make a plan, write it to a file and print its modelled cost; returns the exit code."""
     from oper.search.explain.summary import as_json, summary
     from oper.search.planner import plan_problem
 
+    has_bound = args.request_rate is not None or args.latency_bound is not None
+    if has_bound:
+        _check_latency_options(args)
     stats = AccessStats.load(args.stats)
     dynamic = _dynamic(args, stats)
     stats = _with_candidates(args, _of_rows(stats, dynamic))
-    if args.request_rate is not None or args.latency_bound is not None:
-        if args.message_variance is not None:
-            raise UsageError("cannot plan for a latency bound", "--message-variance",
-                             args.message_variance, "no value with --request-rate or "
-                             "--latency-bound", "pass --message-bits instead")
+    if has_bound:
         return _plan_latency(args, stats)
     topology = topology_preset(args.topology, args.world_size)
 
@@ -153,20 +159,28 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_latency_options(args: argparse.Namespace) -> None:
+    """Raise UsageError unless the options of ``oper plan`` suit a latency bound."""
+    if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
+        raise UsageError("cannot plan for a latency bound",
+                         "--request-rate, --latency-bound, --objective",
+                         (args.request_rate, args.latency_bound, args.objective),
+                         "a rate and a bound > 0, and inference", "pass all three")
+    for name, default in _UNUSED_FOR_LATENCY.items():
+        if getattr(args, name) != default:
+            raise UsageError("cannot plan for a latency bound", f"--{name.replace('_', '-')}",
+                             getattr(args, name), "no value: with --latency-bound the plan with "
+                             "the least memory is chosen", "leave the option out")
+
+
 def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     """Run ``oper plan`` with a latency bound."""
     from oper.search.explain.latency import LatencyGoal, plan_latency
 
-    if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
-        raise UsageError("cannot plan for a latency bound",
-                         "request_rate, latency_bound, objective",
-                         (args.request_rate, args.latency_bound, args.objective),
-                         "request_rate and latency_bound > 0, and objective 'inference'",
-                         "pass --request-rate, --latency-bound and --objective inference")
     try:
         fixed, per_sample = (float(x) for x in args.dense_us.split(","))
     except ValueError:
-        raise UsageError("cannot plan for a latency bound", "dense_us", args.dense_us,
+        raise UsageError("cannot plan for a latency bound", "--dense-us", args.dense_us,
                          "two numbers separated by a comma",
                          "pass FIXED,PER_SAMPLE in microseconds, e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
@@ -214,6 +228,9 @@ def run_explain(args: argparse.Namespace) -> int:
     from oper.search.explain.summary import as_json, summary
 
     changes = [what_if.parse_change(text) for text in args.what_if]
+    if changes and args.diff is not None:
+        raise UsageError("cannot explain the plan", "--diff, --what-if", (args.diff, args.what_if),
+                         "one of the two", "call 'oper explain' once for each")
     plan, problem = explained(args)
     compared = None
     if args.diff is not None:

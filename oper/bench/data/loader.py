@@ -19,12 +19,13 @@ from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
-_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # size of the large folder: the lower limit counts
+_SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # limits of the large folder's size
 _MODULUS = 1_000_003  # for the squares in checksums
 
 
 def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Loader:
-    """A rank's loader; `where`: folder, samples per batch, rows per shuffling window."""
+    """A rank's loader on one thread; `where` has folder, samples per batch and rows per shuffling
+    window."""
     import torch
 
     torch.set_num_threads(1)

@@ -38,7 +38,7 @@ FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
     "false_positive_rate")), tuple(f"*.{key}" for key in (
         "disentanglement", "completeness", "informativeness", "sap", "ndcg@10")))
-NOTE = ("shd: edges to add, to take away and to turn round; rates without directions, which "
+NOTE = ("shd: edges to add, remove or reverse; rates without directions, which "
         "standardised labels do not determine; bootstrap over graphs\n"
         "disentanglement to sap: of users' codes for their tastes; bootstrap over seeds\n")
 

@@ -328,7 +328,7 @@ def cases(quick: bool, models: str = "", seeds: int = 3, runs: str | None = None
                                 f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
                                 "set it to the folder with the logs")
     if not seeds and not (found := [case for case in found if seeds_of(case)]):
-        raise InvalidInputError("no kept runs to report", "--runs", runs,
+        raise InvalidInputError("no saved runs to report", "--runs", runs,
                                 "a folder with runs of the current source files and logs",
                                 "give another folder, or train with --seeds 1 or more")
     return found

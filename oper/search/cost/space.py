@@ -120,8 +120,8 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     """The parts of the tally that every plan has.
 
     Returns:
-        The tally of outputs and of tables whose rows are all pinned; and the tally of pinned rows
-            in tables that also have free rows, placed in a single column piece.
+        The tally of outputs and of tables whose rows are all pinned; and the tally of the pinned
+        rows of tables that also have free rows, as a single column piece.
     """
     problem, base = model.problem, model.base()
     pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]

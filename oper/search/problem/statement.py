@@ -349,7 +349,7 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
 
 
 def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
-    what = "cannot state the problem"
+    what = "cannot state the planning problem"
     require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
             ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
     require(what, "state the objective, training or inference",
@@ -363,21 +363,31 @@ def _check_shared(specs: Sequence[TableSpec], shared: Mapping[str, float]) -> No
     """Raise InvalidInputError if samples cannot share bags of the features in `shared`."""
     pooled = [f for t in specs if t.pooling != "none" for f in t.features]
     wrong = sorted(shared.keys() - set(pooled))
-    require("cannot state the problem", "name features that requests share",
+    require("cannot state the planning problem", "name features that requests share",
             ("features in samples_per_bag", wrong, not wrong,
              f"pooled features of the tables, {pooled[:8]}"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
                world_size: int) -> TableProblem:
-    """Describe one table by features of blocks; raises InvalidInputError if the statistics are for
-    another number of rows."""
+    """Describe one table by the features of its blocks.
+
+    Args:
+        spec: the table.
+        stats: access statistics; None, or no accesses to the table = equally hot rows.
+        batch_size: samples per rank and step.
+        world_size: number of ranks.
+
+    Raises:
+        InvalidInputError: the statistics are for another number of rows.
+    """
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     shared = {} if stats is None else stats.samples_per_bag
-    # Bags looked up / bags of all samples, if each sample has as many bags in every feature. A
-    # batch has a bag of each feature, even if more samples than its own share it.
+    # Bags looked up / bags of all samples, if every sample has equally many bags of each feature.
+    # A batch looks up at least one bag of a feature, even if more samples share that bag than the
+    # batch has.
     parts = sum(1 / min(shared.get(f, 1.0), batch_size) for f in spec.features)
     share = parts / num_features or 1.0
     if stats is None or found is None or found.num_accesses == 0:
@@ -500,11 +510,11 @@ def _curve(rows: Sequence[int] | np.ndarray, probability: np.ndarray, batch_size
 
 def _presence_stretch(stats: TableStats, rows: np.ndarray, log_miss: np.ndarray,
                       bags_per_sample: float, wanted: tuple[int, int]) -> tuple[float, float]:
-    """Number of independent samples, per real sample, that touch as many rows, at the numbers of
-    samples `wanted`; 1.0 if presence was not measured.
+    """Factors by which to multiply the numbers of samples `wanted`, so that as many independent
+    samples touch as many distinct rows as were measured; 1.0 if presence was not measured.
 
-    At each measured n it is found by bisection; between these it is interpolated in log n, and
-    beyond them it is constant.
+    At each measured number n the factor is found by bisection; between them it is interpolated in
+    log n, and beyond them it is constant.
     """
     use = (stats.presence_windows > 0) & (stats.presence_rows > 0) & (stats.presence_samples > 0)
     if not use.any():

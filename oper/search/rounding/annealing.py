@@ -112,7 +112,7 @@ class Loads:
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         machine = self.model.machine
-        # Host memory is no group of its own here; its time is added to the rank's own time.
+        # Host memory is not a group of its own here; its time is added to the rank's own time.
         self.groups = np.array([n for n, name in enumerate(GROUPS) if name != "host_memory"
                                 and (machine.has_racks or not name.startswith("rack"))])
         self.num_loads = self.num_phases * self.groups.size + 1
@@ -401,7 +401,8 @@ class Annealing:
         """Run a search and return its result.
 
         Args:
-            max_moves: number of moves to try, besides at most as many changes of layouts.
+            max_moves: number of moves of pieces to try; in addition, at most as many changes of
+                layouts are tried.
             goal_us: stop when the modelled step has reached this.
             seed: equal seeds give equal results unless `seconds` ends the search.
             seconds: time limit; 0 = none.
