@@ -125,6 +125,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
     wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
+    # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]

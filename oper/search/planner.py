@@ -34,10 +34,10 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _CLOSE = 1e-6  # a plan whose gap is at most this is not compared with simple plans
-_MORE = 1.1  # most of the gap of a plan that is kept, relative to the gap that its search left
-_SHARE = 5  # of the work of raising a bound, when a proof of a similar problem is at hand
+_MORE = 1.1  # limit of the gap of a plan that is kept, as a multiple of the gap its search left
+_SHARE = 5  # divides the work of raising a bound if there is a proof of a similar problem
 _WORK = 200_000  # default of `tighten_bound(max_work=)` if there is no time limit
-_LEFT = "search_gap"  # a plan's note: the gap, above `target_gap`, that an unhurried search left
+_LEFT = "search_gap"  # a plan's note: the gap left by a search that had time but missed its target
 _OPTIONS = ("effort", "seed", "allow", "constraints")  # notes of the options of a search
 _Proof = dict[str, Any]  # see `_proof`
 
@@ -165,9 +165,9 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     try:
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     except PlanInfeasibleError:
-        if not problem.last_resort:
+        if not problem.fallback:
             raise
-        problem = problem.in_need()
+        problem = problem.with_fallback()
         plan, proof = plan_with_groups(problem, lambda p: _plan(p, budget, target_gap, seed))
     check_constraints(plan, problem.constraints)
     plan = _noted(plan, problem, effort, seed, time_budget_s)

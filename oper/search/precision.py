@@ -24,7 +24,7 @@ from oper.tables import TableSpec, bytes_of_row
 
 ROW_TYPES = ("float16", "int8", "int4")  # widest first
 _BISECTIONS = 60
-_PARTS = 64  # a block has at most about this fraction (1 / 64) of a table's rows
+_PARTS = 64  # a block has at most about 1 / 64 of a table's rows
 _LARGEST_PRICE = 1e30
 
 
@@ -75,10 +75,14 @@ class Blocks:
 
 
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> Blocks:
-    """Cut a table into blocks of about equal hotness, the blocks of which `RowErrors` are measured.
+    """Cut a table into blocks of about equal hotness, for which `RowErrors` are to be measured.
 
     A block has at most about 1/64 of the table's rows. Rows whose order is not known come last, in
     the order of their ids.
+
+    Args:
+        spec: the table.
+        stats: access statistics; None = all rows are looked up equally often.
     """
     problem = make_table(spec, stats, 1, 1)
     sizes = np.diff(problem.edges)

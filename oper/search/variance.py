@@ -247,7 +247,7 @@ def plan_within(problem: Problem, budget: float,
             plan = planned(bits, plan)
     assert best is not None
     proved = planned(best.message_bits, best)
-    # Planning may have allowed the features of `Problem.last_resort`.
+    # Planning may have allowed the features of `Problem.fallback`.
     stated = replace(problem, message_bits=best.message_bits,
                      allow=frozenset(proved.notes["allow"]))
     if proved.step_us <= best.step_us and (

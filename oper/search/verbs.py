@@ -247,7 +247,7 @@ def run_explain(args: argparse.Namespace) -> int:
                              constraints=problem.constraints)
         compared = what_if.compare(plan, problem, replace(
             with_overlap(after, overlap_to_json(problem.overlap)),
-            last_resort=problem.last_resort, message_bits=problem.message_bits))
+            fallback=problem.fallback, message_bits=problem.message_bits))
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem, verify_plan(plan, problem))}
         if compared is not None:
@@ -313,7 +313,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     plan, problem = stated(args, _stats(args))
     other = [t.table.name for t, of in zip(plan.tables, problem.tables, strict=True)
              if (t.head_ids[:of.head_ids.size] != of.head_ids[:t.head_ids.size]).any()]
-    require(f"cannot price {args.plan!r}", "pass the statistics that the plan was made from",
+    require(f"cannot evaluate {args.plan!r}", "pass the statistics that the plan was made from",
             ("tables with another hotness order in the statistics", other[:8], not other, "none"))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = evaluate(plan, problem)
@@ -340,7 +340,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.world_size = plan.world_size
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
-        raise UsageError(f"cannot price {args.plan!r}", "batch_size", 0,
+        raise UsageError(f"cannot evaluate {args.plan!r}", "batch_size", 0,
                          "samples per rank and step, which this plan does not state",
                          "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
@@ -351,7 +351,7 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                            constraints=plan.notes.get("constraints"))
     # The features allowed when the plan was made, and those that edits of the file have added.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
-    return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow,
+    return plan, replace(problem, allow=allow, fallback=problem.fallback - allow,
                          message_bits=plan.message_bits)
 
 
@@ -455,7 +455,7 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str
     if not rows or not rows.keys() <= stats.tables.keys():
         raise UsageError("cannot plan dynamic tables", "--dynamic-rows", text,
                          "a number, or TABLE=NUMBER;... that names each table at most once; tables "
-                         f"are {list(stats.tables)[:8]}", "correct it")
+                         f"are {list(stats.tables)[:8]}", "write, for example, C3=4000000;C9=1000")
     settings = {"admit_after": args.admit_after or 1, "eviction": args.eviction or KEY_EVICTIONS[0],
                 "half_life": args.half_life, "time_to_live": args.time_to_live,
                 "samples_per_update": args.batch_size * topology_preset(

@@ -52,8 +52,8 @@ _SLOWER = (0.5, 4.0)  # range of the fitted cost of a byte from memory / that in
 _FASTEST_CACHE = 50.0  # upper limit of cache bandwidth / memory bandwidth
 _LARGE = 0.1  # relative errors above this count linearly instead of quadratically
 _IDLE_US = 5.0  # a rank that was busy for a shorter time counts as idle in that phase
-_QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
-Residuals = dict[str, tuple[float, float]]
+_QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")  # keys of `Sample.quality`
+Residuals = dict[str, tuple[float, float]]  # by phase: median and largest relative error
 
 
 @dataclass(frozen=True, slots=True)

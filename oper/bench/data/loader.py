@@ -155,11 +155,11 @@ def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
             running.wait(None)
         for running in ranks:
             running.send()
-    told = [running.wait(None) for running in ranks]
+    results = [running.wait(None) for running in ranks]
     for running in ranks:
         running.close()
     return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
-             sum(e[0] / e[2] for e in epoch)) for epoch in zip(*told, strict=True)][1:]
+             sum(e[0] / e[2] for e in epoch)) for epoch in zip(*results, strict=True)][1:]
 
 
 def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:

@@ -193,9 +193,9 @@ def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray,
     grid = (np.arange(case.num_items) + 0.5) / case.num_items
     places = np.sort(torch.special.ndtri(torch.from_numpy(grid)).numpy())
     # Gumbel top-k: the largest log-probabilities plus Gumbel noise are a draw without replacement.
-    merit = rng.gumbel(size=(*counts.shape, case.num_items)) - (
+    score = rng.gumbel(size=(*counts.shape, case.num_items)) - (
         (places - tastes[..., None]) / case.width) ** 2 / 2
-    ranks = merit.argsort(axis=2)[..., ::-1].argsort(axis=2)
+    ranks = score.argsort(axis=2)[..., ::-1].argsort(axis=2)
     taken = ranks < counts[..., None]
     user, concept, item = taken.nonzero()
     order = rng.permutation(user.size)

@@ -266,18 +266,18 @@ def _control(found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
     """Return the arrays named in `_CONTROL` by seed, the rank correlation of requested and achieved
     returns by seed, and the mean relative errors by quantile."""
     asked = np.array(found["asked"])
-    told: dict[str, Any] = {"quantiles": QUANTILES}
-    told |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
+    result: dict[str, Any] = {"quantiles": QUANTILES}
+    result |= {name: np.array(found[name]).round(3).tolist() for name in _CONTROL}
     for name, suffix in (("served", ""), ("calibrated", "_calibrated")):
         got = np.array(found[name])
         orders = []
         for wanted, achieved in zip(asked, got, strict=True):
             _, at = np.unique(wanted, return_index=True)  # small logs have quantiles that are equal
             orders.append(round(spearman(wanted[at], achieved[at]), 4))
-        told["spearman" + suffix] = orders
-        told["relative_error" + suffix] = (
+        result["spearman" + suffix] = orders
+        result["relative_error" + suffix] = (
             np.abs(got - asked) / asked.clip(min=1)).mean(0).round(4).tolist()
-    return told
+    return result
 
 
 def shop_of(weights: str | None, law: Returning | None = None) -> Shop:

@@ -162,8 +162,8 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
             SparseTableOptimizer(model, rule.tables, rule.tables_lr, rule.tables_eps),
             dense_optimizer(rule, model)])
         for step in range(CHECKED_STEPS):
-            told = step_on_shares(plain, [x[step] for x in every], 100 * step)
-            mean = sum(float(loss) / world_size for loss, _ in told)
+            results = step_on_shares(plain, [x[step] for x in every], 100 * step)
+            mean = sum(float(loss) / world_size for loss, _ in results)
             for name, losses in found.items():
                 gap = abs(losses[step] - mean) / abs(mean)
                 worst[name] = max(worst[name], gap if gap == gap else float("inf"))

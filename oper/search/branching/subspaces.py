@@ -98,10 +98,17 @@ class Subspace:
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
     def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
-        """Merge other plans into this part, if there are many tables and its barriers are
-        negligible.
+        """Merge the plans of another part into this one, whose bound then leaves out its barriers.
 
-        The bound then leaves out the barriers. Returns whether the plans were merged.
+        They are merged if this part contains all of them, there are many tables, and the barriers
+        are negligible.
+
+        Args:
+            part: the problem restricted to the other plans.
+            plans: the kinds of the other plans.
+
+        Returns:
+            Whether the plans were merged.
         """
         relaxation = self.bound.relaxation
         if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow

@@ -199,7 +199,8 @@ def _gain(node: Bound, parts: list[Bound]) -> float:
 
 def _table_branchings(node: Bound, limit: float) -> list[Branching]:
     """Branchings at tables that the relaxed solution pushes in part, by descending score: the
-    table's cost times the smaller of its shares pushed and not pushed."""
+    table's cost times the smaller of its shares pushed and not pushed. `limit` is the cutoff
+    without fixed costs, microseconds."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
@@ -225,8 +226,8 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
 
 def _load_branchings(node: Bound, limit: float, mixed: bool = False) -> list[Branching]:
     """Branchings at loads that the relaxed solution underestimates, by descending score: the
-    underestimated time, weighted by the price of the resource (at least by `_IDLE`). For `mixed`
-    see `_largest`."""
+    underestimated time, weighted by the price of the resource (at least by `_IDLE`). `limit` is the
+    cutoff without fixed costs, microseconds; for `mixed` see `_largest`."""
     relaxation, limits = node.relaxation, node.node.limits
     if not node.pool.weight.any():  # the node was bounded by given prices, without a solution
         return []
@@ -267,10 +268,11 @@ def _largest(node: Bound, mixed: bool) -> np.ndarray:
     """Largest load of any piece of the relaxed solution on its owner, by phase and group,
     microseconds; float64 [num_phases, 5].
 
-    A node's limits determine how much of a piece one owner may hold, assuming that it holds the
-    rows that load it least per lookup. The load of this amount is computed under the same
-    assumption; or, if `mixed`, for a proportional share of all rows of the piece, because not every
-    owner can have the rows that load it least.
+    A node's limits determine how much of a piece one owner may hold, assuming that it has the rows
+    that load it least per lookup. The same amount of all rows of the piece in proportion may load
+    it beyond the limits. Its loads are then scaled down together until all are within the limits,
+    as if the owner had rows that load it less; or, if `mixed`, each load is only capped at its own
+    limit, because not every owner can have the rows that load it least.
     """
     relaxation, pool = node.relaxation, node.pool
     out = np.zeros(relaxation.pieces.floor.shape[1:])

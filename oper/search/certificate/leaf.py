@@ -7,7 +7,7 @@ For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, 
 where base are the loads that every plan has, and hidden is the dense compute that overlaps with a
 phase. So the bound follows from every table's least cost at weights y. Two further kinds of prices
 are added to y: prices of memory, whose contribution is never positive because a plan that fits
-leaves no memory overfull; and prices of the inequalities about the owner of the largest piece
+exceeds no memory; and prices of the inequalities about the owner of the largest piece
 (`oper.search.certificate.tables.KINDS`), which count towards the sum of their phase's weights.
 """
 
@@ -124,9 +124,9 @@ class Checker:
         T is the length of the phase, `load` that of the largest piece on its owner, and R the
         rank's own work if the exchange waits for it, else 0. All rows together have E bytes. A rank
         that takes s seconds per byte reads the `E - e` bytes that other hosts own. Its own host
-        owns e bytes and sends them to the ranks of other hosts within `T - R`, so that
-        `e (ranks of other hosts) <= (T - R) sum 1 / s` over the host's ranks. k is the largest
-        quotient for which this gives `s e <= k (T - R)`.
+        owns e bytes and sends them to the n ranks of other hosts within `T - R`, so that
+        `e n <= (T - R) sum 1 / s` over the host's ranks. Hence `s e <= k (T - R)`, with k the
+        largest `s / n sum 1 / s` of any rank.
         """
         if kind != SPREAD:
             return 0.0
@@ -135,8 +135,8 @@ class Checker:
         return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _price(self, x: Loads, leaf: Node) -> np.ndarray:
-        """Cost of each unit at the leaf's prices, including what the owner of the largest piece
-        reads of it at least; float64 [..., C, F]."""
+        """Cost of each unit at the leaf's prices, float64 [..., C, F]. It includes the part of the
+        unit that the owner of the largest piece reads in any case."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)

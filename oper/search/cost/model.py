@@ -95,7 +95,8 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again, relative to reading it from memory; float64 [W]."""
+        """Cost of reading a row again within a batch, relative to reading it from memory; float64
+        [W]. With `pushed`, its owner reads it for all ranks, else a reader for itself."""
         key = (t.spec.name, pushed)
         if key not in self._repeat:
             rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
@@ -287,6 +288,7 @@ class CostModel:
             out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(t, width)
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Add the owners' work of reading, updating and writing touched rows and their states."""
         if self.training:
             row, _, state = row_bytes(t, width)
             out[..., Row.UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)

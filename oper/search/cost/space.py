@@ -94,11 +94,12 @@ def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
 
 
 def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.ndarray:
-    """Upper limit of the masters of a block's rows that a plan may place in one class of ranks.
+    """Upper limit of the master copies of a block's replicated rows that one class of ranks may
+    hold.
 
-    Masters are assigned round-robin, so each rank has one of any W consecutive rows of a tier. The
-    rows of a block are interchangeable, so only the incomplete last round of each tier can favour
-    some classes.
+    Master copies are assigned round-robin, so each rank has one of any W consecutive rows of a
+    tier. The rows of a block are interchangeable, so only the incomplete last round of each tier
+    can favour some classes.
 
     Args:
         problem: the problem.

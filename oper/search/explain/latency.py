@@ -154,7 +154,7 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
     try:
         # Host memory must not replace device memory here: the aim is less memory in total.
         return plan_problem(replace(problem, machine=machine, constraints=held,
-                                    last_resort=frozenset()))
+                                    fallback=frozenset()))
     except PlanInfeasibleError:
         return None
 

@@ -208,10 +208,10 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
         shard = shards[n]
         t = problem.tables[shard.table]
         need = t.spec.num_bytes * (shard.stop - shard.start) / t.spec.dim
-        room = held[machine.domain] + need <= machine.capacity_bytes[machine.domain]
-        if not room.any():
+        fits = held[machine.domain] + need <= machine.capacity_bytes[machine.domain]
+        if not fits.any():
             return None
-        rank = int(np.where(room, load, np.inf).argmin())
+        rank = int(np.where(fits, load, np.inf).argmin())
         load[rank] += cost[n]
         held[machine.domain[rank]] += need
         tiers[shard.table].append((shard, rank))

@@ -19,7 +19,7 @@ import numpy as np
 from oper.search.cost.model import Evaluation
 from oper.search.pricing.master import Bound
 from oper.search.problem.pins import impose
-from oper.search.rounding.annealing import Annealing, Packed, Part, dealt_options
+from oper.search.rounding.annealing import Annealing, Packed, Part, single_owner_options
 from oper.search.rounding.candidates import CandidatePool
 from oper.search.rounding.copies import spread_copies
 from oper.search.rounding.placing import Placement, Placer, evaluated
@@ -117,8 +117,8 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
         pool = CandidatePool(bound, reserve)
         near = bound.lower_bound_us + 0.1 * max(0.0, goal - bound.lower_bound_us)
         pool.descend(rng, near)
-        dealt = dealt_options(bound.relaxation)
-        anneals = any(dealt[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
+        single_owner = single_owner_options(bound.relaxation)
+        anneals = any(single_owner[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
         if not anneals:
             pool.refine(rng, near)
         pool.simplify(near)
