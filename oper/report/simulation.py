@@ -56,7 +56,8 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
                              "during dense compute (default 1)")
     parser.add_argument("--trace-out", metavar="F.json",
                         help="write the events as a Chrome trace, for ui.perfetto.dev")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of drawn batches")
+    parser.add_argument("--seed", type=whole(0), default=0,
+                        help="without --trace: seed of the draws (default 0)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 

@@ -48,7 +48,8 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
                      help="the plan in use: also model when a new plan pays off")
     verbs.add_machine(sub, required=False)
     sub.add_argument("--copy-gbps", type=number(above=True), default=1.0, metavar="GBPS",
-                     help="GB/s at which a rank copies rows to a new plan (default 1)")
+                     help="with --plan: GB/s at which a rank copies rows to a new plan "
+                          "(default 1)")
     sub.add_argument("--html", metavar="OUT", required=True, help="file to write")
     page = "a page about a plan, and print what 'oper explain' prints"
     configure_explain(kinds.add_parser("plan", help=page, description=f"Make {page}"))

@@ -83,7 +83,8 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
 
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
-    """Cases of the collection alone with each of `EXPONENTS`, and of a whole DLRM with 1.05."""
+    """Cases of the collection alone with each of `EXPONENTS`, and of a whole DLRM with the
+    default exponent."""
     found = [TrainCase(f"ebc-pool{pooling}{suffix}", Workload(pooling=pooling, exponent=exponent))
              for suffix, exponent in EXPONENTS.items() for pooling in (1, 20)]
     found[2:2] = [TrainCase(f"dlrm-pool{pooling}", Workload(pooling=pooling), dense=Dense(),

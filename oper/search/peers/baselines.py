@@ -61,12 +61,12 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
 
 def score_peers(problem: Problem, seed: int = 0,
                 others: Mapping[str, Plan | None] | None = None) -> dict[str, float]:
-    """Modelled step in microseconds of every peer whose plan fits.
+    """Modelled step in microseconds by planner (`peers` and `others`), of the plans that fit.
 
     Args:
         problem: the problem.
-        seed: seed of the peers that use random numbers.
-        others: further plans by name, made outside of this module.
+        seed: seed of the planners that use random numbers.
+        others: plans of further planners by name, None where one found no plan.
     """
     plans = {name: make(problem, seed) for name, make in peers().items()} | dict(others or {})
     out = {}
