@@ -150,7 +150,7 @@ def test_the_action_loss_may_be_binary() -> None:
     _, queries, valid = inside(model, batch)
     items = torch.cat([batch.items[2:9], batch.items[9:]])
     every = torch.arange(1, 41)
-    rows = look_up(model.items, model.features, "drawn", every)
+    rows = look_up(model.items, model.features, {"drawn": every})["drawn"].values()
     want = NegativeSampler(41, 0, True).gbce_loss(
         queries[valid], items, rows[items - 1], every, rows, 0.75).mean()
     torch.testing.assert_close(model(batch)[0], want, atol=1e-6, rtol=1e-5)
@@ -189,9 +189,10 @@ def test_the_loss_is_the_exact_cross_entropy_and_squared_error() -> None:
         phi, queries, valid = inside(model, batch)
         items = torch.cat([batch.items[2:9], batch.items[9:]])
         every = torch.arange(1, 41)
-        logits = queries[valid] @ look_up(model.items, model.features, "drawn", every).T
+        found = look_up(model.items, model.features, {"drawn": every, "seen": items})
+        logits = queries[valid] @ found["drawn"].values().T
         action = nn.functional.cross_entropy(logits, items - 1)
-        rows = model.action(look_up(model.items, model.features, "seen", items))
+        rows = model.action(found["seen"].values())
         rewards = torch.cat([batch.rewards[2:9], batch.rewards[9:]])
         reward = (model.heads.rewards(phi[valid], rows) - rewards).square().mean()
         loss, parts = model(batch)
@@ -234,7 +235,7 @@ def test_the_reward_loss_reaches_its_layers_and_the_backbone() -> None:
     batch = sequences([9, 6], [2, 0])
     phi, _, valid = inside(model, batch)
     asked = torch.full((int(valid.sum()),), 4)
-    rows = model.action(look_up(model.items, model.features, "seen", asked))
+    rows = model.action(look_up(model.items, model.features, {"seen": asked})["seen"].values())
     model.heads.rewards(phi[valid], rows).sum().backward()
     for layer in (model.heads.w_4, model.heads.w_2, model.backbone.merge, model.action):
         assert float(layer.weight.grad.abs().max()) > 0

@@ -329,8 +329,8 @@ class CDT4Rec(Recommender):
         valid, at = steps.valid, steps.at[steps.valid]
         out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
         action = self.negatives.loss(
-            self.config.loss, self.config.calibration, self.heads.queries(phi, returns)[valid],
-            batch.items[at], out, kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
+            self.config, self.heads.queries(phi, returns)[valid], batch.items[at], out,
+            kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
         reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()
         loss = action + self.config.reward_weight * reward
         return loss, {"action": action.detach(), "reward": reward.detach()}
@@ -410,11 +410,12 @@ class CDT4Rec(Recommender):
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Compute ``<q, E^O[i]>``, float32 [B, n]."""
-        return encoded.queries @ look_up(self.items, self.features, "drawn", items).T
+        return encoded.queries @ look_up(self.items, self.features, {"drawn": items}
+                                         )["drawn"].values().T
 
     def rewards(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Estimate the rewards of any items int64 [n] for each user, float32 [B, n]."""
-        actions = self.action(look_up(self.items, self.features, "seen", items))
+        actions = self.action(look_up(self.items, self.features, {"seen": items})["seen"].values())
         shape = (encoded.phi.shape[0], *actions.shape)
         estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))
         return torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
