@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 import signal
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ settings.load_profile("same")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the processes that tests start, even if a shell runs us in the background
-    with it switched off."""
+    """Let Ctrl-C reach the processes that tests start, even if a shell has started pytest in the
+    background with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a file or folder in an S3 bucket, with ``{}`` in place of its name."""
+    """Yield the URL of a file or folder in an S3 bucket, with ``{}`` in place of its name."""
     from oper.bench.data.store import s3_server
     from oper.errors import MissingDependencyError
 

@@ -1,7 +1,7 @@
 """``python -m`` and ``python -c`` as forks of a process that has imported torch and torchrec.
 
-A fresh interpreter spends three seconds of a processor on these imports, and tests start many.
-Tests of how a program starts, of what it imports or of its memory start it afresh.
+A new interpreter needs three seconds of processor time for these imports, and tests start many.
+Tests of how a program starts, of its imports or of its memory start a new interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HIGH = 500  # descriptors from here on are in nobody's use
 
 
 class _Descriptor:
-    """Open in the process that it is sent to, where this is an integer."""
+    """A file descriptor that can be pickled: an open one in the receiving process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -72,7 +72,8 @@ class Forked(subprocess.Popen[Any]):
 
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
          descriptors: dict[int, int], parent: int) -> None:
-    """In the process: ``python`` with these words, environment, folder and descriptors."""
+    """Run ``python`` with these arguments, environment, folder and descriptors in the forked
+    process."""
     import fcntl
 
     import torch
@@ -115,7 +116,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
 
 
 def _popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """A fork, or a new process if another command starts it, such as one in another network."""
+    """Fork, or start a new process if another command starts it, such as one in another network."""
     return (Forked if words[0] == sys.executable else subprocess.Popen)(words, **options)
 
 

@@ -1,5 +1,4 @@
-"""Every optimizer of tables, and its formula in plain torch, which shares no code with the runtime.
-"""
+"""All optimizers of tables, as formulas in plain torch, which share no code with the runtime."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ EVERY: dict[str, Optimizer] = {
 
 
 def first_states(optimizer: Optimizer, weight: torch.Tensor) -> Tensors:
-    """The state of a table of these weights before the first step, in their dtype."""
+    """Return the state of a table with these weights before the first step, in their dtype."""
     first = getattr(optimizer, "initial_accumulator_value", 0.0)
     return {part: torch.full(weight.shape[:1] if per_row else weight.shape, first,
                              dtype=weight.dtype)
@@ -64,7 +63,8 @@ def first_states(optimizer: Optimizer, weight: torch.Tensor) -> Tensors:
 
 def update_rows(optimizer: Optimizer, w: torch.Tensor, state: Tensors, g: torch.Tensor, lr: float,
                 step: int) -> None:
-    """One optimizer step of some rows in place: weights `w`, their `state` and gradients `g`."""
+    """Make one optimizer step of some rows in place: weights `w`, their `state` and gradients `g`.
+    """
     row_mean = (g * g).mean(1)
     match optimizer:
         case SGD(momentum=momentum, weight_decay=decay):

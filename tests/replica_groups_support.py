@@ -1,4 +1,4 @@
-"""Replica groups on virtual ranks, and runs that simulate the groups in plain torch."""
+"""Replica groups on virtual ranks, and a simulation of the groups in plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ Body = Callable[[ShardedTables, int], Any]
 def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: Body,
                count: int = 2, domains: Sequence[int] | None = None, delay: int = 0,
                bits: int = 32) -> list[Any]:
-    """Run `body(tables, rank)` on `count` groups of virtual ranks; results by rank of all."""
+    """Run `body(tables, rank)` on `count` groups of virtual ranks; return results by global rank.
+    """
     size = plan.world_size
     mine = [ThreadGroup.create(size, 30.0, domains) for _ in range(count)]
     across, behind = ([ThreadGroup.create(count, 30.0) for _ in range(size)] for _ in range(2))
@@ -68,7 +69,7 @@ def train(tables: ShardedTables, case: Case, batch: Batch) -> torch.Tensor:
 
 def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, every: int,
             **options: Any) -> Result:
-    """Train in groups; asserts that after a synchronization all groups are bitwise equal."""
+    """Train in groups; assert that all groups are bitwise equal after a synchronization."""
     def body(tables: ShardedTables, rank: int) -> Result:
         outputs = [[train(tables, case, batches[rank])] for batches in steps]
         tables.replicas.synchronize()
@@ -93,7 +94,7 @@ def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
 @torch.no_grad()
 def average(base: torch.Tensor, changed: list[torch.Tensor], values: list[torch.Tensor],
             of_all: bool) -> torch.Tensor:
-    """The mean of each row over all groups, or over those that changed it."""
+    """Compute the mean of each row over all groups, or over those that changed it."""
     weight = torch.stack([torch.ones_like(c) if of_all else c for c in changed]).float()
     stacked = torch.stack(values)
     weight = weight.reshape(*weight.shape, *[1] * (stacked.dim() - 2))
@@ -108,15 +109,17 @@ SQUARES = {"rowwise_adagrad": "momentum1", "adagrad": "momentum1", "adam": "mome
 
 def replaced(now: torch.Tensor, sent: torch.Tensor, mean: torch.Tensor, is_squares: bool
              ) -> torch.Tensor:
-    """The average of values that were `sent`, with what has changed since then: in proportion for
-    squares that have decayed, otherwise as a difference."""
+    """Return the average of values that were `sent`, with the changes since then.
+
+    Changes are differences; those of squares, which may have decayed, are ratios.
+    """
     if is_squares:
         return torch.where(now < sent, mean * now / sent, mean + now - sent)
     return mean + now - sent
 
 
 def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows [n, dim] in a message with `bits` bits per number."""
+    """Round rows [n, dim] as in a message with `bits` bits per number."""
     if bits == 32:
         return rows.clone()
     if bits == 16:
@@ -129,9 +132,11 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every: int,
               count: int, delay: int = 0, bits: int = 32) -> Result:
-    """Groups that train by themselves and are averaged after every `every` updates; averages
-    arrive `delay` updates later. Rows are sent with `bits` bits per number, at the end exactly:
-    first those that have changed, then those that are only rounded."""
+    """Simulate groups that train separately and are averaged after every `every` updates.
+
+    Averages arrive `delay` updates later. Rows are sent with `bits` bits per number, and exactly at
+    the end: first those that have changed, then those that are only rounded.
+    """
     size = len(steps[0]) // count
     of_all = optimizer.name in ("sgd", "momentum_sgd")
     groups = [{n: w.clone().requires_grad_() for n, w in initial_weights(case).items()}

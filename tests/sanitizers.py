@@ -1,13 +1,13 @@
-"""``python -m tests.sanitizers``: the native libraries under the compiler's sanitizers.
+"""``python -m tests.sanitizers``: run the native libraries under the compiler's sanitizers.
 
 A copy of the project is built with AddressSanitizer and UndefinedBehaviorSanitizer, or with
-ThreadSanitizer, and the tests that drive the libraries run in it. Under ThreadSanitizer these are
-the tests whose ranks are threads of one process: it knows nothing of memory that processes share.
+ThreadSanitizer, and the tests that use the libraries run in it. With ThreadSanitizer these are the
+tests whose ranks are threads of one process, since it does not see memory that processes share.
 Before the tests, a planted defect of each kind must be found.
 
-Every file of tests has a process of its own, since the first report ends it. All of it is about an
-hour on two busy cores: name `--kind`, a file or a folder for a part, and `--jobs` where there are
-more.
+Every test file runs in a process of its own, which the first report ends. All of it takes about an
+hour on two busy cores: name `--kind`, a file or a folder for a part, or set `--jobs` on a larger
+machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ extern "C" int race(int n) {
 
 @dataclass(frozen=True)
 class How:
-    """Which tests run, what they are started by, and how many files of them at once."""
+    """Which tests run, the command that starts them, and the number of files at a time."""
 
     tests: tuple[str, ...]
     through: list[str]
@@ -67,13 +67,13 @@ class Kind:
     """One way to build and run.
 
     Attributes:
-        flags: of the compiler.
-        libraries: that must be loaded before all others.
-        options: the sanitizers' own environment variables, without where they report to.
-        suppressions: reports that are not about these libraries.
-        planted: functions of `PLANTED` and what the report on each says.
-        tests: that run by default.
-        without: those of them that cannot hold there, and why.
+        flags: flags of the compiler.
+        libraries: libraries that must be loaded before all others.
+        options: the sanitizers' environment variables, except for the path of the report.
+        suppressions: reports that do not concern these libraries.
+        planted: functions of `PLANTED`, and the text of the report on each.
+        tests: tests that run by default.
+        without: those of them that cannot pass under this sanitizer, and why.
     """
 
     flags: str
@@ -144,7 +144,7 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, plant, test; returns the exit status."""
+    """Build, check the planted defects, test; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=sorted(KINDS), action="append",
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _files(kind: Kind, tests: Sequence[str], root: Path) -> list[str]:
-    """The files of tests, or the tests that were named, in the order in which they run."""
+    """List the test files, or the tests that were named, in the order in which they run."""
     found: list[str] = []
     for test in tests or kind.tests:
         inside = sorted((root / test).rglob("test_*.py")) if (root / test).is_dir() else []
@@ -234,7 +234,8 @@ def _run(name: str, folder: Path, how: How) -> int:
 
 
 def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:
-    """A compiler of the project's flags with the kind's after them, where the last -O counts."""
+    """Make a compiler wrapper that adds the kind's flags after the project's, since the last -O
+    counts."""
     found = folder / "compiler"
     text = f'#!/bin/sh\nexec {compiler} "$@" {kind.flags} {COMMON}\n'
     if not found.exists() or found.read_text() != text:
@@ -245,8 +246,8 @@ def _wrapper(compiler: str, kind: Kind, folder: Path) -> Path:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what git tracks or would track, except files already there, so that a second build is
-    short."""
+    """Copy what git tracks or would track, except files that are already there, so that a second
+    build is short."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
                             cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, os.fsdecode(listed).split("\0")):
@@ -261,7 +262,7 @@ def copy_project(folder: Path) -> None:
 
 
 def _library(compiler: str, name: str) -> Path | None:
-    """Where the compiler keeps a runtime library."""
+    """Return the path of a runtime library of the compiler."""
     command = [*shlex.split(compiler), f"-print-file-name={name}"]
     found = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     return found if found.is_absolute() else None
@@ -279,7 +280,7 @@ def _environment(kind: Kind, libraries: Sequence[str], folder: Path) -> dict[str
 
 
 def _finds(what: str, text: str, compiler: str, folder: Path, environment: dict[str, str]) -> bool:
-    """Whether a planted defect is reported; its report is removed again."""
+    """Whether a planted defect is reported; its report is then removed."""
     source, library = folder / "planted.cpp", folder / "planted.so"
     source.write_text(PLANTED)
     subprocess.run([*shlex.split(compiler), "-g1", "-O0", "-fPIC", "-shared", str(source), "-o",

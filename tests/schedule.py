@@ -1,7 +1,7 @@
-"""Which tests run when: beside each other, alone, or only in ``make test-nightly``.
+"""Which tests run when: with others, alone, or only in ``make test-nightly``.
 
-A test is left to the night when it takes seconds of a processor and a smaller one of the same
-mechanism, named here, stays in ``make test``.
+A test runs nightly if it takes seconds of processor time and a shorter test of the same mechanism,
+named here, is part of ``make test``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FIRST = tuple(f"tests/{name}" for name in (
 
 @dataclass(frozen=True, slots=True)
 class Nightly:
-    """One test that is left to the night.
+    """A test that only runs nightly.
 
     Attributes:
         test: file and function, ``tests/x.py::test_y``.
-        stays: what of the same mechanism runs in ``make test``.
-        only: a regular expression of the parameters that are left; by default all of them.
+        stays: the test of the same mechanism that ``make test`` runs.
+        only: regular expression of the parameters that run nightly; by default all.
     """
 
     test: str
@@ -177,7 +177,7 @@ NIGHTLY = (
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Mark tests ``alone`` and ``slow`` as listed above; files that take long come first."""
+    """Mark tests ``alone`` and ``slow`` as listed above, and put files that take long first."""
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     listed = {n.test: n for n in NIGHTLY}
     for item in items:

@@ -83,19 +83,20 @@ def package_of(module: str) -> str:
 
 
 def public_face(name: str) -> list[str]:
-    """What importing `name` from the package gives: a module, or the module that defines it."""
+    """Return what importing `name` from the package refers to: a module, or the module that defines
+    the name."""
     return [] if name == "__version__" else [oper._PUBLIC.get(name, f"oper.{name}")]
 
 
 def imported_from(module: str, node: ast.ImportFrom) -> str:
-    """Full name of what comes after ``from`` in a statement of `module`."""
+    """Return the full name of what follows ``from`` in a statement of `module`."""
     package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(
         ".")[0]
     return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def imported(module: str, tree: ast.AST) -> Iterator[str]:
-    """Full names of all modules that `module` imports, anywhere in its text."""
+    """Yield the full names of all modules that `module` imports, anywhere in its text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name != "oper")
@@ -173,9 +174,10 @@ def test_broken_rules_are_noticed_and_kept_ones_accepted() -> None:
 
 
 def internal_imports(module: str, source: str) -> set[str]:
-    """Modules of the package that `module` imports, also in functions and for type checkers only.
+    """Return the modules of the package that `module` imports, also in functions and for type
+    checkers only.
 
-    The package's own lazy face is left out: it refers to everything and is loaded before all.
+    The package's own lazy face is left out, since it refers to everything and is loaded before all.
     """
     found = set(imported(module, ast.parse(source)))
     for node in ast.walk(ast.parse(source)):
@@ -244,7 +246,7 @@ def test_signatures_stay_small() -> None:
 
 
 def test_import_is_fast_and_light() -> None:
-    """Processor time, best of several processes: the machine may be busy, the import not slow."""
+    """Processor time, the best of several processes, since the machine may be busy."""
     code = ("import json, sys, time; t = time.process_time(); import oper; "
             "print(json.dumps([time.process_time() - t, sorted(sys.modules)]))")
     seconds = []

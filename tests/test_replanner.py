@@ -31,7 +31,7 @@ TOPOLOGY = Topology("two", tuple(
 
 
 class _Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -40,11 +40,11 @@ class _Clock:
 
 
 class _Run:
-    """A sharded bag whose steps take as long as the test says; one rank of two hosts.
+    """A sharded bag whose steps take as long as the test specifies; one rank of two hosts.
 
     Attributes:
         asked: how often the links were measured.
-        moves: plans that were moved to.
+        moves: plans to which the tables were moved.
     """
 
     def __init__(self, rank: int, links: Callable[[int], Sequence[float]]) -> None:
@@ -89,8 +89,11 @@ def _name(run: _Run) -> str:
 
 
 def _told(old_us: float, new_us: float, copy_us: float) -> Callable[..., Any]:
-    """A stand-in for `replan` with stated old and new steps and time of the move, in us; its plan
-    is a real one, for other links."""
+    """Make a stand-in for `replan` that returns stated step times of old and new plan, and the time
+    of the move, in us.
+
+    Its plan is a real one, for other links.
+    """
     real = decision.replan
 
     def told(plan: Any, stats: Any, topology: Topology, **options: Any) -> Any:
@@ -179,7 +182,7 @@ def _no_plan(rank: int, world_size: int) -> tuple[list[str], int, bool]:
 
 
 def test_all_ranks_learn_once_that_there_is_no_plan() -> None:
-    """Only rank 0 plans; the others do not wait for it, and training continues."""
+    """Only rank 0 plans; the other ranks do not wait for it, and training continues."""
     assert run_world(2, _no_plan) == [(["no plan fits"], 1, True)] * 2
 
 
@@ -208,7 +211,7 @@ def test_all_ranks_learn_of_an_error_of_one(case: str, word: str) -> None:
 
 
 def _counted(rank: int, world_size: int) -> dict[str, Any]:
-    """Bytes that a real move sends, and the predicted ones."""
+    """Return the bytes that a real move sends, and the predicted ones."""
     run = _Run(rank, lambda n: [FAST, SLOW])
     tables = run.model.tables
     old = tables.plan

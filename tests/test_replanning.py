@@ -1,4 +1,4 @@
-"""`oper.replan`: drift is seen, priced and weighed against the move."""
+"""`oper.replan`: drift is detected, priced, and compared with the cost of a move."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOPOLOGY = Topology("two", tuple(
 
 
 def stats(shift: int) -> AccessStats:
-    """Skewed accesses whose hot rows begin at `shift`."""
+    """Make skewed access statistics whose hot rows begin at `shift`."""
     counts = (1e6 / np.arange(1, ROWS + 1) ** 1.2).astype(np.int64)
     ids = (np.arange(ROWS) * 7919 + shift) % ROWS
     lengths = (np.array([4]), np.array([int(counts.sum()) // 4]))
@@ -62,7 +62,7 @@ def test_distance_is_total_variation() -> None:
 
 
 def test_distance_of_cut_tails() -> None:
-    """Rows outside a head are assumed equal; the shares of the head still count."""
+    """Rows outside a head are assumed equal; the shares of the head count exactly."""
     table = stats(0).tables["a"]
     cut = replace(table, head_ids=table.head_ids[:100], head_counts=table.head_counts[:100],
                   tail_values=np.array([int(table.head_counts[100:].mean())]),
@@ -108,7 +108,8 @@ def test_drift_costs_and_a_new_plan_pays(old_plan: Plan) -> None:
 
 
 def test_ids_in_hotness_order_that_no_longer_are() -> None:
-    """Preprocessed ids: the plan's order is the id itself, and drift makes it wrong as well."""
+    """With preprocessed ids, the order of the plan is the id itself, which drift invalidates, too.
+    """
     counts = (1e6 / np.arange(1, ROWS + 1) ** 1.2).astype(np.int64)
     lengths = (np.array([4]), np.array([int(counts.sum()) // 4]))
 
@@ -143,7 +144,7 @@ def test_moved_bytes_are_those_whose_owner_changes() -> None:
 
 
 def test_bytes_between_domains_are_counted_by_row() -> None:
-    """Against one loop over rows, ranks and domains."""
+    """Compare with a loop over rows, ranks and domains."""
     spec = replace(TABLES[0], num_rows=300, dim=8, optimizer="rowwise_adagrad")
     head = np.random.default_rng(0).permutation(300)[:40]
     old = TablePlan(spec, (Piece(0, 8, (Tier(0, 40, "replicated", (0, 1, 2)),
@@ -173,7 +174,7 @@ def test_bytes_between_domains_are_counted_by_row() -> None:
 
 
 def test_positions_of_the_old_plan_are_used(old_plan: Plan) -> None:
-    """The relabelled problem has each row where the plan puts it."""
+    """The relabelled problem has each row at its position in the plan."""
     from oper.replanning.decision import _by_position
 
     entry, found = old_plan.table("a"), stats(11).tables["a"]

@@ -1,4 +1,4 @@
-"""`oper.shard`: what it replaces, what it refuses and by which name, and the plan that it makes."""
+"""`oper.shard`: what it replaces, what it refuses by name, and the plan that it makes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_options_that_are_refused_by_name(option: str, value: Any) -> None:
 
 
 def test_memory_shared_with_a_trained_parameter_is_refused() -> None:
-    """In torch, training one of them changes the other."""
+    """In torch, training one of them changes the other one."""
     weight = nn.Parameter(torch.zeros(20, 4), requires_grad=False)
     copies = [nn.Embedding.from_pretrained(weight) for _ in range(2)]
     frozen = oper.shard(nn.ModuleList(copies), optimizer=SGD)
@@ -296,7 +296,7 @@ def test_arguments_of_other_kinds_are_named(arguments: dict[str, Any], word: str
 
 
 def test_a_forked_child_reads_and_changes_nothing() -> None:
-    """Its arenas are its parent's, so it would write the parent's rows."""
+    """A child has its parent's arenas, so it would write to the parent's rows."""
     sharded = oper.shard(bag(), plan=plan(("weight", 20, 4)), optimizer=SGD)
     before = sharded.state_dict()["weight"].clone()
     passed = sharded(torch.tensor([[1]]))

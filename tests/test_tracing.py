@@ -32,7 +32,7 @@ Bars = list[dict[str, Any]]
 
 
 def read(path: Path) -> tuple[dict[str, Any], Bars]:
-    """The trace, and its bars."""
+    """Return the trace, and its bars."""
     trace = read_trace(path)
     return trace, [e for e in trace["traceEvents"] if e["ph"] == "X"]
 
@@ -46,7 +46,7 @@ def ns(us: float) -> int:
 
 
 def assert_nested(bars: Bars) -> None:
-    """Bars of one thread follow or hold each other."""
+    """Assert that bars of one thread are disjoint or nested."""
     open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
     for bar in bars:
         ends, begin = open_until[bar["pid"], bar["tid"]], ns(bar["ts"])
@@ -62,7 +62,7 @@ def assert_nested(bars: Bars) -> None:
 
 def steps_of(rank: int, world_size: int, path: Path, steps: Any, count: int
              ) -> list[tuple[dict[str, int], int]]:
-    """Train `count` steps, some of which are traced; the clock and the bytes sent of each."""
+    """Train `count` steps, some of them traced; return the clock and the bytes sent after each."""
     collection = make_collection()
     model: Any = oper.shard(collection, plan=plan_for(collection, world_size, "mixed1"),
                             optimizer=oper.RowWiseAdagrad(lr=0.1))
@@ -111,7 +111,7 @@ def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
 
 
 def test_ranks_wait_for_each_other_in_the_trace(tmp_path: Path) -> None:
-    """The spans of one host's ranks share a clock: none updates before all have reduced."""
+    """The bars of one host's ranks share a clock: no rank updates before all have reduced."""
     with virtual_ranks() as local:
         def body(group: Any) -> None:
             local.group = group
@@ -335,7 +335,8 @@ def test_what_cannot_be_traced(tmp_path: Path) -> None:
 
 def collectives(ahead: Sequence[int], rounds: int, delay: Callable[[], int]
                 ) -> list[list[tuple[int, int]]]:
-    """Notes of ranks with such clocks: each begins at some time and ends after all have begun."""
+    """Simulate collectives of ranks with these clocks: each begins at some time and ends after all
+    have begun."""
     marks: list[list[tuple[int, int]]] = [[] for _ in ahead]
     now = 0
     for _ in range(rounds):

@@ -56,7 +56,7 @@ u.find_spec = lambda name, *a: None if name == "torch" else find(name, *a)
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution of what the repository tracks, made as by a Python without torch."""
+    """Build a source distribution of the tracked files, with a Python that has no torch."""
     checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
     hidden = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".git", ".venv*", "build",
                                     "dist", "runs", ".*_cache", ".hypothesis")
@@ -70,7 +70,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the source distribution; reuses compiled objects."""
+    """Build a wheel from the source distribution, reusing compiled objects."""
     unpacked, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")

@@ -1,4 +1,5 @@
-"""Real worlds for the tests: one process per rank over gloo, none of which outlives its test."""
+"""Real process groups for tests: one process per rank over gloo, none of which outlives its test.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailedError(AssertionError):
-    """A rank has raised; the message is its traceback."""
+    """A rank has raised an exception; the message is its traceback."""
 
 
 class World:
-    """Processes of one gloo group, running `body(rank, world_size, *args)`.
+    """Processes of one gloo group that run `body(rank, world_size, *args)`.
 
-    A rank may report before it ends with `report(value)`; its return value is its last report.
-    `told()` gives a rank what `send` has sent to it.
-    `labels`: a letter for each rank; those of different letters share no memory; empty: all do.
+    A rank may report with `report(value)` before it ends; its return value is its last report.
+    `told()` returns to a rank what `send` has sent to it. `labels`: a letter for each rank; ranks
+    with different letters share no memory; empty = all share.
 
     Attributes:
-        deadline: on the clock of `time.monotonic`, until which reports are waited for.
+        deadline: time on the clock of `time.monotonic` until which reports are awaited.
     """
 
     def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
@@ -67,11 +68,12 @@ class World:
         return [p.pid or 0 for p in self.processes]
 
     def send(self, rank: int, value: Any) -> None:
-        """Send a rank what its next `told()` returns; raises OSError if it has ended."""
+        """Send a rank the result of its next `told()`; raises OSError if it has ended."""
         self._pipes[rank].send_bytes(pickle.dumps(value))
 
     def receive(self, rank: int) -> Any:
-        """A rank's next report; raises RankFailedError with its traceback, or on silence."""
+        """Return a rank's next report; raises RankFailedError with its traceback, or after the
+        deadline."""
         left = max(0.0, self.deadline - time.monotonic())
         if not self._pipes[rank].poll(left):
             raise RankFailedError(f"rank {rank} says nothing in time")
@@ -86,7 +88,7 @@ class World:
         return value
 
     def close(self) -> None:
-        """End what is left."""
+        """End the remaining processes."""
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -100,7 +102,7 @@ class World:
 @contextlib.contextmanager
 def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
           ) -> Iterator[World]:
-    """A world that is gone at the end of the block."""
+    """Start a `World`, which ends with the block."""
     running = World(world_size, body, *args, **options)
     try:
         yield running
@@ -109,7 +111,7 @@ def world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any
 
 
 def run_world(world_size: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """What `body(rank, world_size, *args)` returns on every rank."""
+    """Return the results of `body(rank, world_size, *args)` by rank."""
     with world(world_size, body, *args, **options) as running:
         return [running.receive(rank) for rank in range(world_size)]
 
@@ -123,7 +125,7 @@ def report(value: Any) -> None:
 
 
 def told() -> Any:
-    """Wait, in a rank, for what the test sends next."""
+    """Wait, in a rank, for the next value that the test sends."""
     assert _pipe is not None, "not a rank of a World"
     return pickle.loads(_pipe.recv_bytes())
 
@@ -157,14 +159,15 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
 
 
 def held_segments() -> int:
-    """Shared segments that this process maps or holds open, and descriptors that watch others."""
+    """Count shared segments that this process maps or holds open, and descriptors that monitor
+    others."""
     links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
     return (Path("/proc/self/maps").read_text().count("memfd:oper")
             + sum("memfd:oper" in link or "pidfd" in link for link in links))
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """Processes, named shared memory and sockets of `pids` that are still there."""
+    """List processes, named shared memory and sockets of `pids` that still exist."""
     found = []
     names = [p.name for p in Path("/dev/shm").iterdir()]
     for pid in pids:

@@ -237,9 +237,9 @@ def test_only_logs_beyond_a_share_of_the_memory_are_large(
         monkeypatch.setattr(os, "sysconf", lambda name, n=pages: 1 if "SIZE" in name else n)
         assert pagecache.is_large([str(path)]) == large
     monkeypatch.delattr(os, "posix_fadvise")
-    passing = pagecache.Passing(path)
-    passing.advance(1 << 30)
-    passing.close()
+    dropper = pagecache.PageDropper(path)
+    dropper.advance(1 << 30)
+    dropper.close()
 
 
 def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:

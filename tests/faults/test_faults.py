@@ -1,4 +1,4 @@
-"""A short form of ``python -m tests.faults``: every kind of fault, each at some phase."""
+"""A short form of ``python -m tests.faults``: every kind of fault, each in one phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks: pickles that execute code, users who try to access a job's memory."""
+"""Attacks: pickles that execute code, and users who try to access the memory of a job."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _INTRUDER = textwrap.dedent("""
 
 
 def _waits_with_open_sockets(rank: int, world_size: int) -> str:
-    """Rank 1 comes late, so that rank 0's private socket stays open for a while."""
+    """Start rank 1 late, so that rank 0's private socket stays open for a while."""
     import time
 
     from oper.shmem.group.groups import ProcessGroup
@@ -105,7 +105,7 @@ def _waits_with_open_sockets(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("who", ["same", "other"])
 def test_another_user_cannot_attach(who: str) -> None:
-    """Strangers get nothing: other users, and processes that the job has not named."""
+    """Neither other users nor processes that the job has not named are given any memory."""
     if who == "other" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     with world(2, _waits_with_open_sockets) as running:
@@ -170,7 +170,8 @@ def test_another_user_cannot_read_what_is_published() -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_what_another_user_publishes_is_not_read() -> None:
-    """A process that takes the name of this user's publication first is not trusted."""
+    """A process of another user that has taken the name of this user's publication is not trusted.
+    """
     name, plan = _publication()
     with _as_nobody("publishes", name) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "there\n"

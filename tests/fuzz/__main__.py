@@ -1,6 +1,6 @@
 """``python -m tests.fuzz FORMAT``: coverage-guided fuzzing of a file format (needs atheris).
 
-Arguments that it does not know go to libFuzzer, e.g. ``-max_total_time=600``.
+Unknown arguments are passed to libFuzzer, e.g. ``-max_total_time=600``.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_the_action_loss_may_be_binary() -> None:
     every = torch.arange(1, 41)
     rows = look_up(model.items, model.features, {"drawn": every})["drawn"].values()
     want = NegativeSampler(41, 0, True).gbce_loss(
-        queries[valid], items, rows[items - 1], every, rows, 0.75).mean()
+        queries[valid], items, rows[items - 1], every, rows, calibration=0.75).mean()
     torch.testing.assert_close(model(batch)[0], want, atol=1e-6, rtol=1e-5)
 
 

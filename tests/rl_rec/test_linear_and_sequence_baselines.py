@@ -112,7 +112,8 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
     queries, rows = torch.randn(5, 4, generator=g), torch.randn(11, 4, generator=g)
     targets, drawn = torch.tensor([1, 2, 3, 4, 9]), torch.tensor([3, 7, 7])
     sampler = NegativeSampler(11, 3, uniform=True)
-    found = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn], 0.75)
+    found = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn],
+                              calibration=0.75)
     alpha = 3 / 9  # negatives out of the nine items that are none's target
     beta = alpha * (0.75 * (1 - 1 / alpha) + 1 / alpha)
     for n, y in enumerate(targets.tolist()):
@@ -121,7 +122,8 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
         want = -beta * math.log(sigma[y]) - sum(
             math.log(1 - sigma[j]) for j in drawn.tolist() if j != y)
         assert float(found[n]) == pytest.approx(want / 4, rel=1e-5)
-    plain = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn], 0.0)
+    plain = sampler.gbce_loss(queries, targets, rows[targets], drawn, rows[drawn],
+                              calibration=0.0)
     binary = torch.nn.functional.binary_cross_entropy_with_logits(
         torch.cat([(queries * rows[targets]).sum(1)[:, None], queries @ rows[drawn].T], 1)[0],
         torch.tensor([1.0, 0, 0, 0]))

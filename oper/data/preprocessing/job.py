@@ -291,6 +291,8 @@ class Job(JobSpec):
         self.folder.finish(self._put)
 
     def _put(self) -> None:
+        """Move the finished output to its place, and an output that it replaces to the work folder.
+        """
         self.check_target()
         if self.target.exists():
             os.rename(self.target, self.work / "replaced")

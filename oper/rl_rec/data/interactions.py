@@ -402,7 +402,7 @@ def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cu
     order = np.lexsort((asked, log.users))
     log, held, asked = log.rows(order), held[:, order], asked[order]
     targets = held & asked & (log.rewards > 0) & _first_of_pairs(log)
-    return log, _Cut(~held.any(axis=0), np.stack([~asked, ~asked]), targets)
+    return log, _Cut(~(held[0] | held[1]), np.stack([~asked, ~asked]), targets)
 
 
 def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:
@@ -484,4 +484,5 @@ def _numbered(log: Log, cut: _Cut, user_id: np.ndarray, item_id: np.ndarray) -> 
     return Interactions(
         users, items, log.rewards[order], log.times[order], offsets,
         offsets[:-1] + by_user(cut.is_training), num_users, item_id.size + 1,
-        np.zeros(0, np.int64), held[0], held[1], actions=None if log.actions is None else log.actions[order])
+        np.zeros(0, np.int64), held[0], held[1],
+        actions=None if log.actions is None else log.actions[order])

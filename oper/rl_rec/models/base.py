@@ -277,7 +277,7 @@ class NegativeSampler:
         return torch.logsumexp(torch.cat([wanted, others], dim=1), dim=1) - wanted[:, 0]
 
     def gbce_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
-                  drawn: torch.Tensor, drawn_rows: torch.Tensor, calibration: float
+                  drawn: torch.Tensor, drawn_rows: torch.Tensor, *, calibration: float
                   ) -> torch.Tensor:
         """Compute generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), [N].
 

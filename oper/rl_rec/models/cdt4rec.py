@@ -321,7 +321,7 @@ class CDT4Rec(Recommender):
         rows = self.items(kjts[0])
         steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
                             batch.lengths - batch.skip)
-        returns = self._shown(batch.returns[steps.at] / self.scale)
+        returns = self._as_input(batch.returns[steps.at] / self.scale)
         phi = self.backbone(steps.states, steps.actions, steps.rewards, returns)
         estimates = self.heads.rewards(phi, steps.actions)
         if self.estimate_returns:
@@ -392,9 +392,9 @@ class CDT4Rec(Recommender):
         users = torch.arange(recent.num_users, device=phi.device)
         phi = phi[users, num_steps - 1]
         wanted = phi.new_full((recent.num_users,), self.target / self.scale)
-        return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
+        return Encoded(phi, self.heads.queries(phi, self._as_input(wanted)))
 
-    def _shown(self, returns: torch.Tensor) -> torch.Tensor:
+    def _as_input(self, returns: torch.Tensor) -> torch.Tensor:
         """Convert returns-to-go to the model's input: 0 with ``returns="none"``."""
         return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
@@ -406,7 +406,7 @@ class CDT4Rec(Recommender):
             before = t < num_steps - 1
             coming = torch.where(before, rewards[:, t] + self.config.gamma * coming, coming)
             found[:, t] = coming
-        return self._shown(found / self.scale)
+        return self._as_input(found / self.scale)
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """Compute ``<q, E^O[i]>``, float32 [B, n]."""

@@ -172,11 +172,13 @@ def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None
 
 
 class _FittedModel:
-    """Linearised effect of rewards on the mean of ``direct + v error`` through `reward_model`'s q.
+    """Linearised effect of rewards on estimates of the form ``1/N sum_n (direct_n + v_n error_n)``
+    through the q of `reward_model`, to include the sampling error of q in intervals.
 
-    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward changes q by
-    ``error / (N + prior)``; q changes the mean by the target's total probability in the cell minus
-    the total correction weight v in it.
+    q of a cell (action, position) is ``(R + prior m) / (n + prior)`` with the sum R of its n
+    rewards and the overall mean m. A row's reward changes the q of its cell by ``error /
+    (n + prior)``. A change of q changes the sum by the target policy's total probability of the
+    cell minus the total weight v of its rows.
     """
 
     def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
@@ -187,7 +189,8 @@ class _FittedModel:
         self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
 
     def sensitivity(self, weights: np.ndarray) -> np.ndarray:
-        """Compute the effect of each row's reward, in units of one row's term, float64 [N]."""
+        """Compute the effect of each row's reward on the sum over rows, float64 [N], given v [N].
+        """
         corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
         return ((self.wanted - corrected) / self.count)[self.cell] * self.error
 

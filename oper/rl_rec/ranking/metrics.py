@@ -112,7 +112,8 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor
     keep = scores >= last
     if int(keep.sum()) > k * len(keep):  # of items tied for the last places, keep the smallest ids
         tied = scores == last
-        keep &= ~tied | (tied.cumsum(1) <= k - (keep & ~tied).sum(1, keepdim=True))
+        num_left = k - (keep & ~tied).sum(1, keepdim=True)
+        keep &= ~tied | (tied.cumsum(1, dtype=torch.int32) <= num_left)
     column = keep.nonzero()[:, 1].reshape(-1, k)
     return scores.gather(1, column), ids.gather(1, column)
 

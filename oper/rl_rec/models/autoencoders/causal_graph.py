@@ -21,9 +21,9 @@ def acyclicity(a: torch.Tensor) -> torch.Tensor:
 
 
 def descendants(support: torch.Tensor) -> torch.Tensor:
-    """Return the transitive closure of the edges `support`, bool [n, n] each, row = cause: whether
-    concept k is a direct or indirect effect of concept j, and so on the diagonal whether j is on a
-    cycle."""
+    """Return whether each concept is a direct or indirect effect of each other one: the transitive
+    closure of the edges `support`, bool [n, n] each, row = cause. On the diagonal, whether the
+    concept is on a cycle."""
     found = support
     for _ in range(len(support).bit_length()):  # each round doubles the length of the paths
         found = found | (found.double() @ found.double() > 0)
