@@ -146,7 +146,7 @@ def test_malformed_rows_are_counted_reported_and_limited(
     manifest = preprocess(KAGGLE, [str(path)], tmp_path / "out", PreprocessOptions(max_bad=3))
     assert manifest["bad_rows"]["count"] == 3 and len(manifest["bad_rows"]["first"]) == 3
     assert "row 200" in manifest["bad_rows"]["first"][2]
-    # The split and the buckets are shares of the rows that are left, of which 197 // 7 are last.
+    # Split and buckets are shares of the 197 well-formed rows; the last 197 // 7 are valid.
     assert manifest["rows"] == {"train": 197 - 28, "valid": 28, "test": 0}
     assert manifest["inputs"][0]["rows"] == 200
     days = pq.read_table(tmp_path / "out" / "train")["day"].to_pylist()

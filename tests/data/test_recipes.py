@@ -338,7 +338,7 @@ def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
     ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
 def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
                                           raw: bool) -> None:
-    """Otherwise equal values would get different ids, or only some rows would be lists."""
+    """Otherwise equal values could get different ids, or only some rows would be lists."""
     for name, column in (("a", ids), ("b", more)):
         pq.write_table(pa.table({"y": [0, 1], "id": column}), tmp_path / f"{name}.parquet")
     with pytest.raises(InvalidInputError, match=f"types of column 'id'={{{types}"):

@@ -74,7 +74,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     kills = 0
     for workers in ("1", "2"):
         target = tmp_path / f"out{workers}"
-        for _ in range(7):  # then it is left in peace; `oper bench data` kills ten times
+        for _ in range(7):  # the last run is not killed; `oper bench data` kills ten times
             done = subprocess.run([sys.executable, "-c", KILLED, log, str(target), workers,
                                    str(rng.randint(1, 80))], check=False)
             kills += done.returncode == -signal.SIGKILL
@@ -86,7 +86,7 @@ def test_killed_runs_resume_where_they_stopped(tmp_path: Path, log: str) -> None
     assert kills >= 10
 
 
-# Reads one unit, then waits for leave to go on.
+# Reads one unit, then waits for the file `go`.
 HELD = """
 import pathlib, sys, time
 from oper.data import *
@@ -215,7 +215,7 @@ def test_work_goes_as_units_are_written_and_large_logs_pass_the_page_cache(
     assert left == set(range(units)) - set(written) and len(written) == 2 < units
     preprocess(KAGGLE, [log], tmp_path / "out", options)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
-    # The log was passed from each unit's first line to its end, and so was what was written.
+    # Pages were dropped from each unit's first line to its end, and of all that was written.
     size = os.path.getsize(log)
     assert len({start for start, _ in passed[log]}) == units
     assert max(start + count for start, count in passed[log]) > size - 1000

@@ -35,7 +35,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked for again
+    monkeypatch.setattr(tempfile, "tempdir", None)  # forget the folder that it has determined
     return folder
 
 

@@ -249,8 +249,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for name, values in values_of(seen).items():
         before, after = (ids_of(tmp_path / v, name) for v in ("v1", "v2"))
         assert after == {v: remap[name][k] for v, k in before.items()}
-        # Rows by count over all days, ties by value, a missing field first. What the first day saw
-        # too rarely for a row of its own counts from the second on.
+        # Rows are ordered by count over all days, ties by value, a missing field first. Values too
+        # rare for a row on the first day are counted from the second day on.
         old, every, first = ids_of(tmp_path / "d0", name), Counter(values), Counter(day0[name])
         count = {v: every[v] - (0 if v in old else first[v]) for v in after}
         assert sorted(after, key=lambda v: after[v]) == sorted(
@@ -260,7 +260,7 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
         (tmp_path / "d0" / "manifest.json").read_text())["numbering"] != manifest["numbering"]
     assert make(tmp_path, "day2", "again", vocabulary=tmp_path / "v2")["numbering"] == manifest[
         "numbering"]
-    # Statistics of all days follow: the same rows under their new numbers.
+    # Statistics of all days can be renumbered: the same rows under their new numbers.
     files = []
     for day in ("d0", "day1", "day2"):
         files.append(str(tmp_path / f"{day}.stats"))

@@ -82,7 +82,7 @@ def test_phi_knows_neither_the_action_nor_any_return() -> None:
         for name, value in (("items", 1), ("rewards", 5.0)):
             changed = inside(model, with_change(batch, name, 2 + step, value))[0]
             assert torch.equal(changed[0, :step + 1], phi[0, :step + 1])
-    # The interleaved ablation's does know the return: it is no outcome model.
+    # The phi of the interleaved ablation depends on the return: it is no outcome model.
     leaky = cdt(backbone="interleaved").eval()
     assert not torch.equal(inside(leaky, other)[0], inside(leaky, batch)[0])
 
@@ -105,7 +105,7 @@ def test_padding_changes_nothing(backbone: str) -> None:
     wider = dataclasses.replace(batch, users=torch.cat([batch.users, torch.tensor([5])]),
                                 lengths=torch.cat([batch.lengths, torch.tensor([0])]),
                                 skip=torch.cat([batch.skip, torch.tensor([0])]))
-    # A user without history counts for nothing.
+    # A user without history does not change the loss.
     assert float(model(wider)[0].detach()) == pytest.approx(whole, rel=1e-6)
 
 
@@ -346,7 +346,7 @@ def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-def test_stretches_cover_every_training_interaction_once() -> None:
+def test_subsequences_cover_every_training_interaction_once() -> None:
     data = invented()
     returns = returns_to_go(data, 0.8)
     for user in range(1, data.num_users):
@@ -382,9 +382,12 @@ def test_stretches_cover_every_training_interaction_once() -> None:
 
 
 def test_rewards_of_actions_that_were_never_logged() -> None:
-    """A randomised log of users with one of two tastes. The reward head's estimates for the items
-    that a user never had correlate with their true rewards above 0.9, and what the model ranks
-    first when asked for a high return pays more than what the logging policy would show next."""
+    """A randomised log of users with one of two tastes.
+
+    The reward head's estimates for items that a user never had correlate with their true rewards
+    above 0.9. What the model ranks first for a high return earns more than what the logging policy
+    would show next.
+    """
     rng = np.random.default_rng(1)
     num_items, length, size = 20, 12, 64
     taste = rng.random((2, num_items + 1))
@@ -489,9 +492,11 @@ def test_the_likelihood_of_clamped_actions_finds_their_mean() -> None:
 
 
 def test_estimated_returns_leave_luck_out() -> None:
-    """The return of an action a is 10 + 5 a and luck. Conditioned on logged returns g, the mean
-    action would be 0.1 (g - 10), with a variance of luck of 9; on estimated ones it is
-    0.2 (g - 10)."""
+    """The return of an action a is 10 + 5 a plus chance.
+
+    Conditioned on logged returns g, the mean action would be 0.1 (g - 10), since chance has a
+    variance of 9; conditioned on estimated returns it is 0.2 (g - 10).
+    """
     torch.manual_seed(1)
     config = CDT4RecConfig(dim=16, layers=1, heads=1, steps=1, dropout=0.0, reward_loss="mse",
                            gamma=1.0, returns="estimated")

@@ -69,8 +69,8 @@ def test_both_click_through_rates() -> None:
 
 
 def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
-    """95 % intervals cover the true value as often as expected over 300 simulated logs; DM's
-    nearly."""
+    """95 % intervals cover the true value as often as expected over 300 simulated logs; those of DM
+    nearly so."""
     num_logs = 300
     covered: Counter[str] = Counter()
     errors, narrower = [], 0

@@ -86,8 +86,11 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
 def test_deltas_lead_to_the_weights_of_the_run(raw: Prepared, tmp_path: Path,
                                                row_dtype: str | None) -> None:
-    """Keys that come, are replaced, and expire: published one by one, they equal a publication of
-    all final weights, bit for bit; without a second copy of the tables."""
+    """Keys arrive, are replaced, and expire.
+
+    Deltas published one by one give the same weights, bit for bit, as a publication of all final
+    weights; there is no second copy of the tables.
+    """
     run = tmp_path / "run"
     flags = {"dynamic.rows": 90, "dynamic.admit_after": 2, "dynamic.time_to_live": 3}
     train(config(raw, run, checkpoint_every=5, delta_every=1, max_steps=9, **flags),

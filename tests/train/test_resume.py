@@ -77,8 +77,8 @@ def test_killed_runs_end_with_the_same_weights(model: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", ["cdt4rec", "cadvae"])
 def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash, dropout, candidates, schedules and multipliers equal those of a run without
-    one."""
+    """After a crash, dropout, candidates, schedules and multipliers equal those of an uninterrupted
+    run."""
     flags = make_run(model, tmp_path) | {"max_steps": 43, "delta_every": 0}
     runs = {name: load_config(None, flags | {"out": str(tmp_path / name)})
             for name in ("calm", "crashed")}
