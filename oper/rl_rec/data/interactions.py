@@ -450,9 +450,9 @@ class _Cut:
         stops[:, has_two] = points[ends[has_two] - 2], points[ends[has_two] - 1]
         # A user without interactions before its validation targets is only used for training.
         asked = (has_two & (stops[0] > np.searchsorted(log.users, np.arange(ends.size))))[log.users]
-        histories = asked & (at < stops[:, log.users])
-        return _Cut(~asked | histories[0], histories,
-                    asked & wanted & (begins == stops[:, log.users]))
+        stop = stops[:, log.users]
+        histories = asked & (at < stop)
+        return _Cut(~asked | histories[0], histories, asked & wanted & (begins == stop))
 
     @staticmethod
     def _at_times(log: Log, options: DataOptions, wanted: np.ndarray) -> _Cut:
