@@ -195,7 +195,7 @@ class Job(JobSpec):
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        require("cannot preprocess", "check the files, which may be empty, and the filter, which may exclude all rows",
+        require("cannot preprocess", "check for empty files and a filter that excludes all rows",
                 ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
                  "at least one row"))
         if not sum(r["rows"] for r in records):
