@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.world_support import CONTEXT
 
-_HIGH = 500  # descriptors from here on are in nobody's use
+_HIGH = 500  # descriptors from here on are unused
 
 
 class _Descriptor:
@@ -86,7 +86,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     for n, k in high.items():
         os.dup2(k, n)
         os.close(k)
-    # What is there was made for other files.
+    # Python's files refer to the descriptors of the process that was forked.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
@@ -101,7 +101,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    os.getppid = lambda: parent  # it stands for a child of the test, not of who forked it
+    os.getppid = lambda: parent  # that of a child of the test, not of the fork server
     kind, what, *arguments = words
     sys.argv = ["-c", *arguments]
     try:

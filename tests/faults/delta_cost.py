@@ -77,7 +77,7 @@ def measure(rank: int, world_size: int, folder: str, every: int, turns: int) -> 
         saver.save_full(0)
         _steps(model, batches, range(1, 20), saver, every)
         seconds: dict[str, list[float]] = {"with": [], "without": []}
-        # Of at least 50 steps: short ones that take turns often, since machines drift.
+        # Series of at least 50 steps, short and often alternating, since machines drift.
         calls, length = [], every * max(1, 50 // every)
         for turn in range(turns):
             for k, kind in enumerate(("without", "with") if turn % 2 else ("with", "without")):

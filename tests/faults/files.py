@@ -181,7 +181,7 @@ def _in_child(body: Callable[..., str], *args: Any) -> str:
 
 def _write_with_limit(what: str, path: Path, limit: int) -> str:
     """Write a file that is larger than the file size limit of the process."""
-    write = _writer(what, 8 * limit)  # shared memory, too, is a file to the limit
+    write = _writer(what, 8 * limit)  # the limit also applies to shared memory
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return _attempt(write, path)
@@ -233,7 +233,7 @@ def full_disk(what: str, rng: random.Random, folder: Path, tmpfs: bool) -> Outco
         outcome = _judge(answer, path, before, ("No space left", "File too large"))
         if str(path) not in answer:
             outcome.break_guarantee(f"the error does not name {path}: {answer}")
-        if what == "checkpoint":  # a failed save leaves its half beside; the next one clears it up
+        if what == "checkpoint":  # a failed save leaves a partial one, which the next save removes
             _writer(what, 4000)(path)
             if _read_checkpoint_extra(path) != 1000:
                 outcome.break_guarantee("the next checkpoint is not whole")

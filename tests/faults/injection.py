@@ -46,17 +46,17 @@ from tests.world_support import (
 )
 
 FAULTS = ("kill", "stop", "slow")  # and "memory limit", see tests/faults/memory.py
-# As csrc/host/faults.h numbers them; the others are calls of Python.
+# Numbers as in csrc/host/faults.h; the other phases are calls in Python.
 POINTS = {"resolve": 1, "forward": 2, "outbox": 3, "barrier": 4, "update": 5,
           "replica broadcast": 6}
 PHASES = (*POINTS, "checkpoint write", "migration")
-# How often each point is met in a step, at least: the fault is set to one of so many occasions.
+# Least number of times that a step reaches each point; the fault is armed for one of them.
 _OCCASIONS = {"resolve": 3, "forward": 3, "outbox": 2, "barrier": 4, "update": 2,
               "replica broadcast": 2, "checkpoint write": 4, "migration": 3}
 DEADLINE_S = 1.5
 KILL_LIMIT_S = 2.0
 STOP_LIMIT_S = DEADLINE_S + 2.0
-NETWORK_S = 2.0  # longer where a loss is told over the network
+NETWORK_S = 2.0  # additional time if a loss is reported over the network
 SLOW_S = 0.3
 _STEPS, _ARMED_AT = 6, 2
 
@@ -121,7 +121,7 @@ def _harm(injection: Injection, note: str) -> None:
         time.sleep(SLOW_S)
     elif injection.fault == "memory limit":
         memory.limit_this_process(64 << 20)
-        torch.ones(1 << 28)  # what the process has is not counted; this is too much
+        torch.ones(1 << 28)  # memory it already has does not count; this exceeds the limit
     else:
         os.kill(os.getpid(), _SIGNALS[injection.fault])
 
@@ -312,7 +312,7 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
         except RankFailedError as error:
             outcome.break_guarantee(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
             continue
-        # Of several survivors one may hear of the loss from another, who gives the victim's name.
+        # A survivor may learn of the loss from another one, which names the victim.
         if found["kind"] not in (expected, "PeerLostError"):
             outcome.break_guarantee(f"rank {rank} said {found.get('kind')}: {found.get('text')}")
         elif f"rank={injection.victim}," not in found["text"]:
@@ -336,7 +336,7 @@ def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
         return
     if found["kind"] not in ("PeerLostError", "DeadlineError"):
         outcome.break_guarantee(f"woken, it said {found['kind']!r}")
-    # Between domains it may find that others are late for it.
+    # Between domains, it may report that other ranks are late.
     elif not injection.labels and f"rank={injection.victim}," not in found["text"]:
         outcome.break_guarantee(f"woken, it blames another one: {found['text']}")
 

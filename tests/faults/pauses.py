@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 _BEAT_S, _MISSED_S = 0.05, 1.0
-_TRIES = 4  # of what a stop may have spoiled
+_TRIES = 4  # of a test that a stop may have invalidated
 
 
 class Pauses:

@@ -153,7 +153,7 @@ def _live(flags: dict[str, Any], rng: random.Random, result: Soak, kill: bool) -
 
 def _kill_one(running: Any, rng: random.Random, result: Soak) -> bool:
     """Kill a rank at a random moment and check the survivors; False if the run ended before."""
-    for rank in range(WORLD_SIZE):  # before they have met, a launcher has to end the others
+    for rank in range(WORLD_SIZE):  # before they connect, a launcher has to end the others
         running.receive(rank)
     victim = rng.randrange(WORLD_SIZE)
     process = running.processes[victim]

@@ -40,7 +40,7 @@ class _Trap:
 def test_a_hostile_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder, mark = small_model(1, 0), tmp_path / "c", tmp_path / "ran"
     oper.save_checkpoint(folder, model, extra={"step": 1})
-    (folder / CHECKSUMS).unlink()  # whoever writes the files writes the sums, too
+    (folder / CHECKSUMS).unlink()  # who can write files can write checksums, too
     (folder / METADATA).write_bytes(pickle.dumps(_Trap(mark)))
     with pytest.raises(FileFormatError, match="mkdir"):
         oper.load_checkpoint(folder, model)
@@ -161,7 +161,7 @@ def test_another_user_cannot_read_what_is_published() -> None:
         with _as_nobody("reads", name) as stranger:
             assert stranger.communicate(timeout=30)[0].split() == ["0", "0"]
         assert stranger.returncode == 0 and publisher.readers() == []
-        reader = Reader(name)  # this user's own is let in
+        reader = Reader(name)  # processes of the same user are accepted
         assert publisher.readers() == [os.getpid()]
         reader.close()
     finally:

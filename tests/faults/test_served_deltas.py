@@ -158,8 +158,8 @@ def test_a_killed_server_and_worker_return_to_the_newest_step(tmp_path: Path) ->
 
 
 DELTAS = 3  # of a chain
-# What goes wrong after the first delta of a chain: where its next deltas arrive, by number, and the
-# words by which the server refuses the first wrong one.
+# Faults after the first delta of a chain: the source of each further delta, by number, and the text
+# with which the server refuses the first wrong one.
 HARMS: dict[str, tuple[dict[int, int], str]] = {
     "dropped": ({2: 2}, "000001 is missing, 000002 is there"),
     "doubled": ({0: 1, 1: 2}, "ranks, number, step"),

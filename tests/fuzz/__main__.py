@@ -32,7 +32,7 @@ def main() -> int:
     corpus.mkdir(parents=True, exist_ok=True)
     for k, data in enumerate(targets.seeds(args.format)):
         (corpus / f"seed{k}").write_bytes(data)
-    # libFuzzer ends its process at once, whatever happens: another one clears up.
+    # libFuzzer ends its process without cleaning up; this process then removes the files.
     child = os.fork()
     if child:
         status = 1

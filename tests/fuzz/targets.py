@@ -54,7 +54,7 @@ from tests.fuzz import values
 from tests.fuzz.exchange import peer
 from tests.serve_support import SIGNATURE, random_request
 
-# In memory where there is such a place: millions of files are written.
+# On a file system in memory if there is one, since millions of files are written.
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 _places: list[Path] = []
 
@@ -312,7 +312,7 @@ def _parquet() -> list[bytes]:
                PreprocessOptions(valid="0", test="0", min_count=1))
     (file,) = (folder / "train").glob("*.parquet")
     good = file.rename(folder / "train" / "part-00000.parquet").read_bytes()
-    # Without checksums of pages their contents, too, come to whoever decodes them.
+    # Without checksums of pages, damaged contents also reach the decoder.
     bare = io.BytesIO()
     pq.write_table(pq.ParquetFile(io.BytesIO(good)).read(), bare, write_page_checksum=False)
     return [good, bare.getvalue()]

@@ -92,14 +92,14 @@ CASES: list[tuple[str, bytes]] = [
 ]
 
 
-# Of many levels: the parsers' own recursion, and the values of a message.
+# Deeply nested: the parsers' own recursion, and the values of a message.
 NESTED = {"json": lambda n: b'{"kind": ' + b"[" * n + b"]" * n + b"}",
           "toml": lambda n: b"name = " + b"[" * n + b"]" * n + b"\n"}
 CASES += [(name, NESTED[kind](n)) for n in (300, 900, 980, 100_000) for kind, names in (
     ("json", ("plan", "manifest", "constraints", "request")),
     ("toml", ("topology", "recipe", "configuration", "workload"))) for name in names]
 CASES += [("workload", b"table = [1]"), ("workload", b"[[table]]\nname = 'a'\nrows = inf\n")]
-# A few bytes that stood for very many columns, ranks or tables, or for a number as long.
+# A few bytes that declare very many columns, ranks or tables, or a very long number.
 _COLUMN = "name = 'r'\n[[column]]\nname = '{}'\nkind = 'sparse'\n"
 _DOMAIN = "name = 't'\n[[domain]]\nmemory_bytes = 5\nread_gbps = "
 _TABLE = "[[table]]\nname = 'a'\nrows = "
@@ -109,7 +109,7 @@ CASES += [(name, text.encode()) for name, text in (
     ("topology", _DOMAIN + "1.0\ncopies = 1000000000\n"),
     ("topology", _DOMAIN + "1.0\nranks = 1000000000\n"),
     ("workload", _TABLE + "9\ncount = 1000000000\n"))]
-# Values of another type, or past what a reader counts with.
+# Values of another type, or beyond the range of a reader's integers.
 CASES += [(name, text.encode()) for name, text in (
     *(("recipe", _COLUMN + line) for line in (
         "source = 3", "threshold = 'x'", "threshold = [1]", f"threshold = 1{'0' * 400}")),

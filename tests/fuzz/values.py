@@ -13,7 +13,7 @@ from typing import Any
 
 _PREFIX = 2  # bytes before a request's header: its length
 
-# Of every type, at and past the ends of what readers count with.
+# Values of every type, at and beyond the limits of readers' integers.
 _STRANGE: tuple[Any, ...] = (
     0, 1, -1, 2, 5, 127, 128, 32768, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -2**63,
     10**30, 10**400, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e18, 1e308, math.inf, -math.inf, math.nan,

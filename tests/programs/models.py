@@ -40,7 +40,7 @@ def draw_model(rng: np.random.Generator) -> Spec:
     """Draw a model, as data."""
     container = str(rng.choice(["bare", "sequential", "named", "named", "named"]))
     embs = [draw_embedding(rng) for _ in range(1 + (container == "named" and rng.random() < 0.35))]
-    if len(embs) > 1:  # a subclass with a forward pass of its own stays as it is, with a warning
+    if len(embs) > 1:  # sharding leaves a subclass with its own forward pass, with a warning
         for emb in embs:
             emb.update({"subclass": ""} if emb.get("subclass") == "scaled" else {})
     dense = container == "named" and rng.random() < 0.7

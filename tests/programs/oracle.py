@@ -19,7 +19,7 @@ from tests.programs.sharded import Sharded
 from tests.programs.sides import Talk, Unsharded
 from tests.programs.table import ACTIONS, Action, Seen
 
-# What an action came to. The last three are failures.
+# Outcomes of an action; the last three are failures.
 AGREED, BOTH, ALONE, DIFFERENT, RAW, ACCEPTED = (
     "agreed", "refused on both sides", "refused by OPER alone", "different", "raw error",
     "accepted by OPER alone")

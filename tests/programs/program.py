@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Importing these fills the table.
+# Importing these modules registers their actions.
 from tests.programs import copies, training, weights
 from tests.programs.models import Spec, draw_model
 from tests.programs.optimizers import draw_optimizer

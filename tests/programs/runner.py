@@ -109,7 +109,7 @@ def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
             worker.close()
 
     if jobs == 0:
-        gc.freeze()  # what was imported need not be looked through again and again
+        gc.freeze()  # imported objects need not be scanned by every collection
         work()
     else:
         threads = [threading.Thread(target=work) for _ in range(jobs)]

@@ -10,7 +10,7 @@ from tests.programs.program import Program
 from tests.programs.table import ACTIONS
 
 _SGD = {"kind": "sgd", "by": "argument", "arguments": {"lr": 0.25}}
-# Of what a model is made of, by name; what else there is in a list is left out, where it can be.
+# The plainest value of each field of a model; elements of lists are removed where possible.
 _PLAIN = {"dense": "", "half": False, "padding": None, "weighted": False, "last": False,
           "mode": "sum", "subclass": "", "need_indices": False, "rows": 4, "dim": 1}
 

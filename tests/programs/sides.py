@@ -81,7 +81,7 @@ class Side:
         self.core: Any = None
         self.net: Any = None
         self.wrapper = ""
-        # Learning rates of tables that no torch optimizer stands for.
+        # Learning rates of tables without a torch optimizer.
         lr = float(optimizers.make(optimizer).lr)
         self.clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
 
