@@ -15,8 +15,8 @@ from typing import Any
 from tests.programs.program import Program
 from tests.world_support import RankFailedError, World, report, told
 
-# A program takes milliseconds, but the machine may be busy. OPER's own deadline, which a program may
-# exceed, is shorter.
+# A program takes milliseconds, but the machine may be busy. OPER's own deadline, which a program
+# may exceed, is shorter.
 START_S, DEADLINE_S, OPER_DEADLINE_S = 600.0, 120.0, 15
 BROKEN = "crash or hang"
 
