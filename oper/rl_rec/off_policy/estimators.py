@@ -139,16 +139,14 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
     fitted = _FittedModel(log, target, error) if model is None else None
     threshold, shrinkage = (_least_error(options, direct, error, cluster, fitted)
                             for options in (thresholds, shrunk))
-    values = {"dm": direct, "dr": direct + w * error,
-              "switch-dr": direct + thresholds[threshold] * error,
-              "dros": direct + shrunk[shrinkage] * error, "ips": w * rewards}
+    weights = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
+               "dros": shrunk[shrinkage]}
+    values = {name: direct + v * error for name, v in weights.items()} | {"ips": w * rewards}
     if groups is not None:
         values["mips"] = groups.weights(log, target) * rewards
-    used = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
-            "dros": shrunk[shrinkage]}
-    moved = {name: fitted.sensitivity(weights) for name, weights in used.items()} if fitted else {}
-    terms = {name: x + moved.get(name, 0.0) for name, x in values.items()}
-    terms |= {"w": w, "ones": np.ones(shape[0])}
+    terms = values | {"w": w, "ones": np.ones(shape[0])}
+    if fitted:
+        terms |= {name: terms[name] + fitted.sensitivity(v) for name, v in weights.items()}
     sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
     drawn = dict(zip(terms, resampled_sums(sums, samples).T, strict=True))
     found = {name: interval(float(x.mean()), drawn[name] / drawn["ones"]
