@@ -26,7 +26,7 @@ from tests.world_support import run_world
 CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 BATCH = 8  # samples of all ranks together
 ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
-# What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
+# One optimizer of each kind; test_fused_optimizer.py tests all optimizers of TorchRec.
 OPTIMIZERS = {"ta": oper.RowWiseAdagrad(lr=0.1), "tb": oper.LAMB(lr=0.01, eps=1e-3),
               "tc": oper.PartialRowWiseAdam(lr=0.01, eps=1e-3),
               "ts": oper.SGD(lr=0.1, momentum=0.5)}
@@ -129,7 +129,7 @@ def restore(model: Model, folder: str) -> None:
 def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
           save: str | None = None, chunk_bytes: int | None = CHUNK) -> dict[str, torch.Tensor]:
     """Load, train and save, in chunks or by DCP; return everything as whole tensors."""
-    # Another seed, so that what is not loaded shows.
+    # A different seed, so that a value that is not loaded makes the test fail.
     model = sharded(world_size, plan, seed=0 if load is None else 99)
     if load is not None and chunk_bytes is None:
         restore(model, load)

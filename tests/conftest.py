@@ -8,11 +8,11 @@ from hypothesis import settings
 
 from tests import schedule
 
-# No deadline: the first call into torch is slow, and the machine may be busy. The same examples
-# every time, so that a failure belongs to a change; `--hypothesis-profile=nightly` and `search`
-# look for new ones.
+# No deadline, since the first call into torch is slow and the machine may be busy. Every run has
+# the same examples, so that only a change of the code can make a test fail. The profiles "nightly"
+# and "search" (`--hypothesis-profile`) draw new examples, also under CI=true, where hypothesis
+# would derandomize by default.
 settings.register_profile("same", max_examples=60, deadline=None, derandomize=True)
-# Not derandomized under CI=true either, where hypothesis would do so by itself.
 for name, examples in (("nightly", 200), ("search", 1000)):
     settings.register_profile(name, max_examples=examples, deadline=None, derandomize=False,
                               print_blob=True)
@@ -26,7 +26,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before the markers are looked at.
+# Runs before pytest selects tests by their markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     schedule.arrange(items)

@@ -52,7 +52,7 @@ class Forked(subprocess.Popen[Any]):
         self._fork = CONTEXT.Process(target=_run, args=(
             list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
             {n: _Descriptor(k) for n, k in numbers.items()}, os.getpid()),
-            daemon=True)  # ends with this one
+            daemon=True)  # ends when the test process ends
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -86,12 +86,12 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     for n, k in high.items():
         os.dup2(k, n)
         os.close(k)
-    # Python's files refer to the descriptors of the process that was forked.
+    # The inherited file objects refer to the fork server's descriptors.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
         2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    # Kernels read some of them once, through C's getenv: os.environ reaches it.
+    # Changes of os.environ reach C's getenv, through which kernels read some variables once.
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
@@ -101,7 +101,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    os.getppid = lambda: parent  # that of a child of the test, not of the fork server
+    os.getppid = lambda: parent  # the test process instead of the fork server
     kind, what, *arguments = words
     sys.argv = ["-c", *arguments]
     try:
@@ -120,6 +120,6 @@ def _popen(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     return (Forked if words[0] == sys.executable else subprocess.Popen)(words, **options)
 
 
-# In the place of the module `subprocess`, where Python's own processes may be forks.
+# Replaces the module `subprocess` in code whose Python processes may be forks.
 FORKS = types.SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE,
                               TimeoutExpired=subprocess.TimeoutExpired)

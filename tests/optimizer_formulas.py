@@ -41,7 +41,8 @@ EVERY: dict[str, Optimizer] = {
     "sgd_clipped": SGD(lr=0.3, max_gradient=0.02, max_row_norm=0.05),
     "rowwise_adagrad_clipped": RowWiseAdagrad(
         lr=0.05, eps=1e-8, weight_decay=0.2, max_gradient=0.02, max_row_norm=0.05),
-    # Clipped elements may cancel out; what rounding leaves of them must not make a whole step.
+    # Clipped gradients may cancel out. A large eps keeps Adam from making a full step of the
+    # rounding error that remains.
     "adam_clipped": Adam(lr=0.02, eps=1e-3, max_gradient=0.02, max_row_norm=0.05),
     "lars_sgd": LarsSGD(lr=0.2, eta=0.1),
     "lars_sgd_decay": LarsSGD(lr=0.2, momentum=0.6, weight_decay=0.5, eta=0.2),

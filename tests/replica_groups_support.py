@@ -51,7 +51,7 @@ def run_groups(case: Case, plan: Plan, optimizer: Optimizer, every: int, body: B
                                groups.gradient_scale(1.0 / whole.world_size))
         Synchronizer(tables, groups)
         for name, weight in initial_weights(case).items():
-            tables.write(name, weight + number)  # the first group's are used
+            tables.write(name, weight + number)  # those of the first group are used
         tables.publish()
         try:
             return body(tables, whole.rank)
@@ -84,7 +84,7 @@ def trained(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
 
     ranks = run_groups(case, plan, optimizer, every, body, **options)
     for k, other in enumerate(ranks[1:], 1):
-        first = ranks[k % plan.world_size]  # a rank has its own replicas
+        first = ranks[k % plan.world_size]  # each rank of a group has its own replicas
         same_bits(Result([], other.weights, other.states, other.replicas),
                   Result([], ranks[0].weights, ranks[0].states, first.replicas), "groups", True)
     return Result([[r.outputs[s][0] for r in ranks] for s in range(len(steps))],
@@ -147,7 +147,7 @@ def simulated(case: Case, steps: list[list[Batch]], optimizer: Optimizer, every:
     inexact = [{name: torch.zeros_like(x) for name, x in c.items()} for c in changed]
     outputs = []
     sent: list[Any] = []  # (table, part, mean, rows in it, values of the groups when sent)
-    due = 0  # the update after which they arrive
+    due = 0  # the update after which the values `sent` arrive
 
     def values(name: str, part: str) -> list[torch.Tensor]:
         return [g[name].detach() if part == "rows" else s[name][part]

@@ -56,9 +56,9 @@ def round_stochastically(values: np.ndarray, bits: np.ndarray, dtype: str) -> np
         finite = np.minimum(up, np.uint32(0x7F7F0000)).view(np.float32)
     else:
         exponent = np.maximum((magnitude >> np.uint32(23)).astype(np.int64) - 127, -14)
-        step = np.ldexp(1.0, exponent - 10)  # between neighbours
-        # As many random places as the step has below it: 13 of the 24 bits of a number, but 16 in
-        # fixed point below 2^-14.
+        step = np.ldexp(1.0, exponent - 10)  # between neighbouring float16 numbers
+        # The number of random bits is the number of bits that rounding drops: 13 of the 24 bits of
+        # a normal number; 16 below 2^-14, where float16 is fixed-point.
         small = magnitude < 0x38800000
         places = np.where(small, 16, 13)
         draw = np.where(small, bits, bits >> np.uint32(3)).astype(np.int64)

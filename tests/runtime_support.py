@@ -26,7 +26,7 @@ from tests.optimizer_formulas import EVERY, first_states, update_rows
 
 Optimizers = Optimizer | Mapping[str, Optimizer]  # of all tables, or by table
 
-# One of every kind; those that most tests use, and all others.
+# One optimizer of every kind: the two of most tests, and all others.
 OPTIMIZERS = {name: EVERY[name] for name in ("sgd", "rowwise_adagrad")}
 OTHER_OPTIMIZERS = {EVERY[name].name: EVERY[name] for name in (
     "adagrad", "adam_decay", "partial_rowwise_adam_decay", "momentum_sgd_decay", "lars_sgd_decay",
@@ -419,7 +419,7 @@ def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Opti
              for t in case.tables}
     states = {f"{name} {part}": tables.read(name, part=part)
               for name, kind in kinds.items() for part, _ in STATE_PARTS[kind]}
-    # Those of other memory domains are told by their holders.
+    # Every rank shares its replicas, since ranks cannot read other memory domains.
     own = {t.name: tables.replica(t.name, group.rank).clone() for t in case.tables}
     replicas = {(name, r): rows for r, held in enumerate(group.all_gather(own))
                 for name, rows in held.items()}

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FAILED, LACKING = 1, 3
 REPORT = "sanitizer-report"
-# Unoptimized enough to build in minutes and to keep every access where it stands in the source.
+# -O1 builds in minutes and keeps memory accesses where the source has them.
 COMMON = "-O1 -g1 -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS"
 
 PLANTED = """
@@ -85,9 +85,9 @@ class Kind:
     without: dict[str, str]
 
 
-# Tests that take every way through the native code of their package. What is left out is Python's
-# alone, or the same kernels in processes of their own. Of planning, bounds are compared with all
-# plans there are, by Python: what they call is called by the others.
+# Tests that together cover all native code of their package. The other tests run only Python code
+# or the same kernels in several processes. Of planning, the tests that enumerate all plans in
+# Python are left out: the tests below call the same native functions.
 _PLANNING = ("annealing", "branching", "copies", "pins", "properties")
 _DATA = ("fuzz", "generator", "loader", "plain", "preprocessing", "reading", "recipes")
 _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
@@ -95,20 +95,20 @@ _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "e
            "lookup_inputs", "message_bits", "migration", "one_copy", "optimizers", "publication",
            "pull", "quantised_rows", "resolve", "row_dtypes", "traffic",
            "weight_gradients", "wire")
-# Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
-# which ThreadSanitizer sees one at a time, or nothing runs at once.
+# Tests whose ranks or readers are threads of one process. The others run no threads, or run ranks
+# as processes, between which ThreadSanitizer sees no races.
 _THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
              "hostile_peer", "interaction", "lookup_inputs", "message_bits", "migration",
              "one_copy", "optimizers", "publication", "pull", "resolve", "row_dtypes", "threads",
              "traffic", "weight_gradients", "wire")
-# Beside AddressSanitizer, UndefinedBehaviorSanitizer reports to stderr whatever it is told, so that
-# its reports end the process. Leaks are not looked for: Python and torch keep memory until the
-# process ends. Python's own allocator would hide overflows of small blocks, so it is told to leave
-# them to malloc.
+# Together with AddressSanitizer, UndefinedBehaviorSanitizer always reports to stderr, not to a
+# file; so its reports end the process. Leaks are not detected, since Python and torch keep memory
+# until the process ends. PYTHONMALLOC=malloc, since Python's own allocator would hide overflows of
+# small blocks.
 KINDS = {
     "address": Kind(
-        # Checks as calls, and none that a program outlives: kernels compile in two thirds of the
-        # time that checks in place take.
+        # Every defect ends the process. Checks are calls instead of inline code, which makes the
+        # kernels compile in two thirds of the time.
         "-fsanitize=address,undefined -fno-sanitize-recover=all "
         "--param asan-instrumentation-with-call-threshold=0",
         ("libasan.so", "libubsan.so"),
@@ -127,9 +127,9 @@ KINDS = {
     "thread": Kind(
         "-fsanitize=thread", ("libtsan.so",),
         {"TSAN_OPTIONS": "report_signal_unsafe=0:second_deadlock_stack=1:history_size=4"},
-        # torch is not compiled with it: its process groups, and how OpenMP's threads hand work to
-        # each other. Ranks with one thread each, the usual ones of these tests, do without OpenMP.
-        # glibc frees what is local to a thread that has ended under a lock that it does not see.
+        # False reports. torch is not compiled with ThreadSanitizer, so the synchronization of its
+        # process groups and of OpenMP's threads is not seen (most of these tests run ranks with
+        # one thread, without OpenMP). Nor is the lock under which glibc frees thread-local memory.
         "race:c10d::\nrace:at::internal::invoke_parallel\nrace:_dl_deallocate_tls\n",
         {"race": "data race"},
         (*(f"tests/shmem/test_{name}.py" for name in _THREADED),
@@ -204,12 +204,12 @@ def _run(name: str, folder: Path, how: How) -> int:
     _say(name, f"built and planted defects found after {time.monotonic() - began:.0f} s")
     without = [f"--deselect={test}" for test in kind.without]
 
-    # Of Python only: what starts it may not bear another library before its own.
+    # Set for Python only, since the command that starts it may not work with a preloaded library.
     given = [f"{k}={v}" for k, v in environment.items()] + [f"PYTHONPATH={folder}"]
 
     def one(test: str) -> str:
         start = time.monotonic()
-        # -v tells of which test it was the last that the process said something before it ended.
+        # With -v, the output shows which test was running when the process ended.
         done = subprocess.run(
             [*how.through, "env", *given, sys.executable, "-m", "pytest", "-v", "-p",
              "no:cacheprovider", "--capture=sys", *without, test],
@@ -254,7 +254,7 @@ def copy_project(folder: Path) -> None:
         source, target = ROOT / name, folder / name
         if not source.is_file():
             continue
-        # By content: another checkout, or one that went back and forth, has newer files.
+        # Compare contents: after a switch of branches, unchanged files may have newer times.
         if target.is_file() and filecmp.cmp(source, target, shallow=False):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ from tests.support import ROOT, run_oper
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
 
 
-# What a Python process tells at its end. Its own processor time: the machine may be busy.
+# Code that prints the loaded heavy modules and the processor time, which does not depend on how
+# busy the machine is.
 TELL = (f"print(json.dumps([[m for m in {HEAVY!r} if m in sys.modules], time.process_time()]), "
         "file=sys.stderr)")
 
@@ -48,7 +49,7 @@ def loaded_by(words: list[str]) -> tuple[set[str], float]:
 def test_help_is_fast_and_light() -> None:
     runs = [loaded_by(["--help"]) for _ in range(5)]
     assert all(modules == set() for modules, _ in runs)
-    bare = min(run_code("")[1] for _ in range(5))  # the interpreter's own
+    bare = min(run_code("")[1] for _ in range(5))  # the interpreter alone
     assert min(seconds for _, seconds in runs) - bare < 0.25
 
 

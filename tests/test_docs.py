@@ -31,9 +31,9 @@ from tests.support import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SKIPPED = "# Not run by the tests: "
 PYTHON, SHELL = ("python",), ("console", "sh", "bash")
-FILES = ("toml", "json", "yaml")  # data: written where a title names a file, else only shown
+FILES = ("toml", "json", "yaml")  # data; written to a file if the title names one
 TIMEOUT_S = 300
-# What pages other than tutorials find in their folder, and the commands that make it.
+# Commands that make the files which pages other than tutorials expect in their folder.
 WORKSPACE = """
 python make_criteo.py && python make_csv.py
 oper preprocess criteo-kaggle train.txt -o data
@@ -55,7 +55,7 @@ with open("clicks.csv", "w") as file:
         file.write(f"{1700000000 + 60 * k},u{random.randrange(90)},i{random.randrange(70)},"
                    f"a|b{k % 5},{random.randrange(2)}\\n")
 """
-# What a page's Python takes for granted.
+# Names that a page's Python code uses without defining them.
 MODEL = """
 import torch, oper
 from torch import nn

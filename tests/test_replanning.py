@@ -21,8 +21,8 @@ from oper.topology import Costs, Domain, Topology
 ROWS = 20_000
 TABLES = [TableSpec("a", ROWS, 64, ("fa",), optimizer="none"),
           TableSpec("b", ROWS, 32, ("fb",), optimizer="none")]
-# Ranks with memories of their own, room for a few replicas, slow links: serving wants hot rows
-# near.
+# Each rank has its own memory with space for a few replicas, and links are slow, so that hot rows
+# should be replicated.
 TOPOLOGY = Topology("two", tuple(
     Domain((r,), 0, 6_000_000, 400.0, 800.0, 1 << 20, 20.0, 20.0) for r in range(2)),
     Costs(0.1))
@@ -83,7 +83,7 @@ def test_without_drift_nothing_pays(old_plan: Plan) -> None:
     assert found.moved_bytes == 0
     assert found.new_step_us == pytest.approx(found.old_step_us)
     assert found.break_even_steps == float("inf")
-    # And the plan costs what it was planned to cost.
+    # The step time is the one that was planned.
     assert found.old_step_us == pytest.approx(old_plan.step_us, rel=0.05)
 
 
@@ -101,7 +101,7 @@ def test_drift_costs_and_a_new_plan_pays(old_plan: Plan) -> None:
     assert found.old_step_us > 2 * old_plan.step_us, "hot rows have left their tiers"
     assert found.new_step_us == pytest.approx(old_plan.step_us, rel=0.05)
     assert found.moved_bytes > 0
-    # 20 GB/s between the two ranks' memories, each of which sends half of what is read.
+    # The link between the two ranks' memories has 20 GB/s; each sends half of the bytes read.
     assert 0 < found.network_bytes / 2 / 20e3 <= found.copy_us - found.copied_bytes / 2e3
     gain = found.old_step_us - found.new_step_us
     assert found.break_even_steps * gain == pytest.approx(found.copy_us)
@@ -135,7 +135,7 @@ def test_moved_bytes_are_those_whose_owner_changes() -> None:
     owned = TablePlan(spec, (Piece(0, 16, (Tier(0, ROWS, "owned", (0,)),)),
                              Piece(16, 64, (Tier(0, ROWS, "owned", (1,)),))))
     assert _moves(striped, striped, [0, 1]).owner_bytes == 0
-    # Half of the rows of either piece, each with its copy of a row-wise state.
+    # Half of the rows of both pieces move, each with its copy of a row-wise state.
     assert _moves(striped, owned, [0, 1]).owner_bytes == ROWS // 2 * ((16 + 48) * 4 + 4 + 4)
     large = replace(spec, num_rows=10_000_000)
     before = uniform_plan([large], 2).tables[0]

@@ -91,7 +91,7 @@ def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
     phases = [b for b in bars if b["cat"] == "phase"]
     assert Counter((b["tid"], b["args"]["step"], b["name"]) for b in phases) == Counter(
         (rank, step, name) for rank in range(2) for step in (2, 3, 4) for name in PHASES)
-    for b in phases:  # the runtime's own clock, to the nanosecond
+    for b in phases:  # equal to the runtime's own times, to the nanosecond
         clock, _ = ranks[b["tid"]][b["args"]["step"] - 1]
         assert ns(b["dur"]) == clock[b["name"]], b
     assert {b["name"] for b in bars if b["cat"] == "detail"} == (
@@ -151,7 +151,7 @@ def _into_no_folder(rank: int, world_size: int, path: Path) -> str:
         with oper.trace(bag, path):
             bag(torch.tensor([[1, 2]])).sum().backward()
     except OSError as error:
-        bag(torch.tensor([[1, 2]])).sum().backward()  # nobody is lost
+        bag(torch.tensor([[1, 2]])).sum().backward()  # collective: both ranks still work together
         return type(error).__name__
     return "none"
 
@@ -325,7 +325,7 @@ def test_what_cannot_be_traced(tmp_path: Path) -> None:
             pass
         train(model, 1)
     assert len(read(path)[1]) == 2 * 2 * len(PHASES)
-    model.a.tables.times_phases = False  # as in device memory
+    model.a.tables.times_phases = False  # as for tables in device memory
     with pytest.raises(OperError, match=r"torch\.profiler"):
         oper.trace(model, path)
 

@@ -46,7 +46,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-# In place of torch, for a Python that has none.
+# Makes a Python process find no torch.
 NO_TORCH = """
 import importlib.util as u, sys
 find = u.find_spec
@@ -61,7 +61,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hidden = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".git", ".venv*", "build",
                                     "dist", "runs", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, checkout, ignore=hidden, dirs_exist_ok=True)
-    # As build front ends do: first what the build requires, then the build.
+    # As build front ends do: ask for the build requirements, then build.
     run(sys.executable, "-c", f"{NO_TORCH}\nfrom setuptools import build_meta as b\n"
         f"assert b.get_requires_for_build_sdist() == []\nb.build_sdist({str(out)!r})", cwd=checkout)
     (path,) = out.glob("oper-*.tar.gz")
@@ -77,7 +77,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source,) = unpacked.iterdir()
     if (ROOT / "build" / "objects").exists():
         shutil.copytree(ROOT / "build" / "objects", source / "build" / "objects")
-    # What an earlier build has left behind must not get in.
+    # Files that an earlier build left behind must not be packed.
     stale = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     (stale / "oper").mkdir(parents=True)
     (stale / "oper" / "stale.py").write_text("")
@@ -120,8 +120,8 @@ def test_the_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> 
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
         "--quiet", wheel, cwd=tmp_path)
-    # torch and the other dependencies come from where these tests find them. Such a path line does
-    # not bring an editable install of this project along.
+    # A .pth line adds the folder of these tests' torch and other dependencies. It does not add an
+    # editable install of this project.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
                     cwd=tmp_path).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

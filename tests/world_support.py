@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# A server that has imported the slow packages forks the ranks; it never runs torch code itself.
-# Whatever takes long to import and is of no test alone.
+# The modules that the fork server imports, so that ranks start fast: all slow imports that several
+# tests share. The server itself never runs torch code.
 _PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
             "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
             "oper.integration.checkpoint.files", "oper.search.planner", "hypothesis.strategies",
@@ -49,7 +49,7 @@ class World:
         self._pipes: list[Connection] = []
         self.processes = []
         store = str(Path(self._folder.name) / "store")
-        # The server that forks ranks keeps the environment of the test that needed it first.
+        # Ranks get the whole environment, since the fork server's is that of the first test.
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
             mine, theirs = CONTEXT.Pipe()
@@ -132,7 +132,7 @@ def told() -> Any:
 
 def _send(good: bool, value: Any) -> None:
     assert _pipe is not None, "not a rank of a World"
-    # Plain pickle: torch's own reducers would pass shared memory files.
+    # Plain pickle, since torch's reducers would send tensors as files in shared memory.
     _pipe.send_bytes(pickle.dumps((good, value)))
 
 
@@ -140,7 +140,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
           body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _pipe
     _pipe = pipe
-    # The kernels read this one once, through C's getenv: os.environ reaches it.
+    # Changes of os.environ reach C's getenv, through which kernels read some variables once.
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
@@ -151,7 +151,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size)
-        dist.barrier()  # a rank that ends before another has connected breaks its set-up
+        dist.barrier()  # the others fail to connect if a rank ends before
         _send(True, body(rank, world_size, *args))
         dist.destroy_process_group()
     except BaseException:
