@@ -98,7 +98,7 @@ def test_cardinality_fit_finds_a_known_law() -> None:
     law = power_law(50_000, 1.1)
     found = fit_cardinality(200_000, round(law.expected(200_000)),
                             round(law.expected(200_000, 3)), 3)
-    # Two numbers do not fully determine the law, but both are met, and the head is close to it.
+    # Two counts do not determine the law, but the fit matches both and has nearly the same head.
     for least in (1, 2, 3, 10):
         assert found.expected(200_000, least) == pytest.approx(law.expected(200_000, least),
                                                                rel=0.02)

@@ -452,19 +452,19 @@ def test_samples_take_the_rows_of_their_bags() -> None:
             inverse_indices=(["b", "a"], torch.tensor(samples)))
         return kjt, *padded_lengths(kjt, ["a", "b"], True, shares)
 
-    # Where no bags are equal, nothing is shared.
+    # If all bags differ, nothing is shared.
     assert found([0, 1, 2], [0, 1, 2])[3] is None
     kjt, lengths, size, shared = found([2, 0, 2, 2], [0, 1, 2, 2])
     assert size == 4 and lengths.tolist() == [1, 1, 1, 0] * 2
     assert shared.bags.tolist() == [3, 3]
     assert shared.samples.tolist() == [[0, 1, 2, 2], [2, 0, 2, 2]]
-    assert found([2, 0], [0, 1])[2] == 3  # bags that no sample has
-    # The rows of other tables are copied.
+    assert found([2, 0], [0, 1])[2] == 3  # a bag that no sample has is kept
+    # If the lookup does not expand bags to samples, `spread` copies them.
     assert found([2, 0, 2, 2], [0, 1, 2, 2], shares=False)[2:] == (3, None)
     values = torch.randn(3, 3, requires_grad=True)
     copied = spread(values, [0, 1, 3], ["a", "b"], kjt)
     assert torch.equal(copied, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
-    for wrong in ([0, 3, 1, 1], [-1, 0, 1, 1]):  # of a feature with fewer bags than there are rows
+    for wrong in ([0, 3, 1, 1], [-1, 0, 1, 1]):  # indices of bags that do not exist
         with pytest.raises(IndexError):
             spread(torch.randn(4, 3), [0, 1, 3], ["a", "b"], found([0, 1, 2, 2], wrong)[0])
 

@@ -223,7 +223,7 @@ def test_outputs_that_cannot_or_must_not_be_written_are_refused(
             preprocess(KAGGLE, [path], out)
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
-    for _ in range(2):  # an output that is not there yet, and one that is
+    for _ in range(2):  # first a new output, then an existing one
         preprocess(KAGGLE, [path], tmp_path / "link", PreprocessOptions(force=True))
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "out" / "manifest.json").exists()
@@ -374,7 +374,7 @@ def test_known_numbers_of_the_real_log(real_log: Path, tmp_path: Path) -> None:
     stats = analyze_folder(tmp_path / "out")
     for c, expected in enumerate(CARDINALITIES):
         table = manifest["tables"][f"C{c + 1}"]
-        # The published numbers leave the missing value out, which is a value of its own here.
+        # The published numbers do not count the missing value; `num_distinct` does.
         assert table["num_distinct"] - (table["missing_id"] > 0) == expected
         assert table["num_rows"] == table["num_distinct"] + 1
         assert stats.tables[f"C{c + 1}"].num_touched_rows == table["num_distinct"]

@@ -122,7 +122,7 @@ def test_odd_but_genuine_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "plain").mkdir()
     manifest, columns = read(tmp_path / "plain", name, {file.removesuffix(".gz"): text})
     last = text.rstrip(b"\r\n").rpartition(b"\n")[2]
-    # Where fields may be quoted, outside of quotes it is an error of the whole file.
+    # A lone CR is malformed. If fields may be quoted, it would make the whole file an error.
     odd = text.replace(b"\r\n", b"\n") + last[:5] + b"\r" * (name != "online-retail") + last[5:]
     odd = b"\xef\xbb\xbf" + odd.replace(b"\n", b"\r\n")
     packed = gzip.compress(odd[:9]) + gzip.compress(odd[9:])

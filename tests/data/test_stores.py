@@ -144,7 +144,7 @@ def test_runs_to_one_place_leave_each_others_files_alone(
         for other in others:
             other.start()
         for other in others:
-            other.join(1)  # they wait, or end
+            other.join(1)  # let them reach the lock, or end
         upload(folder, url, last)
         running.extend(others)
 

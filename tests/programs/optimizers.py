@@ -2,7 +2,7 @@
 
 A row of `KINDS` adds an optimizer: OPER's class, the class for ``apply_optimizer_in_backward``
 (None = there is none), and the arguments from which to draw. The formula is that of
-`tests.optimizer_support.update_rows`.
+`tests.optimizer_formulas.update_rows`.
 """
 
 from __future__ import annotations

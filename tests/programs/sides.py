@@ -4,7 +4,7 @@ one.
 Actions are written once, against the common interface of both sides, like a user's program. The
 unsharded side computes the batches of all ranks in one process and takes the mean of their losses.
 While gradients are accumulated, it updates the rows that were looked up by the formulas of
-`tests.optimizer_support`; ``sparse=True``, which changes nothing else, shows which rows these are.
+`tests.optimizer_formulas`; ``sparse=True``, which changes nothing else, shows which rows these are.
 With 16-bit tables they are the rows whose gradient is not 0.
 """
 

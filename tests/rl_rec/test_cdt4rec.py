@@ -38,7 +38,7 @@ def steps_of(model: CDT4Rec, batch: Sequences) -> Steps:
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return phi and q, float32 [B, T, D], and the mask of valid steps, bool [B, T]."""
     steps = steps_of(model, batch)
-    returns = model._shown(batch.returns[steps.at] / model.scale)
+    returns = model._as_input(batch.returns[steps.at] / model.scale)
     phi = model.backbone(steps.states, steps.actions, steps.rewards, returns)
     return phi, model.heads.queries(phi, returns), steps.valid
 

@@ -64,7 +64,7 @@ def held(data: Interactions, asked: HeldOut) -> dict[int, tuple[int, list[int]]]
             for u, s, e, n in zip(asked.users, asked.stop, ends, asked.target_lengths, strict=True)}
 
 
-# Of a user: its rows, its number of training rows, and history length and targets of both splits.
+# A user's rows, number of training rows, and history length and targets in both splits.
 Told = tuple[list[Row], int, list[tuple[int, list[int]] | None]]
 
 

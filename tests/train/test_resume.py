@@ -31,7 +31,7 @@ from tests.train.test_train import config, finish, lines, run_ranks, start_ranks
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
 
 
-# `oper`, of which rank 1 kills itself once, between two checkpoints.
+# The program `oper`; rank 1 kills itself once, between two checkpoints.
 KILLED = """
 import os, signal, sys
 from oper.cli import main
