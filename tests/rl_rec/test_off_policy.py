@@ -168,8 +168,9 @@ def test_policies_of_scores_and_of_recommenders() -> None:
     np.testing.assert_allclose(policy, 0.8 * wanted / wanted.sum(1, keepdims=True) + 0.05)
     best = np.array([[0, 1, 0, 0], [.5, .5, 0, 0]])
     np.testing.assert_allclose(softmax_policy(scores, 0.0), best)
-    for bad in (np.array([[np.nan, 1.0]]), np.array([[-np.inf, -np.inf]]), np.zeros(3)):
-        with pytest.raises(InvalidInputError, match="scores"):
+    for bad, text in ((np.array([[np.nan, 1.0], [0.0, 1.0]]), "in 1 rows"),
+                      (np.array([[-np.inf, -np.inf]]), "in 1 rows"), (np.zeros(3), r"\(3,\)")):
+        with pytest.raises(InvalidInputError, match=text):
             softmax_policy(bad)
     for wrong in ({"temperature": -1.0}, {"uniform": 1.5}):
         with pytest.raises(InvalidInputError, match=next(iter(wrong))):
