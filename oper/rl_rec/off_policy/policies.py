@@ -23,7 +23,8 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
         float64 [N, num_actions], rows that sum to 1.
 
     Raises:
-        InvalidInputError: a row has NaN, +inf or only -inf, or a parameter is out of range.
+        InvalidInputError: `scores` is empty or has another shape, a row has NaN, +inf or only -inf,
+            or a parameter is out of range.
     """
     scores = np.asarray(scores, np.float64)
     is_matrix = scores.ndim == 2 and scores.size > 0
