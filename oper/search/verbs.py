@@ -21,7 +21,7 @@ from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.search.replica_groups import plan_groups
 from oper.stats import AccessStats
 from oper.support.files import read_json
-from oper.support.flags import KEY_RULES, add_key_rules, named, number, text_for, whole
+from oper.support.flags import KEY_RULES, add_key_rules, name_values, number, text_for, whole
 from oper.tables import (
     CODE_BITS,
     DTYPES,
@@ -449,7 +449,7 @@ def _dynamic(args: argparse.Namespace, stats: AccessStats) -> dict[str, dict[str
     text = args.dynamic_rows
     try:
         rows = (dict.fromkeys(stats.tables, int(text)) if "=" not in text else
-                {name: int(number) for name, number in (named(text, ";") or {}).items()})
+                {name: int(number) for name, number in (name_values(text, ";") or {}).items()})
     except ValueError:
         rows = {}
     if not rows or not rows.keys() <= stats.tables.keys():

@@ -60,8 +60,7 @@ ODD_BLOCK = 997  # items per block when a result is verified, other than in the 
 MOST_SEEDS = 16  # highest seed of stored runs that --seeds 0 reports
 # Modules of `oper.rl_rec` on which the result of every model depends after reading the log, and
 # additional ones of some models.
-_TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.jagged", "ranking.metrics",
-           "registry")
+_TRAINS = ("data.batches", "harness", "ranking.evaluate", "ranking.metrics", "registry")
 _BUILT_WITH = {"cadvae": "concepts", "macridvae": "concepts"}
 # Modules that read the log; the digest contains the log's data instead.
 _READS = ("oper.rl_rec.data.interactions", "oper.rl_rec.data.protocols")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from oper.errors import FileFormatError
-from oper.support.files import check_sizes, damage_told, read_arrays, write_arrays
+from oper.support.files import check_sizes, damage_as_format_error, read_arrays, write_arrays
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"
@@ -273,7 +273,7 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
     """
     size = file.seek(0, os.SEEK_END) - begin if size is None else size
     part = cast(BinaryIO, _Part(file, begin, size))
-    with damage_told(what), zipfile.ZipFile(part) as archive:
+    with damage_as_format_error(what), zipfile.ZipFile(part) as archive:
         check_sizes(archive, what, size)
         records = archive.infolist()
         if records and not any(r.CRC for r in records):
