@@ -299,7 +299,7 @@ def test_gradients_must_not_change_while_the_thread_uses_them(
     with (pytest.raises(InvalidInputError, match="changed in place"),
           MicroBatches([tables], num_passes)):
         out = tables.lookup(part.lookup(case))
-        tables.turns.parts._worker.ask(begin.wait, 20)  # the thread is busy
+        tables.turns.parts._worker.submit(begin.wait, 20)  # the thread is busy
         grad = gradient(out, part)
         out.backward(grad)
         grad.zero_()

@@ -207,7 +207,7 @@ def test_failed_and_cancelled_moves_release_their_memory(monkeypatch: pytest.Mon
                 with lock:
                     monkeypatch.setattr(migration, "_available_bytes", lambda: 1000)
             tables.group.all_gather(None)
-            with pytest.raises(OperError, match="no room"):
+            with pytest.raises(OperError, match="not enough memory for the new plan"):
                 tables.migrate(other)
             tables.group.all_gather(None)
             monkeypatch.setattr(migration, "_available_bytes", available)
