@@ -130,7 +130,7 @@ class _Peers:
         self.monitor = LivenessMonitor.__new__(LivenessMonitor)
         self.monitor.count, self.monitor.failure = 1, None
         self.monitor.at, self.monitor.is_inside = CollectivePhase(0, 0), True
-        self.monitor._told, self.monitor.left, self.monitor._is_closed = {}, set(), False
+        self.monitor._answers, self.monitor.left, self.monitor._is_closed = {}, set(), False
         self.monitor._changed = threading.Condition()
         self.monitor._group = type("Two", (), {"rank": 0, "world_size": 3})()
 
