@@ -15,7 +15,7 @@ from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
 from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
-from oper.shmem.optim.arguments import KernelArguments
+from oper.shmem.optim.arguments import KernelArguments, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.passes import Backward, HeldPasses
@@ -32,6 +32,7 @@ class TableUpdates:
     frozen_by_all: bool
     guard: GradientGuard
     num_steps: int
+    seed: int | None
     on_update: list[Callable[[], None]]
     param_groups: list[dict[str, Any]]
     gradient_scale: float
@@ -44,6 +45,7 @@ class TableUpdates:
     _heap: Any
     _migration: Any
     _arguments: KernelArguments
+    _rounding_keys: dict[str, tuple[int, int]]
     _skipped: dict[str, int]
     _table_of: list[str]
     _backward_op: Any
@@ -224,6 +226,24 @@ class TableUpdates:
         self.frozen_by_all = len(frozen) == len(self._skipped)
         for name in frozen:
             self._skipped[name] += 1
+
+    def updates(self) -> torch.Tensor:
+        """Return what random rounding depends on, for a checkpoint: int64 [3], the number of
+        updates, the seed as a signed number, and whether there is one (if not, nothing is rounded
+        at random)."""
+        seed = self.seed or 0
+        return torch.tensor([self.num_steps, seed - (seed >> 63 << 64), self.seed is not None])
+
+    def set_updates(self, saved: torch.Tensor) -> None:
+        """Continue from the `updates` of a checkpoint. Steps of bias corrections do not change."""
+        steps, seed, has_seed = saved.tolist()
+        for name in self._skipped:
+            self._skipped[name] += steps - self.num_steps
+        self.num_steps = steps
+        if has_seed and self.seed is not None:
+            self.seed = seed % (1 << 64)
+            self._rounding_keys = {name: rounding_key(self.seed, name) for name in self._skipped}
+            self._arguments = self._arguments.copied(self._rounding_keys)
 
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
         self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # tells ranks of other domains
