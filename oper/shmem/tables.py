@@ -301,6 +301,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if self.turns.parts is not None:
             self.turns.parts.settle()
         trains, collective = collective, collective or self._pools_far
+        if trains and self.replicas is not None:
+            self.replicas.begin_batch()
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         out, offsets, code, detail = self._forward_op(
