@@ -316,8 +316,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
                                      and not self.has_push):
                 self._tell_refused(collective)
-            if trains and self.replicas is not None:
-                self.replicas.refuse_update()
+            if trains:
+                self._refuse_in_groups()
             self._raise(code, detail, batch, offsets)
         return out, offsets
 
@@ -326,6 +326,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
         in lookups, its update."""
         if self.has_push or self._exchange is not None or not self._held.holders:
             torch.ops.oper.lookup_refuse(self.handle, collective)
+
+    def _refuse_in_groups(self) -> None:
+        """Make the other replica groups skip the update of a refused lookup. Within `no_sync` only
+        the lookup's gradient is missing from an update that all groups make later."""
+        if self.replicas is not None and not self.holds_gradients:
+            self.replicas.refuse_update()
 
     def refuse_lookup(self, error: Exception) -> None:
         """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
@@ -339,8 +345,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             if collective:
                 self._skip_in_family()
             self._tell_refused(collective or self._pools_far)
-            if collective and self.replicas is not None:
-                self.replicas.refuse_update()
+            if collective:
+                self._refuse_in_groups()
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

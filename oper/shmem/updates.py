@@ -149,7 +149,7 @@ class TableUpdates:
         if not self.meets_peers:
             return
         self.drop_in_family()
-        if self.replicas is not None:
+        if self.replicas is not None and not self.holds_gradients:  # else its update is still made
             self.replicas.note_refused()
         for tables in [t for t in self.family if t._heap is not None]:
             if tables is not self and (tables.has_push or not tables.holds_gradients):
