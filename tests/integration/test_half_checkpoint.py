@@ -82,3 +82,13 @@ def test_random_rounding_continues(labels: str, tmp_path: Path) -> None:
     run_ranks(go_on, 2, 101, range(3), None, folder, between, labels == "ab", labels=labels)
     got = run_ranks(go_on, 2, 101, range(3, 5), folder, None, between, labels=labels)
     assert_bitwise(got, want, "resumed")
+
+
+def test_a_checkpoint_without_counts_of_updates(tmp_path: Path) -> None:
+    """The count of a state with steps is kept; other programs save no other one."""
+    saved, loaded = (oper.shard(collection(k), optimizer=oper.Adam(lr=0.1)) for k in range(2))
+    saved(batch_of(0, 0, 1)).values().sum().backward()
+    dcp.save({"model": saved.state_dict(), "optimizer": saved.fused_optimizer.state_dict()},
+             checkpoint_id=tmp_path / "plain")
+    oper.load_checkpoint(tmp_path / "plain", loaded, loaded.fused_optimizer)
+    assert loaded.tables.num_steps == loaded.tables.table_steps("tc") == 1

@@ -231,7 +231,8 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
     for name, module in _bare_modules(inner).items():
         module.load_optimizer_state_dict(state["tables"][name])
     for name, tables in _trained(inner).items():  # last, since optimizer states have steps, too
-        tables.set_updates(state[_UPDATES][name])
+        if state[_UPDATES][name] is not None:
+            tables.set_updates(state[_UPDATES][name])
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -403,10 +404,12 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> Non
         extra = _stored_extra(metadata)
         if extra:
             state["extra"] = extra
-        # Checkpoints of other programs have no counts of updates; the model's own stay.
-        updates = {path: value for path, value in state.get(_UPDATES, {}).items()
+        # Other programs do not save `_UPDATES`, but deltas may add them; None: not changed.
+        found, all_updates = dict(state), state.get(_UPDATES, {})
+        updates = {path: value for path, value in all_updates.items()
                    if f"{_UPDATES}.{path}" in metadata.state_dict_metadata}
-        found = {name: value for name, value in state.items() if name != _UPDATES}
+        all_updates |= dict.fromkeys(all_updates.keys() - updates.keys())
+        found.pop(_UPDATES, None)
         planner.set_up_planner(found | ({_UPDATES: updates} if updates else {}), metadata,
                                ranks.first)
         reader.set_up_storage_reader(metadata, ranks.first)
