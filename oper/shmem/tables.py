@@ -313,25 +313,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
             # No rank waits for an invalid id's lookup if all ranks read rows directly.
             if collective and code not in PEER_FAILURES:
                 self._skip_in_family()
-            if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
-                                     and not self.has_push):
-                self._tell_refused(collective)
+            if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and not self._waits):
+                self._tell_refused(collective, trains)
             if trains:
                 self._refuse_in_groups()
             self._raise(code, detail, batch, offsets)
         return out, offsets
-
-    def _tell_refused(self, collective: bool) -> None:
-        """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
-        in lookups, its update."""
-        if self.has_push or self._exchange is not None or not self._held.holders:
-            torch.ops.oper.lookup_refuse(self.handle, collective)
-
-    def _refuse_in_groups(self) -> None:
-        """Make the other replica groups skip the update of a refused lookup. Within `no_sync` only
-        the lookup's gradient is missing from an update that all groups make later."""
-        if self.replicas is not None and not self.holds_gradients:
-            self.replicas.refuse_update()
 
     def refuse_lookup(self, error: Exception) -> None:
         """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
@@ -344,7 +331,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         with self.turns.lock:
             if collective:
                 self._skip_in_family()
-            self._tell_refused(collective or self._pools_far)
+            self._tell_refused(collective or self._pools_far, collective)
             if collective:
                 self._refuse_in_groups()
 

@@ -43,6 +43,7 @@ class TableUpdates:
     _clamp: GradientClamp
     _process: int
     _heap: Any
+    _exchange: Any
     _migration: Any
     _arguments: KernelArguments
     _rounding_keys: dict[str, tuple[int, int]]
@@ -136,6 +137,25 @@ class TableUpdates:
         self._skip_in_family()  # before this rank waits, since others may wait there
         torch.ops.oper.lookup_refuse_update(self.handle)
         if self.replicas is not None:
+            self.replicas.refuse_update()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether other ranks wait for this one in collective lookups."""
+        return self.has_push or (self._exchange is not None and self._exchange.gathers)
+
+    def _tell_refused(self, collective: bool, trains: bool) -> None:
+        """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
+        in lookups, its update."""
+        if self._waits or (trains and self._exchange is None and not self.holds_gradients):
+            torch.ops.oper.lookup_refuse(self.handle, collective)
+        elif trains and not self.holds_gradients:
+            torch.ops.oper.lookup_refuse_update(self.handle)
+
+    def _refuse_in_groups(self) -> None:
+        """Make the other replica groups skip the update of a refused lookup. Within `no_sync` only
+        the lookup's gradient is missing from an update that all groups make later."""
+        if self.replicas is not None and not self.holds_gradients:
             self.replicas.refuse_update()
 
     def _skip_in_family(self) -> None:
