@@ -1,3 +1,10 @@
+// The pricing problem of each table, see OperPricing: its cheapest configuration at given prices of
+// the resources, or a proof that none is cheaper than the known one.
+//
+// A block is a range of rows of equal hotness. It either stays (its rows are pulled or replicated),
+// or is pushed to one of the options, which are classes of owners. A table cut by columns into
+// `streams` pieces pays its id stream so many times. Owners of a piece type can have at most `mass`
+// of the lookups each, which determines the bytes of partial sums.
 #include "common/clones.h"
 #include "search/price.h"
 #include "search/sums.h"
@@ -16,8 +23,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
-constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds an entire piece
-constexpr int64_t kAlone = 30;       // tables x options, up to which a second thread does not pay
+constexpr double kWhole = 1 - 1e-9;  // least mass of an owner that has an entire piece
+constexpr int64_t kAlone = 30;       // up to so many tables x options, a second thread takes longer to start
 
 // to[b] = once[b] + times more[b]
 OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
@@ -71,8 +78,8 @@ OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost,
   for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
 }
 
-enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
-enum Pushes : uint8_t { kFree, kStill, kPushes };
+enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };  // OperPricing::mode
+enum Pushes : uint8_t { kFree, kStill, kPushes };                    // OperPricing::pushes
 
 class Pricing {
  public:
@@ -117,7 +124,7 @@ class Pricing {
   }
 
  private:
-  // Pieces of one type, all or some of whose rows are pushed; kind 2 j (all) or 2 j + 1 (some) of type j.
+  // Pieces of type j with all rows pushed (kind 2 j) or some (kind 2 j + 1).
   struct Kind {
     double least = kInfinity;     // lower bound of the cost of the table in such pieces
     double cost = kInfinity;      // cost with the cheapest set of pushed blocks found
@@ -125,7 +132,6 @@ class Pricing {
     std::vector<int64_t> chosen;  // that set: 0, or 1 + the option of each block
   };
   static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
-
 
   // The last piece of the shortest path to a column.
   struct Step {
@@ -207,7 +213,8 @@ class Pricing {
     return least + offset_;
   }
 
-  // Set `gain_` to the least excess over staying of each block, over classes, and `class_` to the class.
+  // Sets `gain_` to the least cost of pushing each block, less that of staying, over the classes of
+  // owners, and `class_` to the class.
   void cheapest_classes(bool with_sums) {
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_)

@@ -50,7 +50,7 @@ def opened(every: int, delay: int, bits: int,
             Synchronizer(tables, groups)
             tables.write(spec.name, torch.randn(
                 ROWS, 4, generator=torch.Generator().manual_seed(5)))
-            tables.publish()
+            tables.flush_replicas()
             both.append(tables)
         both[0].family.update(both)
         both[1].family = both[0].family
