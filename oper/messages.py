@@ -11,7 +11,8 @@ rows, of bags). A value in such a message takes
   codes fill bytes from the lowest bit on. Answers are rounded to the nearest code; gradients
   stochastically, so that the expectation is the value itself (Alistarh et al., "QSGD", NeurIPS
   2017). 4 bits need an even number of columns: the planner's bound requires that the size of a
-  row's columns, without step and min, is proportional to their number.
+  row's columns, without step and min, is proportional to their number. In a row with infinite
+  numbers or NaN, which has a step with a minus sign, the three largest codes stand for these.
 
 All other data is sent exactly: slots, weights, squared norms, changed rows for replicas, and rows
 stored in 16 bits or fewer. Within a memory domain nothing is rounded.

@@ -329,8 +329,11 @@ def _join(earlier: list[ShardedTables], new: list[ShardedTables]) -> None:
     alike = [t for t in earlier
              if register_of(t.group) is some and (t.optimizers is not None) == trains]
     family = weakref.WeakSet(x for t in (*alike, *new) for x in t.family)
-    for tables in sorted(family, key=lambda tables: tables.number):
+    for tables in family:
         tables.family = family
+        if tables.replicas is not None:
+            tables.replicas.counted = 0
+    for tables in sorted(family, key=lambda tables: tables.number):
         if tables.replicas is not None:  # from now on, all synchronize after the same batches
             tables.replicas.synchronize()
 

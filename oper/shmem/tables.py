@@ -301,6 +301,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if self.turns.parts is not None:
             self.turns.parts.settle()
         trains, collective = collective, collective or self._pools_for_domains
+        if trains and self.replicas is not None:
+            self.replicas.begin_batch()
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         out, offsets, code, detail = self._forward_op(
@@ -310,20 +312,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if code:
             if collective and code not in PEER_FAILURES:
                 self._skip_in_family()
-            # If ranks exchange data in lookups, the kernels have reported an invalid id themselves.
-            if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and self._exchange is None
-                                     and not self.has_push):
-                self._tell_refused(collective)
-            if trains and self.replicas is not None:
-                self.replicas.refuse_update()
+            # If ranks wait in lookups, the kernels have reported an invalid id themselves.
+            if code in NOT_BEGUN or (code == Status.ID_OUT_OF_RANGE and not self._waits):
+                self._tell_refused(collective, trains)
+            if trains:
+                self._refuse_in_groups()
             self._raise(code, detail, batch, offsets)
         return out, offsets
-
-    def _tell_refused(self, collective: bool) -> None:
-        """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
-        in lookups, its update."""
-        if self.has_push or self._exchange is not None or not self._held.holders:
-            torch.ops.oper.lookup_refuse(self.handle, collective)
 
     def refuse_lookup(self, error: Exception) -> None:
         """Make all ranks skip a batch from which this rank cannot make a `Lookup`, because of
@@ -336,9 +331,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         with self.turns.lock:
             if collective:
                 self._skip_in_family()
-            self._tell_refused(collective or self._pools_for_domains)
-            if collective and self.replicas is not None:
-                self.replicas.refuse_update()
+            self._tell_refused(collective or self._pools_for_domains, collective)
+            if collective:
+                self._refuse_in_groups()
 
     def resolve(self, batch: Lookup) -> Lookup:
         """Compute row addresses in advance; returns the batch, whose lookup is then faster.

@@ -15,7 +15,7 @@ from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
 from oper.shmem.group.status import PEER_FAILURES, Status
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
-from oper.shmem.optim.arguments import KernelArguments
+from oper.shmem.optim.arguments import KernelArguments, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.passes import Backward, HeldPasses
@@ -32,6 +32,7 @@ class TableUpdates:
     frozen_by_all: bool
     guard: GradientGuard
     num_steps: int
+    seed: int | None
     on_update: list[Callable[[], None]]
     param_groups: list[dict[str, Any]]
     gradient_scale: float
@@ -42,8 +43,10 @@ class TableUpdates:
     _clamp: GradientClamp
     _process: int
     _heap: Any
+    _exchange: Any
     _migration: Any
     _arguments: KernelArguments
+    _rounding_keys: dict[str, tuple[int, int]]
     _skipped: dict[str, int]
     _table_of: list[str]
     _backward_op: Any
@@ -136,6 +139,25 @@ class TableUpdates:
         if self.replicas is not None:
             self.replicas.refuse_update()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether other ranks wait for this one in collective lookups."""
+        return self.has_push or (self._exchange is not None and self._exchange.gathers)
+
+    def _tell_refused(self, collective: bool, trains: bool) -> None:
+        """Make the other ranks skip the lookup in which they wait for this rank, or, if none waits
+        in lookups, its update."""
+        if self._waits or (trains and self._exchange is None and not self.holds_gradients):
+            torch.ops.oper.lookup_refuse(self.handle, collective)
+        elif trains and not self.holds_gradients:
+            torch.ops.oper.lookup_refuse_update(self.handle)
+
+    def _refuse_in_groups(self) -> None:
+        """Make the other replica groups skip the update of a refused lookup. Within `no_sync` only
+        the lookup's gradient is missing from an update that all groups make later."""
+        if self.replicas is not None and not self.holds_gradients:
+            self.replicas.refuse_update()
+
     def _skip_in_family(self) -> None:
         """Skip a batch, which some rank has refused in one collection, in all collections of the
         model, and drop gradients held back for its update.
@@ -147,7 +169,7 @@ class TableUpdates:
         if not self.notifies_peers:
             return
         self.drop_in_family()
-        if self.replicas is not None:
+        if self.replicas is not None and not self.holds_gradients:  # else its update is still made
             self.replicas.note_refused()
         for tables in [t for t in self.family if t._heap is not None]:
             if tables is not self and (tables.has_push or not tables.holds_gradients):
@@ -224,6 +246,24 @@ class TableUpdates:
         self.frozen_by_all = len(frozen) == len(self._skipped)
         for name in frozen:
             self._skipped[name] += 1
+
+    def updates(self) -> torch.Tensor:
+        """Return what random rounding depends on, for a checkpoint: int64 [3], the number of
+        updates, the seed as a signed number, and whether there is one (if not, nothing is rounded
+        at random)."""
+        seed = self.seed or 0
+        return torch.tensor([self.num_steps, seed - (seed >> 63 << 64), self.seed is not None])
+
+    def set_updates(self, saved: torch.Tensor) -> None:
+        """Continue from the `updates` of a checkpoint. Steps of bias corrections do not change."""
+        steps, seed, has_seed = saved.tolist()
+        for name in self._skipped:
+            self._skipped[name] += steps - self.num_steps
+        self.num_steps = steps
+        if has_seed and self.seed is not None:
+            self.seed = seed % (1 << 64)
+            self._rounding_keys = {name: rounding_key(self.seed, name) for name in self._skipped}
+            self._arguments = self._arguments.copied(self._rounding_keys)
 
     def _refuse_settings(self, rank: int, passed: Backward) -> NoReturn:
         self._raise_peer_failure(Status.OTHER_SETTINGS, rank)  # notifies other domains

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 import oper
 from oper.integration.torchrec_modules import table_specs
+from oper.messages import MessageBits
 from tests.checkpoint_support import batch_of, flat, run_ranks
 from tests.runtime_support import assert_bitwise, rich_plan
 
@@ -27,18 +29,25 @@ def collection(seed: int) -> EmbeddingBagCollection:
         for f, t in TYPES.items()])
 
 
-def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None, save: str | None
-          ) -> dict[str, torch.Tensor]:
-    """Load, train and save."""
+def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None, save: str | None,
+          bits: int = 32, delta: bool = False) -> dict[str, torch.Tensor]:
+    """Load, train and save; with `delta`, the last step's changes as a delta."""
     bags = collection(0 if load is None else 9)
     kinds = {f"t{f}": "rowwise_adagrad" for f in TYPES}
     layout = rich_plan(table_specs(bags, kinds), world_size, plan, columns=True)
+    layout = replace(layout, message_bits=MessageBits(bits, bits))
     model: Any = oper.shard(bags, plan=layout, optimizer=oper.RowWiseAdagrad(lr=0.1))
     if load is not None:
         oper.load_checkpoint(load, model, model.fused_optimizer)
+    saver = oper.DeltaCheckpoints(save, model, model.fused_optimizer) if save and delta else None
     for step in steps:
+        if saver is not None and step == steps[-1]:
+            saver.save_full(step)
         model(batch_of(step, rank, world_size)).values().float().square().sum().backward()
-    if save is not None:
+    if saver is not None:
+        saver.save(steps.stop)
+        saver.close()
+    elif save is not None:
         oper.save_checkpoint(save, model, model.fused_optimizer, chunk_bytes=512)
         state = {"plain": dict(model.state_dict())}
         dcp.save(state, checkpoint_id=save + "-plain", no_dist=world_size == 1)
@@ -62,3 +71,24 @@ def test_16_bit_rows_move_between_plans_and_hosts(labels: str, plan: int, tmp_pa
     state = {"plain": {k: torch.empty_like(v) for k, v in rows.items()}}
     dcp.load(state, checkpoint_id=again + "-plain", no_dist=True)
     assert_bitwise(state["plain"], rows, "read without OPER")
+
+
+@pytest.mark.parametrize("labels", ["aa", "ab"])
+def test_random_rounding_continues(labels: str, tmp_path: Path) -> None:
+    """A resumed run draws the numbers of the uninterrupted one, for its 16-bit rows and, between
+    hosts, its messages of 8 bits, also if the program has another seed."""
+    folder, between = str(tmp_path / "saved"), 8 if labels == "ab" else 32
+    want = run_ranks(go_on, 2, 101, range(5), None, None, between, labels=labels)
+    run_ranks(go_on, 2, 101, range(3), None, folder, between, labels == "ab", labels=labels)
+    got = run_ranks(go_on, 2, 101, range(3, 5), folder, None, between, labels=labels)
+    assert_bitwise(got, want, "resumed")
+
+
+def test_a_checkpoint_without_counts_of_updates(tmp_path: Path) -> None:
+    """The count of a state with steps is kept; other programs save no other one."""
+    saved, loaded = (oper.shard(collection(k), optimizer=oper.Adam(lr=0.1)) for k in range(2))
+    saved(batch_of(0, 0, 1)).values().sum().backward()
+    dcp.save({"model": saved.state_dict(), "optimizer": saved.fused_optimizer.state_dict()},
+             checkpoint_id=tmp_path / "plain")
+    oper.load_checkpoint(tmp_path / "plain", loaded, loaded.fused_optimizer)
+    assert loaded.tables.num_steps == loaded.tables.table_steps("tc") == 1

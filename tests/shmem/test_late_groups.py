@@ -3,10 +3,14 @@ two collections: the other groups wait for it in the order in which they update 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ThreadGroup
@@ -30,14 +34,14 @@ def step(both: list[ShardedTables], number: int, shift: int = 0) -> None:
     torch.stack([x.square().mean() for x in outputs]).sum().backward()
 
 
-def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.Tensor]]:
-    """Train two groups of one rank; the second refuses batches 3, ..., 2 + `refused`. Then `what`
-    follows."""
+def opened(every: int, delay: int, bits: int,
+           body: Callable[[list[ShardedTables], int], Any]) -> list[Any]:
+    """Run `body(tables, group)` on two groups of one rank, with two collections."""
     whole, across, behind = (ThreadGroup.create(2, 10.0) for _ in range(3))
 
-    def on_rank(group: ThreadGroup) -> list[torch.Tensor]:
+    def on_rank(group: ThreadGroup) -> Any:
         k = group.rank
-        groups = ReplicaGroups(whole[k], ThreadGroup.create(1, 10.0)[0], across[k], EVERY, delay,
+        groups = ReplicaGroups(whole[k], ThreadGroup.create(1, 10.0)[0], across[k], every, delay,
                                Background(behind[k]) if delay else None, bits)
         both = []
         for spec, plan in zip(SPECS, PLANS, strict=True):
@@ -50,6 +54,25 @@ def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.T
             both.append(tables)
         both[0].family.update(both)
         both[1].family = both[0].family
+        try:
+            return body(both, k)
+        finally:
+            for tables in both:
+                tables.close()
+
+    return run_ranks(2, on_rank)
+
+
+def synchronized(both: list[ShardedTables]) -> list[torch.Tensor]:
+    for tables in both:
+        tables.replicas.synchronize()
+    return [tables.read(spec.name) for tables, spec in zip(both, SPECS, strict=True)]
+
+
+def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.Tensor]]:
+    """Train two groups of one rank; the second refuses batches 3, ..., 2 + `refused`. Then `what`
+    follows."""
+    def body(both: list[ShardedTables], k: int) -> list[torch.Tensor]:
         for number in range(STEPS):
             if k and 3 <= number < 3 + refused:
                 with pytest.raises(InvalidInputError):
@@ -62,14 +85,9 @@ def trained(refused: int, what: str, delay: int, bits: int) -> list[list[torch.T
                         tables.replicas.synchronize()
                     elif what == "move":
                         tables.migrate(plan)
-        for tables in both:
-            tables.replicas.synchronize()
-        found = [tables.read(spec.name) for tables, spec in zip(both, SPECS, strict=True)]
-        for tables in both:
-            tables.close()
-        return found
+        return synchronized(both)
 
-    return run_ranks(2, on_rank)
+    return opened(EVERY, delay, bits, body)
 
 
 @pytest.mark.parametrize(("delay", "bits"), [(0, 32), (1, 8)])
@@ -79,3 +97,37 @@ def test_a_late_group_synchronizes_in_the_order_of_updates(refused: int, what: s
                                                            bits: int) -> None:
     first, second = trained(refused, what, delay, bits)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_refused_batches_do_not_count_in_frozen_collections() -> None:
+    def body(both: list[ShardedTables], k: int) -> list[torch.Tensor]:
+        both[0].frozen = frozenset(both[0].specs)
+        for number in range(STEPS):
+            refuses = k and number in (3, 4, 5)
+            with pytest.raises(InvalidInputError) if refuses else nullcontext():
+                step(both[::-1], 10 * number + k, 1000 if refuses else 0)
+        assert [tables.num_steps for tables in both] == [1, STEPS]
+        return synchronized(both)
+
+    first, second = opened(EVERY, 0, 32, body)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("left_out_before", [True, False])
+def test_a_refused_batch_of_unknown_collections_ends_the_run(left_out_before: bool) -> None:
+    """The group cannot know what the others have trained with it, and says so at the next batch."""
+    def body(both: list[ShardedTables], k: int) -> None:
+        step(both, k)
+        if left_out_before:
+            step(both[:1], 10 + k)
+        with pytest.raises(InvalidInputError) if k else nullcontext():
+            step(both[:1], 20 + k, 1000 * k)
+        if not left_out_before:
+            step(both[:1], 30 + k)
+        with pytest.raises(OperError, match="has refused a batch") if k else nullcontext():
+            step(both, 40 + k)
+        if k:
+            with pytest.raises(OperError, match="has refused a batch"):
+                both[1].replicas.synchronize()
+
+    opened(9, 0, 32, body)

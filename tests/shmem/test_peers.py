@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -192,6 +193,32 @@ def test_a_batch_refused_between_domains_releases_the_others(
     found = run_ranks(2, body, domains=[0, 1])
     assert [kind for kind, _ in found] == [PeerLostError, InvalidInputError]
     assert max(s for _, s in found) < deadline_s() / 10
+
+
+@pytest.mark.parametrize("spoil", [*_MALFORMED.values(), lambda b: replace(b, ids=_IDS + 95)],
+                         ids=[*_MALFORMED, "id"])
+def test_replicas_in_all_domains_are_not_trained_with_another_batch(
+        spoil: Callable[[Lookup], Lookup]) -> None:
+    """Lookups of replicated rows wait for nobody, so the others learn of it in their update."""
+    plan = uniform_plan([TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")], 2, "replicated")
+
+    def body(group: ThreadGroup) -> type:
+        tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=1.0))
+        batch = bags_of_one(_IDS)
+        with torch.no_grad(), pytest.raises(OperError) if group.rank else contextlib.nullcontext():
+            tables.lookup(spoil(batch) if group.rank else batch)  # without consequences
+        with tables.no_sync(), pytest.raises(OperError) if group.rank else contextlib.nullcontext():
+            _train(tables, spoil(batch) if group.rank else batch)  # only missing from the update
+        _train(tables, batch)
+        with pytest.raises(OperError) as caught:
+            _train(tables, spoil(batch) if group.rank else batch)
+        assert tables.num_steps == 1
+        with pytest.raises(PeerLostError):
+            _train(tables, batch)
+        tables.close()
+        return caught.type
+
+    assert run_ranks(2, body, domains=[0, 1]) == [PeerLostError, InvalidInputError]
 
 
 def _train_both(both: list[ShardedTables], batches: list[Lookup]) -> None:

@@ -278,6 +278,35 @@ def test_no_group_trains_if_only_some_ranks_have_entered_no_sync(entered: list[i
                for x, y in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_lookup_refused_under_no_sync_is_only_missing_from_its_update(every: int) -> None:
+    case = dlrm_case("sgd")
+    steps = make_steps(case, 4, 3)
+
+    def body(tables: ShardedTables, rank: int, is_bad: bool) -> list[torch.Tensor]:
+        for k, batches in enumerate(steps):
+            with tables.no_sync():
+                if k != 1 or rank < 3:
+                    train(tables, case, batches[rank])
+                elif is_bad:
+                    batch = batches[rank].lookup(case)
+                    with pytest.raises(InvalidInputError):
+                        tables.lookup(replace(batch, ids=batch.ids + 10**6))
+            train(tables, case, steps[0][rank])
+        tables.replicas.synchronize()
+        assert tables.num_steps == len(steps)
+        tables.barrier()
+        found = [tables.read(name) for name in tables.specs]
+        tables.barrier()
+        return found
+
+    bad, good = (run_groups(case, PLANS["striped"](case), ALL_OPTIMIZERS["sgd"], every,
+                            lambda t, r, is_bad=is_bad: body(t, r, is_bad))
+                 for is_bad in (True, False))
+    assert all(torch.equal(x, y) for mine, theirs in zip(bad, good, strict=True)
+               for x, y in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize(("refused", "delay", "bits"), [
     (2, 0, 32), (2, 1, 32), (3, 0, 8), (3, 1, 8)])
 def test_a_group_that_refuses_a_batch_stays_in_step(refused: int, delay: int, bits: int) -> None:

@@ -151,3 +151,22 @@ def test_rounded_gradients_give_all_groups_the_same_rows(bits: int) -> None:
     step = LR / 4 * 8 / 255
     limit = 5 * step / (4 * steps) ** 0.5 if bits == 8 else 2**-8 * float(want.abs().max())
     assert float((mean - want).abs().max()) < limit
+
+
+@pytest.mark.parametrize(("every", "delay", "bits"), [(1, 0, 8), (2, 0, 32), (2, 2, 8)])
+def test_an_infinite_gradient_reaches_one_number(every: int, delay: int, bits: int) -> None:
+    """As in the unsharded table, all other numbers of its row stay finite."""
+    def body(tables: ShardedTables, rank: int) -> torch.Tensor:
+        for step in range(5):
+            of = torch.ones(1, DIM)
+            of[0, 3] = float("inf") if step == rank == 0 else 1
+            one = torch.ones(1, dtype=torch.int64)
+            tables.lookup(Lookup(7 * one, one, 0 * one, 1)).backward(of)
+        tables.replicas.synchronize()
+        return tables.read("t")
+
+    ranks = run_groups(CASE, uniform_plan(CASE.tables, 1), SGD(lr=LR), every, body, delay=delay,
+                       bits=bits)
+    for rows in ranks:
+        assert torch.equal((~rows.isfinite()).nonzero(), torch.tensor([[7, 3]]))
+        assert rows[7, 3] == -float("inf") and torch.equal(rows[:7], ranks[0][:7])

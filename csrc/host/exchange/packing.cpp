@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "common/clones.h"
 #include "common/elements.h"
@@ -27,10 +28,15 @@ OPER_INLINE void expand(char* to, const char* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
 }
 
+// The largest codes of a row with numbers that are not finite, from the largest one on.
+constexpr int kNotFinite = 3;
+constexpr float kStandsFor[kNotFinite] = {NAN, INFINITY, -INFINITY};
+
 // A row's numbers are coded as least + step * code. The step is 0 if all numbers are equal, or nearly
-// so; both are NaN if a number is not finite.
+// so; its sign is set if `kNotFinite` codes stand for `kStandsFor`.
 struct Code {
   float step, least;
+  bool is_finite;
 
   OPER_INLINE Code(const float* numbers, int64_t n, float largest_code) {
     using Lanes = float __attribute__((vector_size(32)));
@@ -59,18 +65,21 @@ struct Code {
     step = (most - least) / largest_code;
     if (step > FLT_MAX) step = (kQuarter * most - kQuarter * least) / (kQuarter * largest_code);
     if (step < FLT_MIN) step = 0.0f;
-    if (is_special) step = least = NAN;
+    is_finite = !is_special;
   }
 };
+
+template <int kBits>
+void code_others(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name);
 
 // Writes a row's step, least number and codes: of 8 bits, or of 4 bits, two in a byte, the first in
 // its lower half. `name`: identifies the row to `draws`, the random numbers; unused without them.
 template <int kBits>
 OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws* draws,
-                          uint32_t name) {
+                          uint32_t name, float largest_code = (1 << kBits) - 1) {
   constexpr int64_t kPerDraw = 8, kDraws = 8, kBlock = kDraws * kPerDraw;
-  constexpr float kLargestCode = (1 << kBits) - 1;
-  const Code code(numbers, n, kLargestCode);
+  const Code code(numbers, n, largest_code);
+  if (!code.is_finite) return code_others<kBits>(to, numbers, n, draws, name);
   std::memcpy(to, &code, kCodedRowBytes);
   uint8_t* codes = reinterpret_cast<uint8_t*>(to) + kCodedRowBytes;
   if (!(code.step > 0.0f)) {
@@ -100,7 +109,7 @@ OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws
     uint8_t found[kBlock];
     for (int64_t i = 0; i < size; ++i)
       found[i] = static_cast<uint8_t>(static_cast<int32_t>(
-          std::min((scale * numbers[first + i] - least) * inverse + up[i], kLargestCode)));
+          std::min((scale * numbers[first + i] - least) * inverse + up[i], largest_code)));
     if (kBits == 8) {
       std::memcpy(codes + first, found, static_cast<size_t>(size));
       continue;
@@ -111,10 +120,42 @@ OPER_INLINE void code_row(char* to, const float* numbers, int64_t n, const Draws
   }
 }
 
+// Writes a row with numbers that are not finite: these get codes of their own, and the others those
+// of a row of theirs with fewer codes.
+template <int kBits>
+void code_others(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name) {
+  constexpr int kLargest = (1 << kBits) - 1;
+  const auto* some = std::find_if(numbers, numbers + n, [](float x) { return std::isfinite(x); });
+  const float finite = some == numbers + n ? 0.0f : *some;
+  std::vector<float> row(numbers, numbers + n);
+  for (float& x : row) x = std::isfinite(x) ? x : finite;
+  code_row<kBits>(to, row.data(), n, draws, name, kLargest - kNotFinite);
+  to[3] = static_cast<char>(to[3] | 0x80);  // the sign of the step
+  uint8_t* codes = reinterpret_cast<uint8_t*>(to) + kCodedRowBytes;
+  for (int64_t i = 0; i < n; ++i) {
+    if (std::isfinite(numbers[i])) continue;
+    const int code = kLargest - (std::isnan(numbers[i]) ? 0 : numbers[i] > 0 ? 1 : 2);
+    uint8_t& at = codes[i * kBits / 8];
+    const int shift = static_cast<int>(i * kBits % 8);
+    at = static_cast<uint8_t>((at & ~(kLargest << shift)) | code << shift);
+  }
+}
+
+template <int kBits>
+void decode_others(float* to, const uint8_t* codes, int64_t n) {
+  constexpr int kLargest = (1 << kBits) - 1;
+  for (int64_t i = 0; i < n; ++i) {
+    const int code = codes[i * kBits / 8] >> (i * kBits % 8) & kLargest;
+    if (kLargest - code < kNotFinite) to[i] = kStandsFor[kLargest - code];
+  }
+}
+
 template <int kBits>
 OPER_INLINE void decode_row(float* to, const char* from, int64_t n) {
   float code[2];  // step, least
   std::memcpy(code, from, sizeof code);
+  const bool is_finite = !std::signbit(code[0]);
+  code[0] = std::fabs(code[0]);
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(from) + kCodedRowBytes;
   if (kBits == 8)
     for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(codes[i]);
@@ -128,9 +169,10 @@ OPER_INLINE void decode_row(float* to, const char* from, int64_t n) {
     const float step = kQuarter * code[0], least = kQuarter * code[1];
     for (int64_t i = 0; i < n; ++i)
       to[i] = std::clamp(least + step * to[i], -most, most) / kQuarter;
-    return;
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * to[i];
   }
-  for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * to[i];
+  if (!is_finite) decode_others<kBits>(to, codes, n);
 }
 
 // Copies entries of kUnit bytes or, if that is 0, of `unit` bytes. With a constant size the

@@ -47,10 +47,12 @@ from oper.rows.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
+from oper.shmem.tables import ShardedTables
 from oper.support.files import disk_full_error
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"
+_UPDATES = "updates"  # by path of a collection: the numbers that random rounding continues from
 _T = TypeVar("_T")
 
 
@@ -228,6 +230,9 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
         optimizer.load_state_dict(state["optimizer"])
     for name, module in _bare_modules(inner).items():
         module.load_optimizer_state_dict(state["tables"][name])
+    for name, tables in _trained(inner).items():  # last, since optimizer states have steps, too
+        if state[_UPDATES][name] is not None:
+            tables.set_updates(state[_UPDATES][name])
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -237,7 +242,9 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
     bare = {name: module.optimizer_state_dict() for name, module in _bare_modules(inner).items()}
-    return state | ({"tables": bare} if bare else {})
+    state |= {"tables": bare} if bare else {}
+    updates = {name: tables.updates() for name, tables in _trained(inner).items()}
+    return state | ({_UPDATES: updates} if updates else {})
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -247,13 +254,20 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _bare_modules(model: nn.Module) -> dict[str, Any]:
     """Return sharded torch modules in training, by path; TorchRec's have a ``fused_optimizer``."""
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None:
-            # DistributedModelParallel omits these prefixes in its state_dict, too.
-            path = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
-            found[path or _PLAIN] = module
-    return found
+    return {_path(name): module for name, module in model.named_modules()
+            if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None}
+
+
+def _trained(model: nn.Module) -> dict[str, ShardedTables]:
+    """Return the collections in training, by path."""
+    return {_path(name): tables for name, module in model.named_modules()
+            if isinstance(tables := getattr(module, "tables", None), ShardedTables)
+            and tables.optimizers is not None}
+
+
+def _path(name: str) -> str:
+    # DistributedModelParallel omits these prefixes in its state_dict, too.
+    return name.removeprefix("_dmp_wrapped_module.").removeprefix("module.") or _PLAIN
 
 
 def synchronize(model: nn.Module) -> None:
@@ -390,7 +404,14 @@ def _read(state: dict[str, Any], folder: Path, ranks: Ranks, grown: bool) -> Non
         extra = _stored_extra(metadata)
         if extra:
             state["extra"] = extra
-        planner.set_up_planner(state, metadata, ranks.first)
+        # Other programs do not save `_UPDATES`, but deltas may add them; None: not changed.
+        found, all_updates = dict(state), state.get(_UPDATES, {})
+        updates = {path: value for path, value in all_updates.items()
+                   if f"{_UPDATES}.{path}" in metadata.state_dict_metadata}
+        all_updates |= dict.fromkeys(all_updates.keys() - updates.keys())
+        found.pop(_UPDATES, None)
+        planner.set_up_planner(found | ({_UPDATES: updates} if updates else {}), metadata,
+                               ranks.first)
         reader.set_up_storage_reader(metadata, ranks.first)
         return reader.prepare_local_plan(planner.create_local_plan())
 

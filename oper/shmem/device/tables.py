@@ -276,7 +276,7 @@ class DeviceTables(ShardedTables):
         if self._refuses_alone and self.found_error()[0]:
             self._raise_found()
 
-    def _tell_refused(self, collective: bool) -> None:
+    def _tell_refused(self, collective: bool, trains: bool) -> None:
         if not collective or not self._refuses_alone:
             return
         batch = self._refused_pass().batch

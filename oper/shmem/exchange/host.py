@@ -65,8 +65,10 @@ class Exchange:
         domains: ranks of each domain, ascending; domains in the order of their first ranks.
         members: ranks of this rank's domain, ascending.
         bits: bits per number in messages, by table.
+        gathers: whether ranks wait for each other in lookups, to read rows of other domains.
     """
 
+    gathers = True
     _operators = "context"  # prefix of the names of the operators
 
     def __init__(self, group: Group, domain_of: Sequence[int], collection: int,
@@ -89,6 +91,7 @@ class Exchange:
         """Register this exchange with the kernel context `handle` of a plan."""
         self._handle = handle
         needs = needs_across(directories, self._domain_of)
+        self.gathers = needs.gathers
         rank = self._group.rank
         targets = [
             [t, reader, int(x.slot_base[rank]), int(x.slot_base[rank] + x.num_rows[rank])]

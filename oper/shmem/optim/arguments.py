@@ -103,9 +103,11 @@ class KernelArguments:
         self._by_step = any(OPTIMIZERS[o.name].counts_steps for o in optimizers.values())
         self._known: tuple[Any, torch.Tensor] | None = None
 
-    def copied(self) -> KernelArguments:
-        """Return a copy with its own cache, for tables that may be at another step."""
-        return KernelArguments(self._optimizers, self._rounding_keys, self._is_rounded)
+    def copied(self, rounding_keys: Mapping[str, tuple[int, int]] | None = None
+               ) -> KernelArguments:
+        """Return a copy with its own cache, for tables at another step, or with other keys."""
+        return KernelArguments(self._optimizers, rounding_keys or self._rounding_keys,
+                               self._is_rounded)
 
     def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],
            groups: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> torch.Tensor:

@@ -31,7 +31,8 @@ def mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Te
     """Return the means of rows over the groups that contribute them, float32 [n, columns].
 
     The mean of count rows x is computed as x0 + sum(x - x0) / count, where x0 is the first of them,
-    so that the mean of equal rows is exactly that row.
+    so that the mean of equal rows is exactly that row; and as sum(x) / count in double precision
+    where that is not finite.
 
     Args:
         union: slots of the result's rows, ascending [n]; each is in at least one of `slots`.
@@ -47,7 +48,14 @@ def mean(union: np.ndarray, slots: Sequence[np.ndarray], rows: Sequence[torch.Te
         first.index_copy_(0, at, base)
         total.index_copy_(0, at, total.index_select(0, at) + (x - base))
         count.index_copy_(0, at, number + 1)
-    return first + total / count
+    means = first + total / count
+    if bool(means.isfinite().all()):
+        return means
+    exact = torch.zeros_like(means, dtype=torch.float64)
+    for some, values in zip(slots, rows, strict=True):
+        at = places(union, some)
+        exact.index_copy_(0, at, exact.index_select(0, at) + values)
+    return torch.where(means.isfinite(), means, (exact / count).float())
 
 
 def corrected(means: torch.Tensor, before: torch.Tensor, now: torch.Tensor, is_squares: bool

@@ -42,6 +42,7 @@ from oper.shmem.replica_groups.gradients import add_up
 from oper.shmem.replica_groups.groups import ReplicaGroups
 from oper.shmem.replica_groups.late import UPDATES, catch_up
 from oper.shmem.replica_groups.messages import Reader, coded
+from oper.shmem.replica_groups.refused import check_counts, note_refused
 from oper.tables import OPTIMIZERS
 
 CHUNK_BYTES = 64 << 20  # bytes that a rank sends to each counterpart in one exchange of rows
@@ -115,7 +116,7 @@ class Synchronizer:
                 "trained tables in host memory", "shard without replica_groups")
         check_agreement(groups.counterparts, tables.plan, {
             "feature": tables.features, "optimizer": list(tables.optimizers.items())})
-        self._tables, self.groups = tables, groups
+        self.tables, self.groups = tables, groups
         self.name, self.specs = tables.name, tables.specs
         self._counterparts = Counterparts(self, groups)
         self._changed = ChangedRows(tables) if groups.every > 1 else None
@@ -125,9 +126,10 @@ class Synchronizer:
         self._since = 0
         self.is_late = False  # whether the group has skipped the update that should synchronize
         self.last_update = -self._counterparts.number  # until the first one, see `late`
-        # Whether ranks of this group have frozen different tables, so that another group has to
-        # report how often tables were frozen.
-        self._has_differed = False
+        # See `refused`: updates, also skipped ones, since the model's collections were joined;
+        # whether batches leave out collections; and whether a refused one may have left out this.
+        self.counted, self.is_uneven, self.is_assumed = 0, False, False
+        self._has_differed = False  # whether ranks have frozen others, see `_adopt_skipped`
         self._under_way: _UnderWay | None = None
         # Whether `takes` is running, this group has refused its update, a synchronization failed.
         self._is_inside = self._has_refused = self._is_broken = False
@@ -159,7 +161,7 @@ class Synchronizer:
 
     def changed_rows(self) -> ChangedRows:
         """Return a tracker of the rows that differ between two synchronizations. Not collective."""
-        return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self._tables)
+        return (ChangedRows if self.groups.every == 1 else SynchronizedRows)(self.tables)
 
     def share(self, slots: np.ndarray) -> np.ndarray:
         """Return this rank's part of `slots`, which counterparts divide to save. Not collective."""
@@ -188,11 +190,11 @@ class Synchronizer:
             Whether the update was made here. False, without any effect, if `step` is to continue:
             with ``every > 1``, without `updates`, and when this method itself calls `step`.
         """
-        if self._tables.migration is not None:
+        if self.tables.migration is not None:
             self.refuse("cannot train while tables move to another plan", "finish the move first")
         if self.groups.every > 1 or self._is_inside or not updates:
             return False
-        tables = self._tables
+        tables = self.tables
         self._has_refused = False
         self._is_inside, self._accumulates = True, passed.accumulates
         try:
@@ -214,6 +216,12 @@ class Synchronizer:
             self._is_inside = False
         return True
 
+    def begin_batch(self) -> None:
+        """Called before each lookup in training. Not collective; see `check_counts`."""
+        # Lookups that a backward pass repeats do not begin a batch.
+        if self.groups.every > 1 and torch._C._current_graph_task_id() == -1:
+            check_counts(self)
+
     def refuse_update(self) -> None:
         """Make the counterparts skip their update too, after this rank's group has refused a batch.
         Does nothing if ``every > 1``."""
@@ -226,29 +234,20 @@ class Synchronizer:
     # ---- every > 1: rows -------------------------------------------------------------------------
 
     def note_refused(self, differ: bool = False) -> None:
-        """Count, in all collections of the model, the update that this rank's group skips because
-        one of its ranks has refused the batch. Does nothing if ``every = 1``, where no group makes
-        the update. Not collective, unless frozen tables may `differ` between the group's ranks:
-        the tables that all of them have frozen are then found first."""
-        if self.groups.every == 1:
-            return
-        since = self._since  # of all collections that no batch has left out, see `sharding._join`
-        family = sorted((t for t in self._tables.family if t.replicas is not None),
-                        key=lambda tables: tables.number)
-        all_frozen: list[Any] = [[tables.frozen] for tables in family]
-        if differ and self._tables.is_one_domain:  # else no rank can continue
-            all_frozen = list(zip(*self._tables.all_gather([t.frozen for t in family]),
-                                  strict=True))
-        for tables, frozen in zip(family, all_frozen, strict=True):
-            # Other collections may have been updated already, or may not be trained by this batch.
-            if tables.replicas._since == since:
-                tables.count_step(frozenset.intersection(*frozen))  # as in the other groups
-                tables.replicas._since += 1
-                tables.replicas.is_late |= tables.replicas._since >= self.groups.every
-                tables.replicas._has_differed |= len({*frozen}) > 1
+        """Count the update that this rank's group skips because one of its ranks has refused the
+        batch, see `refused.note_refused`. Nothing to do if ``every = 1``: no group updates then."""
+        if self.groups.every > 1:
+            note_refused(self, differ)
+
+    def count_skipped(self, differ: bool) -> None:
+        """Count an update that this rank's group skips, `differ`: since frozen tables differ."""
+        self._since, self.counted = self._since + 1, self.counted + 1
+        self.is_late |= self._since >= self.groups.every
+        self._has_differed |= differ
 
     def _count(self) -> None:
-        self._since, self.last_update = self._since + 1, next(UPDATES)
+        self._since, self.counted = self._since + 1, self.counted + 1
+        self.last_update = next(UPDATES)
         if self._since >= self.groups.delay:
             self._finish()
         if self._since >= self.groups.every:  # only once even if late by more, see `late`
@@ -264,7 +263,8 @@ class Synchronizer:
         and rounded to nearest for rows of 16 bits. Rows are sent exactly. Those that earlier
         synchronizations rounded, and no group has updated since, follow in another exchange.
         """
-        catch_up(self._tables.family)
+        self.begin_batch()
+        catch_up(self.tables.family)
         self._finish()
         while self._since or self._rounded:
             self._begin(32)
@@ -285,7 +285,7 @@ class Synchronizer:
         the next one, and the other groups wait; that update counts for the next synchronization.
         """
         assert self._changed is not None
-        tables = self._tables
+        tables = self.tables
         tables.barrier()  # peers may still be copying rows of the last update to their replicas
         taken = self._changed.take()
         assert taken is not None  # `agree` has followed every other change of rows
@@ -297,7 +297,7 @@ class Synchronizer:
         if not self._since:
             mine = self._inexact
         counts = self._exchange_numbers(_EXACT_ROWS if is_exact else _ROWS, [x.size for x in mine])
-        self._taken, self._is_broken = None, True
+        self._taken, self._is_broken, self.is_assumed = None, True, False
         found = [Reader(x) for x in self._counterparts.exchange(
             [torch.from_numpy(np.concatenate(mine).view(np.uint8))],
             [4 * sum(theirs) for theirs in counts])]
@@ -347,7 +347,7 @@ class Synchronizer:
             return
         assert self._changed is not None
         self._is_broken = True
-        tables = self._tables
+        tables = self.tables
         if self.groups.delay:
             tables.barrier()  # see `_begin`
         for part in self._under_way.parts:
@@ -363,7 +363,7 @@ class Synchronizer:
         """Replace rows and states of this rank by their averages over the groups, to which the
         changes since they were sent are added."""
         is_squares = [name == OPTIMIZERS[d.table.optimizer].squares
-                      for k, d in enumerate(self._tables.directories) for name in self._parts(k)]
+                      for k, d in enumerate(self.tables.directories) for name in self._parts(k)]
         own = self.groups.counterparts.rank
         names = [name for k in range(len(part.slots)) for name in self._parts(k)]
         for n, (view, k, rows) in enumerate(part.received()):
@@ -386,13 +386,13 @@ class Synchronizer:
 
     def _parts(self, piece: int) -> list[str]:
         """Return the names of a directory's rows and of the arrays of its optimizer state."""
-        optimizer = self._tables.directories[piece].table.optimizer
+        optimizer = self.tables.directories[piece].table.optimizer
         return ["rows", *(name for name, _ in STATE_PARTS[optimizer])]
 
     def _views(self, piece: int) -> list[torch.Tensor]:
         """Return views [rows, columns] of this rank's rows of a directory and of their optimizer
         states, in the order of `_parts`."""
-        tables = self._tables
+        tables = self.tables
         return [tables.view(part, piece, tables.group.rank) for part in self._parts(piece)]
 
     def _copied(self, view: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
@@ -453,7 +453,7 @@ class Synchronizer:
         Args:
             refresh: called on all ranks of a group, once, if rows of one of them were replaced.
         """
-        tables = self._tables
+        tables = self.tables
         sums = self._exchange_numbers(_COPIES, [
             zlib.crc32(b"".join(
                 zlib.crc32(view.reshape(-1).view(torch.uint8).numpy().data).to_bytes(4, "little")
@@ -489,7 +489,7 @@ class Synchronizer:
             InvalidInputError: learning rates, frozen tables or, if ``every = 1``, use of `no_sync`
                 differ between the counterparts.
         """
-        tables = self._tables
+        tables = self.tables
         settings = repr((sorted(tables.frozen), self._accumulates,
                          [float(group["lr"]) for group in tables.param_groups]))
         skipped = repr(sorted(tables._skipped.items()))
@@ -533,7 +533,7 @@ class Synchronizer:
         how often each table was frozen, unless a group is late. `checksums` are by group."""
         if _DIFFERED in checksums and _LATE not in checksums:
             first = next((g for g, checksum in enumerate(checksums) if checksum >= 0), 0)
-            skipped = self._tables._skipped
+            skipped = self.tables._skipped
             theirs = self._all_numbers([*skipped.values()])[first]
             if self._has_differed:
                 skipped.update(zip(skipped, theirs, strict=True))
