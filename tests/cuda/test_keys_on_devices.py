@@ -18,14 +18,13 @@ from oper.shmem import tables as sharded_tables
 from oper.shmem.batch import Lookup
 from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.keys import on_device
-from oper.shmem.keys.directories import RECORDS, KeyCounts
+from oper.shmem.keys.directories import RECORDS, KeyCounts, rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Optimizer, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda import streams
-from tests.cuda.emulated import has_gpu, on_devices
+from tests.cuda.emulated import has_gpu, load, on_devices
 from tests.integration import module_support
 from tests.runtime_support import Case, assert_bitwise, mixed_plan, rich_plan, run_ranks
 from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
@@ -410,14 +409,16 @@ def test_graphs_are_refused(emulation: pytest.MonkeyPatch) -> None:
         tables.close()
 
 
-def test_more_rows_of_a_rank_than_lists_can_number(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(on_device, "_MOST_SLOTS", 192)
-    plan = uniform_plan(CASE.tables, 1, "owned")
-    with on_devices(emulation):
-        with pytest.raises(InvalidInputError, match=r"'many'.*rows=200.*at most 192"):
-            open_dynamic(plan, SingleGroup(), {"few": RULES[0], "many": RULES[0]})
-        run_ranks(2, lambda group: open_dynamic(
-            uniform_plan(CASE.tables, 2, "owned"), group, {"many": RULES[0]}).close())
+@pytest.mark.parametrize("admit_after, most", [(1, 17.5), (2, 24.0)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
+    load()
+    for slots in (100_000, 1_000_003):
+        numbers = rule_numbers("keys", slots + 1, DynamicTable(admit_after=admit_after))
+        found = sum(torch.ops.oper.device_keys_num_bytes(
+            rank, world_size, 0, torch.tensor([[*numbers, 0, 0, 0]]), torch.zeros(1, 2).double())[1]
+            for rank in range(world_size))
+        assert 17 <= found / slots <= most
 
 
 def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(256)
       },
       [&](int64_t k, int64_t before) { inbox.begin[k] = before; });
   for (int64_t t = threadIdx.x; t < T; t += 256) {
-    keys.lists[keys.rank].num_given[t] = 0;
+    keys.lists[keys.rank].num_changed[t] = 0;
     if (!skips && !is_frozen(view, optimizers, keys.tables[t])) ++keys.clocks[t];
   }
 }
@@ -130,8 +130,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
     break;
   }
   const KeyLists& own = keys.lists[keys.rank];
-  bucket.list_changes(own.num_given + t, own.given[t],
-                      static_cast<uint32_t>((number - table.first_bucket[keys.rank]) * kBucketSlots));
+  bucket.list_changes(own.num_changed + t, own.changed[t], number);
   if (warp.lane != 0) return;
 #pragma unroll
   for (int k = 0; k < kLookups; ++k)
@@ -219,7 +218,7 @@ OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const Row
   }
 }
 
-// A warp initialises a row.
+// A warp initialises the rows of a bucket.
 __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys) {
   const Group<32> warp;
   const int32_t T = keys.num_tables, W = keys.world_size;
@@ -228,15 +227,15 @@ __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys
     const int32_t source = (k / T + view.rank) % W;  // so that no peer serves all ranks at once
     const KeyTable& table = keys.tables[t];
     const KeyLists& from = keys.lists[source];
-    const int64_t count = from.num_given[t];
+    const int64_t count = from.num_changed[t];
     for (int64_t i = warp.index(); i < count; i += warp.count()) {
-      const uint32_t place = from.given[t][i];
-      if ((place & kEmptied) != 0) continue;
-      const int64_t number = table.first_bucket[source] + place / kBucketSlots;
-      const int64_t slot = place % kBucketSlots;
-      const KeyBucket bucket = table.parts[source].bucket(number, table.slots);
-      begin_pieces(warp, view, table.rows, bucket.first_slot + slot + 1,
-                   key_of_hash(bucket.hash(slot), table.rules.seed));
+      const ChangedBucket changed = from.changed[t][i];
+      const KeyBucket bucket = table.parts[source].bucket(changed.number, table.slots);
+      for (uint64_t given = changed.given; given != 0; given &= given - 1) {
+        const int64_t slot = lowest_bit(given);
+        begin_pieces(warp, view, table.rows, bucket.first_slot + slot + 1,
+                     key_of_hash(bucket.hash(slot), table.rules.seed));
+      }
     }
   }
 }

@@ -19,12 +19,11 @@ from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import Lookup, SeenKeys
 from oper.shmem.keys.directories import MOST_UPDATES, Keys, clock_at_end
 from oper.shmem.keys.late import RowHistory
-from oper.shmem.keys.places import BUCKET_BYTES, num_buckets, slots_of_buckets
+from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
 from oper.tables import KEY_BUCKET_ROWS
 
-_MOST_SLOTS = 1 << 31  # of a rank's buckets of a table: numbers in kernels' lists have 31 bits
 _STATE_WIDTH = 7  # of `device_keys_state`: the clock, then the numbers of KeyCounter
 _ALIGNMENT = 64
 
@@ -59,8 +58,7 @@ class DeviceKeys(Keys):
             ranks.
 
     Raises:
-        InvalidInputError: a table cannot be dynamic or has too many rows, or there are several
-            memory domains.
+        InvalidInputError: a table cannot be dynamic, or there are several memory domains.
         OperError: memory does not suffice for the directories.
     """
 
@@ -70,14 +68,6 @@ class DeviceKeys(Keys):
                 "cannot make tables in device memory dynamic", "memory domains",
                 len(tables.domains), "1: all GPUs can address each other's memory",
                 "train on the GPUs of one host, or in host memory")
-        for name in rules:
-            num_rows = tables.specs[name].num_rows
-            slots = -(-num_buckets(num_rows - 1) // tables.group.world_size) * KEY_BUCKET_ROWS
-            if slots > _MOST_SLOTS:
-                raise InvalidInputError(
-                    f"cannot make table {name!r} in device memory dynamic", "rows", num_rows,
-                    f"at most {_MOST_SLOTS} for each rank",
-                    "use more ranks, or split the table in two")
         self._seen_bytes = seen_bytes
         self._copy: _HostCopy | None = None
         self._most_updates = 0  # no table's clock is higher
@@ -88,9 +78,9 @@ class DeviceKeys(Keys):
         sizes = [operators.device_keys_num_bytes(rank, group.world_size, self._seen_bytes,
                                                  *self._arguments)
                  for rank in range(group.world_size)]
-        self._directory_bytes = [of_slots for of_slots, _ in sizes]
-        self.num_bytes = sum(self._directory_bytes)
-        self._heap: Any = DeviceHeap(group, [n for _, n in sizes], tables.device)
+        self._directory_bytes, of_slots, of_arenas = zip(*sizes, strict=True)
+        self.num_bytes = sum(of_slots)
+        self._heap: Any = DeviceHeap(group, list(of_arenas), tables.device)
         self._handle = int(operators.device_keys_open(
             tables.handle, self._heap.addresses, self._seen_bytes, *self._arguments,
             self._table_of))
