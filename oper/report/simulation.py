@@ -73,7 +73,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
     clipped = _clipped(args.clipped, plan)
-    wire = WireReplay(plan, problem.topology.domain_of(), problem.training, clipped=clipped)
+    wire = _wire(plan, problem, clipped)
     found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
@@ -96,7 +96,7 @@ class Simulation:
     Attributes:
         num_bytes: int64 [13, W, W], bytes read in all steps by kind (`oper.rows.traffic.KINDS`),
             reader and peer.
-        sent_bytes: int64 [12, W, W], bytes sent in all steps between ranks of different memory
+        sent_bytes: int64 [13, W, W], bytes sent in all steps between ranks of different memory
             domains, by kind (`oper.rows.traffic.SENT`), sender and receiver.
         loads: the modelled loads, one per step.
         has_push: whether any tier is pushed.
@@ -123,7 +123,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
-    wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
+    wire = wire or _wire(plan, problem, ())
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
@@ -143,6 +143,12 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         raise InvalidInputError("nothing to replay", "full batches", 0, ">= 1",
                                 "use a smaller --batch-size or more data")
     return found
+
+
+def _wire(plan: Plan, problem: Problem, clipped: Sequence[str]) -> WireReplay:
+    return WireReplay(
+        plan, problem.topology.domain_of(), problem.training, clipped=clipped,
+        dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
