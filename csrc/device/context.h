@@ -101,6 +101,10 @@ struct Context {
            1.5 * static_cast<double>(words_->duplication[1]);
   }
   void barrier(cudaStream_t stream) const;
+  // Starts to mark changed rows, with none marked, or stops, see View::changed.
+  void mark_changes(bool on, cudaStream_t stream);
+  // The marked slots of one of the plan's tables, ascending; clears their marks. Waits for the stream.
+  std::vector<uint32_t> take_changes(int64_t table, cudaStream_t stream);
 
  private:
   class Builder;
@@ -109,6 +113,7 @@ struct Context {
   };
   std::unique_ptr<HostWords, FreeHost> words_;
   DeviceMemory memory_;
+  uint32_t* changed_ = nullptr;  // never freed before, as captured graphs keep on marking
   uint32_t* epoch_;
   uint32_t** pads_;
   int64_t deadline_ms_;

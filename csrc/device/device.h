@@ -160,6 +160,9 @@ struct View {
   int64_t* duplication;                 // [2] pairs and runs of the last plan; host memory, mapped
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
   const uint32_t* settings;  // hash of the optimizers' arguments, which must be equal on all ranks
+  // A bit for each of this rank's rows, set if an update has changed it; null = not marked. Those of
+  // table t begin at word own_begin[t] / 32 + t.
+  uint32_t* changed;
   // Errors of this rank's batches, and errors that other ranks report, which are raised only if there
   // is none of its own.
   ErrorSink error, peers;
@@ -341,6 +344,9 @@ void collect(const Launch& on, const Inbox& inbox);
 // needs them of the clipped ones.
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
 void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);
+// Marks the rows that `merge_and_update` or, with one rank, `reduce` changes, see View::changed.
+void mark_merged(const Launch& on, const Inbox& inbox);
+void mark_runs(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Copies updated rows of replicated tiers into this rank's copies.
 void refresh(const Launch& on);
 

@@ -100,6 +100,7 @@ struct Tables {
   bool gathers = false;       // rows of other domains are read
   bool shares = false;        // neighbours read this rank's replicas
   bool counts = false;
+  bool is_unmarked = false;   // a step was captured while changed rows were not marked
   int64_t num_squares = 0;    // rounds of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses
   int64_t partial_bytes = 0;

@@ -207,6 +207,7 @@ OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const Row
       begin_row(warp, table, rules, key, table.rows + slot * row_bytes);
       begin_state(warp, table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
       begin_state(warp, table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+      if (view.changed != nullptr && warp.lane == 0) mark_changed(view, index, slot);
     }
     for (int32_t k = 0; k < view.num_refreshes; ++k) {
       const Refresh& part = view.refreshes[k];

@@ -47,6 +47,7 @@ from oper.rows.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
+from oper.shmem.tables import ShardedTables
 from oper.support.files import no_room
 
 _log = logging.getLogger(__name__)
@@ -186,6 +187,9 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         tables = tables_of(model)
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
+            keys = t.keys if isinstance(t, ShardedTables) else None
+            for name in keys.tables if keys is not None else ():
+                keys.set_clock(name, keys.clock(name))  # after the records of the deltas
             t.publish()
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)

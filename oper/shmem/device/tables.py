@@ -72,6 +72,7 @@ class DeviceTables(ShardedTables):
     resolves_far = True
     is_watched = False
     times_phases = False
+    context_operators = "device_context"
     _deduplicate: bool | None = None
     most_staging_bytes = 1 << 30  # limit on the memory for de-duplicated rows of peers
 

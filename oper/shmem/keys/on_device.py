@@ -35,6 +35,7 @@ class _HostCopy:
     Attributes:
         handle: of the host back end's operators.
         directories: the bytes of each rank's directories.
+        is_whole: whether those of other ranks have been copied.
         clocks: by table; an update of the directories would have changed them.
         is_written: whether records have been written, which the device gets by `set_clock`; each
             rank writes to its own directories only.
@@ -42,6 +43,7 @@ class _HostCopy:
 
     handle: int
     directories: list[torch.Tensor]
+    is_whole: bool
     clocks: list[int]
     is_written: bool = False
 
@@ -158,15 +160,16 @@ class DeviceKeys(Keys):
         self._most_updates = max(self._most_updates, clock)
         self._drop_copy()
 
-    def _records(self, writes: bool = False) -> int:
+    def _records(self, writes: bool = False, own: bool = False) -> int:
         clocks = self._state()[::_STATE_WIDTH]
         copy = self._copy
-        if copy is None or copy.clocks != clocks or (copy.is_written and not writes):
+        if copy is None or copy.clocks != clocks or (copy.is_written and not writes) or not (
+                copy.is_whole or own):
             self._drop_copy()
-            copy = self._copy = self._copied(clocks)
+            copy = self._copy = self._copied(clocks, own)
         return copy.handle
 
-    def _copied(self, clocks: list[int]) -> _HostCopy:
+    def _copied(self, clocks: list[int], own: bool) -> _HostCopy:
         operators, group = torch.ops.oper, self._tables.group
         addresses, directories = [], []
         for rank, num_bytes in enumerate(self._directory_bytes):
@@ -178,10 +181,11 @@ class DeviceKeys(Keys):
         handle = int(operators.keys_open(addresses, group.rank, 0, *self._arguments,
                                          self._table_of))
         for rank, directory in enumerate(directories):
-            directory.copy_(self._on_device(rank))
+            if rank == group.rank or not own:
+                directory.copy_(self._on_device(rank))
         for table, clock in enumerate(clocks):
             operators.keys_set_clock(handle, table, clock)
-        return _HostCopy(handle, directories, clocks)
+        return _HostCopy(handle, directories, not own, clocks)
 
     def _on_device(self, rank: int) -> torch.Tensor:
         """Return a view of a rank's directories, uint8 [bytes]."""
