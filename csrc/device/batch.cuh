@@ -55,6 +55,11 @@ OPER_DEVICE int64_t last_at_most(const T* values, int64_t n, T value) {
   return last_that(0, n, [&](int64_t k) { return values[k] <= value; });
 }
 
+// See View::changed.
+OPER_DEVICE void mark_changed(const View& view, int64_t t, int64_t slot) {
+  atomicOr(view.changed + view.own_begin[t] / 32 + t + slot / 32, 1u << slot % 32);
+}
+
 // First k in [0, n) with key_at(k) >= key, or n; found by the lanes of a warp together.
 template <class KeyAt>
 OPER_DEVICE int64_t lower_bound(const Group<32>& warp, int64_t n, int64_t key, KeyAt key_at) {

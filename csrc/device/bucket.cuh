@@ -189,20 +189,10 @@ struct WarpBucket {
     return true;
   }
 
-  // Lists the slots whose keys have changed. `first`: the number of the bucket's first slot.
-  OPER_DEVICE void list_changes(uint32_t* num_given, uint32_t* list, uint32_t first) const {
-    const uint64_t changed = lost | given;
-    if (changed == 0) return;
-    uint32_t begin = 0;
-    if (warp.lane == 0) begin = atomicAdd(num_given, static_cast<uint32_t>(popcount64(changed)));
-    begin = warp.shuffle(begin, 0);
-#pragma unroll
-    for (int k = 0; k < kSlotsOfLane; ++k) {
-      const uint64_t bit = uint64_t{1} << slot(k);
-      if ((changed & bit) == 0) continue;
-      list[begin + popcount64(changed & (bit - 1))] =
-          (first + static_cast<uint32_t>(slot(k))) | ((given & bit) != 0 ? 0 : kEmptied);
-    }
+  // Lists the bucket if keys of its slots have changed.
+  OPER_DEVICE void list_changes(uint32_t* num_changed, ChangedBucket* list, int64_t number) const {
+    if (warp.lane == 0 && (lost | given) != 0)
+      list[atomicAdd(num_changed, 1u)] = {given, lost & ~given, number};
   }
 };
 

@@ -280,6 +280,30 @@ void Context::barrier(cudaStream_t stream) const {
     arrive_and_wait(pads_, epoch_, view.rank, view.world_size, deadline_ms_, view.error, stream);
 }
 
+void Context::mark_changes(bool on, cudaStream_t stream) {
+  const int64_t num_words = own_rows / 32 + view.num_tables + 1;
+  if (on && changed_ == nullptr) changed_ = memory_.take<uint32_t>(num_words);
+  view.changed = on ? changed_ : nullptr;
+  if (on) check(cudaMemsetAsync(changed_, 0, 4 * num_words, stream), "cannot clear marks of rows");
+}
+
+std::vector<uint32_t> Context::take_changes(int64_t table, cudaStream_t stream) {
+  std::vector<uint32_t> slots;
+  if (view.changed == nullptr) return slots;
+  int64_t t = 0, own_begin = 0;
+  for (; order[t] != table; ++t) own_begin += message_tables[t].num_slots[view.rank];
+  std::vector<uint32_t> words((message_tables[t].num_slots[view.rank] + 31) / 32);
+  uint32_t* const from = view.changed + own_begin / 32 + t;
+  const char* what = "cannot take the marks of rows";
+  check(cudaMemcpyAsync(words.data(), from, 4 * words.size(), cudaMemcpyDeviceToHost, stream), what);
+  check(cudaMemsetAsync(from, 0, 4 * words.size(), stream), what);
+  check(cudaStreamSynchronize(stream), what);
+  for (size_t k = 0; k < words.size(); ++k)
+    for (uint32_t word = words[k]; word != 0; word &= word - 1)
+      slots.push_back(static_cast<uint32_t>(32 * k + std::countr_zero(word)));
+  return slots;
+}
+
 Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   const View& view = context.view;
   const int64_t P = batch.max_pairs, T = view.num_tables, W = view.world_size,

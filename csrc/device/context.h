@@ -102,6 +102,10 @@ struct Context {
   }
   // Waits for all ranks of this memory domain, see `arrive_and_wait`.
   void barrier(cudaStream_t stream) const;
+  // Starts to mark changed rows, with none marked, or stops, see View::changed.
+  void mark_changes(bool on, cudaStream_t stream);
+  // The marked slots of one of the plan's tables, ascending; clears their marks. Waits for the stream.
+  std::vector<uint32_t> take_changes(int64_t table, cudaStream_t stream);
 
  private:
   class Builder;
@@ -110,6 +114,7 @@ struct Context {
   };
   std::unique_ptr<HostWords, FreeHost> words_;
   DeviceMemory memory_;
+  uint32_t* changed_ = nullptr;  // never freed before, as captured graphs keep on marking
   uint32_t* epoch_;  // arguments of `arrive_and_wait`
   uint32_t** pads_;
   int64_t deadline_ms_;

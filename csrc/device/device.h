@@ -168,6 +168,9 @@ struct View {
   int64_t* duplication;                 // [2] pairs and runs of the last batch plan, in host memory
   int32_t num_tables, num_features, num_refreshes, rank, world_size;
   const uint32_t* settings;  // hash of the optimizers' constants, which ranks compare
+  // A bit for each of this rank's rows, set if an update has changed it; null = not marked. Those of
+  // table t begin at word own_begin[t] / 32 + t.
+  uint32_t* changed;
   ErrorSink error;           // errors of this rank
   ErrorSink peers;           // errors that other ranks report; raised only if this rank has none
 };
@@ -372,6 +375,9 @@ void collect(const Launch& on, const Inbox& inbox);
 void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
 // Sums the gradients of each row and applies the optimizer.
 void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);
+// Marks the rows that `merge_and_update` or, with one rank, `reduce` changes, see View::changed.
+void mark_merged(const Launch& on, const Inbox& inbox);
+void mark_runs(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Copies updated rows of replicated tiers into this rank's replicas.
 void refresh(const Launch& on);
 

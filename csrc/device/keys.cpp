@@ -12,24 +12,25 @@ KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int
   Layout found{};
   found.directories = directory_offsets(rules, world_size, rank);
   found.seen = found.directories.back();
-  found.hashes = found.seen + up(4 * (T * world_size + 1));
-  found.counts = found.hashes + up(8 * capacity);
-  found.given = found.counts + up(4 * capacity);
-  found.end = found.given + up(4 * T);
   for (const KeyTableRules& r : rules) {
     const Shares ranks(buckets_for(r.num_slots), world_size);
     found.first_bucket.push_back(ranks.begin(rank));
     found.end_bucket.push_back(ranks.begin(rank + 1));
-    found.given_of.push_back(found.end);
-    found.end += up(4 * kBucketSlots * (found.end_bucket.back() - found.first_bucket.back()));
+    found.changed.push_back(found.seen);
+    found.seen += up(static_cast<int64_t>(sizeof(ChangedBucket)) *
+                     (found.end_bucket.back() - found.first_bucket.back()));
   }
+  found.hashes = found.seen + up(4 * (T * world_size + 1));
+  found.counts = found.hashes + up(8 * capacity);
+  found.num_changed = found.counts + up(4 * capacity);
+  found.end = found.num_changed + up(4 * T);
   return found;
 }
 
 std::vector<int64_t> KeyTables::num_bytes(const std::vector<KeyTableRules>& rules,
                                           int64_t world_size, int64_t rank, int64_t seen_bytes) {
   const Layout found = layout(rules, world_size, rank, seen_bytes);
-  return {found.seen, found.end};
+  return {found.directories.back(), found.seen, found.end};
 }
 
 KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t seen_bytes,
@@ -42,17 +43,18 @@ KeyTables::KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t s
   for (int64_t r = 0; r < W; ++r) {
     const Layout at = layout(rules, W, r, seen_bytes);
     char* const arena = reinterpret_cast<char*>(arenas[r]);
-    std::vector<uint32_t*> given;
+    std::vector<ChangedBucket*> changed;
     for (int64_t t = 0; t < T; ++t) {
       first[t].push_back(at.first_bucket[t]);
       parts[t].push_back(DirectoryPart::at(arena + at.directories[t], at.first_bucket[t],
                                            at.end_bucket[t]));
-      given.push_back(reinterpret_cast<uint32_t*>(arena + at.given_of[t]));
+      changed.push_back(reinterpret_cast<ChangedBucket*>(arena + at.changed[t]));
     }
     lists.push_back({reinterpret_cast<uint32_t*>(arena + at.seen),
                      reinterpret_cast<uint64_t*>(arena + at.hashes),
                      reinterpret_cast<uint32_t*>(arena + at.counts),
-                     reinterpret_cast<uint32_t*>(arena + at.given), memory_.copy(given)});
+                     reinterpret_cast<uint32_t*>(arena + at.num_changed),
+                     memory_.copy(changed)});
     if (r != rank) continue;
     // As KeyDirectory::begin on the host: hashes of free slots.
     std::vector<uint64_t> free(static_cast<size_t>(kBucketSlots));

@@ -1,9 +1,9 @@
 // Directories of dynamic tables in device memory, see common/keys.h; equal to those of the host back end
 // for equal batches.
 //
-// A rank's arena has three consecutive areas: its buckets of every table; the distinct keys of its
-// batch, sorted by table and hash and so by the owner of their bucket; and the slots that its buckets
-// have given to other keys in the last update, for all ranks.
+// A rank's arena has three consecutive areas: its buckets of every table; which of their slots the last
+// update has given to other keys, for all ranks; and the distinct keys of its batch, sorted by table and
+// hash and so by the owner of their bucket.
 #pragma once
 
 #include <atomic>
@@ -27,18 +27,23 @@ struct KeyTable {
   const DirectoryPart* parts;   // [W]
 };
 
+// The slots of a bucket that the last update has given to other keys, and those that keys have lost
+// without a successor; a bit each.
+struct ChangedBucket {
+  uint64_t given, lost;
+  int64_t number;
+};
+
 // The lists in a rank's arena.
 struct KeyLists {
   uint32_t* begin;   // [T * W + 1] first seen key of each table and owner
   uint64_t* hashes;  // [capacity] of the seen keys
   uint32_t* counts;  // [capacity] their occurrences; kFound: a lookup has found the key's row
-  uint32_t* num_given;  // [T]
-  // [T] by table: slots (as if each bucket had kBucketSlots, from the rank's first one) with another
-  // key than before the last update, or with kEmptied without one.
-  uint32_t* const* given;
+  uint32_t* num_changed;           // [T]
+  ChangedBucket* const* changed;  // [T] in any order
 };
 constexpr int64_t kSeenKeyBytes = sizeof(uint64_t) + sizeof(uint32_t);  // in `hashes` and `counts`
-constexpr uint32_t kFound = 1u << 31, kEmptied = 1u << 31;
+constexpr uint32_t kFound = 1u << 31;
 
 // Numbers of a table's keys that kernels count: admitted, evicted, expired, refused in this rank's
 // buckets, lookups by this rank, and those that found no row.
@@ -121,7 +126,7 @@ class KeyTables {
   KeyTables(const std::vector<int64_t>& arenas, int32_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of,
             cudaStream_t stream);
-  // Bytes of a rank's directories, and of its arena.
+  // Bytes of a rank's directories; of these and the lists of changed buckets; and of its arena.
   static std::vector<int64_t> num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
                                         int64_t rank, int64_t seen_bytes);
 
@@ -136,8 +141,8 @@ class KeyTables {
 
  private:
   struct Layout {
-    int64_t seen, hashes, counts, given, end;  // offsets of areas and lists
-    std::vector<int64_t> directories, given_of;  // by table
+    int64_t seen, hashes, counts, num_changed, end;  // offsets of areas and lists
+    std::vector<int64_t> directories, changed;  // by table
     std::vector<int64_t> first_bucket, end_bucket;
   };
   static Layout layout(const std::vector<KeyTableRules>& rules, int64_t world_size, int64_t rank,

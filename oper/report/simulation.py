@@ -75,7 +75,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     clipped = _clipped(args.clipped, plan)
-    wire = WireReplay(plan, problem.topology.domain_of(), problem.training, clipped=clipped)
+    wire = _wire(plan, problem, clipped)
     found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
@@ -98,7 +98,7 @@ class Simulation:
     Attributes:
         num_bytes: int64 [13, W, W], bytes read in all steps by kind (`oper.rows.traffic.KINDS`),
             reader and peer.
-        sent_bytes: int64 [12, W, W], bytes sent in all steps between ranks of different memory
+        sent_bytes: int64 [13, W, W], bytes sent in all steps between ranks of different memory
             domains, by kind (`oper.rows.traffic.SENT`), sender and receiver.
         loads: the modelled loads, one per step.
         has_push: whether any tier is pushed.
@@ -125,7 +125,7 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
     Raises:
         InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
-    wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
+    wire = wire or _wire(plan, problem, ())
     # The runtime reads rows in place among the ranks of a host, so hosts are its memory domains.
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
     realized = RealizedLoad(plan, problem)
@@ -146,6 +146,12 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         raise InvalidInputError("nothing to replay", "full batches", 0, ">= 1",
                                 "use a smaller --batch-size or more data")
     return found
+
+
+def _wire(plan: Plan, problem: Problem, clipped: Sequence[str]) -> WireReplay:
+    return WireReplay(
+        plan, problem.topology.domain_of(), problem.training, clipped=clipped,
+        dynamic=[t.spec.name for t in problem.tables if t.default_share is not None])
 
 
 def _clipped(names: Sequence[str], plan: Plan) -> list[str]:

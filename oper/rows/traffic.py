@@ -44,10 +44,11 @@ KINDS: dict[str, str] = {
     "gradient_id_weights": "backward", "bag_gradients": "backward", "gradient_rows": "backward",
     "squares": "backward", "updated_rows": "backward", "refreshed_rows": "backward"}
 KIND = {name: k for k, name in enumerate(KINDS)}
-#: Kinds of data in messages between memory domains, in the order of the kernels' counters; see
-#: `ShardedTables.sent_bytes`.
+#: Kinds of data in messages between memory domains, in the order of the kernels' counters, and
+#: keys of dynamic tables with the headers of their exchange; see `ShardedTables.sent_bytes`.
 SENT = ("headers", "row_ids", "rows", "ids", "id_weights", "partial_sums", "gradient_rows",
-        "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows")
+        "gradient_ids", "gradient_id_weights", "bag_gradients", "squares", "refreshed_rows",
+        "keys")
 #: Classes of links, nearest first.
 LINKS = ("own rank", "memory domain", "host", "cross host")
 #: Optimizers with `OptimizerKind.is_row_wise`: the owners of a row's pieces exchange squares.

@@ -445,6 +445,12 @@ T atomicAdd(T* at, T value) {
   return before;
 }
 template <class T>
+T atomicOr(T* at, T value) {
+  const T before = *at;
+  *at |= value;
+  return before;
+}
+template <class T>
 T atomicExch(T* at, T value) {
   const T before = *at;
   *at = value;

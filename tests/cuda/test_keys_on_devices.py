@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +15,20 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from oper.errors import InvalidInputError, OperError
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.plan import Plan, uniform_plan
 from oper.shmem import tables as sharded_tables
 from oper.shmem.batch import Lookup
+from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.keys import on_device
-from oper.shmem.keys.directories import RECORDS, KeyCounts
+from oper.shmem.keys.directories import RECORDS, KeyCounts, rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adam, Optimizer, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda import streams
-from tests.cuda.emulated import has_gpu, on_devices
+from tests.cuda.emulated import has_gpu, load, on_devices
 from tests.integration import module_support
 from tests.runtime_support import Case, assert_bitwise, mixed_plan, rich_plan, run_ranks
 from tests.shmem.test_keys import LARGEST, POOL, RULES, SMALLEST, colliding
@@ -410,40 +413,52 @@ def test_graphs_are_refused(emulation: pytest.MonkeyPatch) -> None:
         tables.close()
 
 
-def test_more_rows_of_a_rank_than_lists_can_number(emulation: pytest.MonkeyPatch) -> None:
-    emulation.setattr(on_device, "_MOST_SLOTS", 192)
-    plan = uniform_plan(CASE.tables, 1, "owned")
-    with on_devices(emulation):
-        with pytest.raises(InvalidInputError, match=r"'many'.*rows=200.*at most 192"):
-            open_dynamic(plan, SingleGroup(), {"few": RULES[0], "many": RULES[0]})
-        run_ranks(2, lambda group: open_dynamic(
-            uniform_plan(CASE.tables, 2, "owned"), group, {"many": RULES[0]}).close())
+@pytest.mark.parametrize("admit_after, most", [(1, 17.5), (2, 24.0)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
+    load()
+    for slots in (100_000, 1_000_003):
+        numbers = rule_numbers("keys", slots + 1, DynamicTable(admit_after=admit_after))
+        found = sum(torch.ops.oper.device_keys_num_bytes(
+            rank, world_size, 0, torch.tensor([[*numbers, 0, 0, 0]]), torch.zeros(1, 2).double())[1]
+            for rank in range(world_size))
+        assert 17 <= found / slots <= most
+
+
+@contextmanager
+def models_on_device(patches: pytest.MonkeyPatch) -> Iterator[str]:
+    """`oper.shard` uses the device back end for modules on the device that this yields."""
+    class Emulated(DeviceTables):
+        def __init__(self, plan: Plan, features: Any, group: Any, optimizers: Any, scale: float,
+                     seed: int | None) -> None:
+            super().__init__(plan, features, group, optimizers, scale, device="cpu")
+
+    with patches.context() as patch:
+        if not has_gpu():
+            patch.setattr(sharded_tables, "ShardedTables", Emulated)
+        yield "cuda" if has_gpu() else "cpu"
+
+
+def open_model(device: str, rule: DynamicTable) -> Any:
+    return module_support.shard(module_support.bag(30).to(device), dynamic=rule,
+                                optimizer=OPTIMIZER)
 
 
 def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:
     """`oper.shard` of a model on a device: outputs, state_dict and counts, saved and loaded."""
     rule = DynamicTable(admit_after=2, eviction="lfu", half_life=3, init_bound=0.5)
 
-    class Emulated(DeviceTables):
-        def __init__(self, plan: Plan, features: Any, group: Any, optimizers: Any, scale: float,
-                     seed: int | None) -> None:
-            super().__init__(plan, features, group, optimizers, scale, device="cpu")
-
     def flat(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: value.detach().cpu().reshape(-1) for name, value in state.items()}
 
-    def open_model(device: str) -> Any:
-        return module_support.shard(module_support.bag(30).to(device), dynamic=rule,
-                                    optimizer=OPTIMIZER)
-
     def run(device: str) -> list[Any]:
-        model = open_model(device)
+        model = open_model(device, rule)
         found: list[Any] = []
         for step in range(6):
             keys = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (12, 3)) * 10**12)
             if step == 3:
                 state = copy.deepcopy(model.state_dict())
-                model = open_model(device)
+                model = open_model(device, rule)
                 model.load_state_dict(state)
                 found.append(flat(state))
             out = model(keys.to(device))
@@ -454,8 +469,72 @@ def test_sharded_models(emulation: pytest.MonkeyPatch) -> None:
         return found
 
     host = run("cpu")
-    with emulation.context() as patch:
-        if not has_gpu():
-            patch.setattr(sharded_tables, "ShardedTables", Emulated)
-        device = run("cuda" if has_gpu() else "cpu")
-    assert_bitwise(host, device, "model")
+    with models_on_device(emulation) as device:
+        assert_bitwise(host, run(device), "model")
+
+
+@pytest.mark.parametrize("world_size, number", [(1, 2), (2, 7)])
+def test_changes_since_the_last_delta_are_those_of_the_host(
+        emulation: pytest.MonkeyPatch, world_size: int, number: int) -> None:
+    """Changed rows, records, and slots with expired keys."""
+    plan, rules = mixed_plan(CASE.tables, world_size, 2), {"few": RULES[0], "many": RULES[number]}
+
+    def body(group: ThreadGroup) -> list[Any]:
+        tables = open_dynamic(plan, group, rules)
+        changed: Any = None
+        found: list[Any] = []
+        for step in range(8):
+            if step == 2:
+                changed = ChangedRows(tables)
+            step_of(tables, feed(world_size)(step, group.rank))
+            if step < 3 or step == 4:
+                continue
+            for piece, slots in changed.take().items():
+                view = tables.view("rows", piece, group.rank)
+                rows = torch.empty(slots.size, view.shape[1])
+                changed.copy("rows", piece, slots, rows)
+                found += [torch.tensor(slots.tolist(), dtype=torch.int64), rows]
+            for keys in changed.take_keys():
+                if keys.numbers.numel():
+                    found += [keys.numbers, *([] if keys.records is None else [keys.records])]
+        changed.stop()
+        step_of(tables, feed(world_size)(8, group.rank))
+        tables.barrier()
+        tables.close()
+        return found
+
+    host = run_ranks(world_size, body)
+    with on_devices(emulation):
+        device = run_ranks(world_size, body)
+    assert all(sum(x.numel() for x in found) > 1000 for found in host)
+    for rank, (one, other) in enumerate(zip(host, device, strict=True)):
+        assert_bitwise(one, other, f"changes of rank {rank}")
+
+
+def test_chains_of_deltas(emulation: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A chain saved on a device restores the run in host memory, and vice versa, bit for bit."""
+    def state_of(model: Any) -> list[torch.Tensor]:
+        keys = model.tables.keys
+        return [model.tables.read("weight"), model.tables.read("weight", part="momentum1"),
+                *(keys.read("weight", part, 0, keys.num_records("weight", RECORDS[part]))
+                  for part in keys.parts("weight")), torch.tensor([keys.clock("weight")])]
+
+    def run(device: str, steps: range, folder: Path, *, loads: bool) -> list[torch.Tensor]:
+        model = open_model(device, DynamicTable(admit_after=2, time_to_live=3, init_bound=0.5))
+        with DeltaCheckpoints(folder, model, memory_bytes=4000) as saver:
+            if loads:
+                assert saver.load().step == steps.start - 1
+            for step in steps:
+                keys = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (12, 3)) * 10**12)
+                (model(keys.to(device)) ** 2).sum().backward()
+                saver.save(step)
+            saver.flush()
+        return state_of(model)
+
+    whole = run("cpu", range(9), tmp_path / "whole", loads=False)
+    run("cpu", range(3), tmp_path / "here", loads=False)
+    with models_on_device(emulation) as device:
+        run(device, range(3, 6), tmp_path / "here", loads=True)
+        run(device, range(6), tmp_path / "there", loads=False)
+    for folder in ("here", "there"):
+        assert_bitwise(run("cpu", range(6, 9), tmp_path / folder, loads=True), whole, folder)

@@ -11,9 +11,10 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import KIND, SENT
-from oper.search.replay.simulate import Replay
+from oper.search.replay.simulate import RankBatch, Replay
 from oper.search.replay.wire import WireReplay
 from oper.shmem.batch import Lookup
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -58,6 +59,41 @@ def test_sent_bytes_equal_the_replay(optimizer: str, domains: tuple[int, ...]) -
     owned = pushed(uniform_plan(case.tables, len(domains), "owned"))
     for plan in (owned, *all_plans(case, len(domains)).values()):
         check(case, plan, domains, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("domains", DOMAINS, ids=str)
+def test_replayed_keys_are_the_sent_keys(domains: tuple[int, ...]) -> None:
+    """Keys with and without a row, of one table with two features and of small tables."""
+    case, world = dlrm_case(), len(domains)
+    names = {"two_features", "large", "tiny"}
+    rule = DynamicTable(admit_after=3, init_bound=0.1)
+    plan = uniform_plan(case.tables, world, "striped")
+    steps = make_steps(case, world, 4)
+
+    def body(group: Any) -> tuple[list[RankBatch], dict[str, list[int]]]:
+        tables = open_tables(case, plan, group, OPTIMIZERS["rowwise_adagrad"])
+        tables.open_keys({name: rule for name in names})
+        tables.sent_bytes(reset=True)
+        found = []
+        for batches in steps:
+            batch = batches[group.rank]
+            with torch.no_grad():
+                rows = tables.keys.translate(batch.lookup(case)).ids
+            found.append(as_bags(case, replace(batch, ids=rows)))
+            tables.lookup(batch.lookup(case)).sum().backward()
+        sent = tables.sent_bytes()
+        tables.barrier()
+        tables.close()
+        return found, sent
+
+    found = run_ranks(world, body, domains=domains)
+    replay = WireReplay(plan, domains, training=True, dynamic=names)
+    for k, kind in enumerate(SENT):
+        total = sum(replay.step(ranks)[k]
+                    for ranks in zip(*(rows for rows, _ in found), strict=True))
+        counted = np.array([sent[kind] for _, sent in found])
+        assert np.array_equal(total, counted), f"{kind}: {total} {counted}"
+    assert counted.sum() > 4 * 1024 * np.count_nonzero(replay.far)
 
 
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)

@@ -181,6 +181,27 @@ void device_context_forget_error(int64_t handle) {
   tables->context->forget_error(stream_of(*tables->like));
 }
 
+// Starts or stops to mark changed rows; false if it cannot start, as a graph of steps without marks was
+// captured.
+bool device_context_mark_changes(int64_t handle, bool marks) {
+  const auto tables = tables_of(handle);
+  if (marks && tables->is_unmarked) return false;
+  const OnDevice on(*tables);
+  tables->context->mark_changes(marks, stream_of(*tables->like));
+  return true;
+}
+
+// Slots of one of the plan's tables whose rows have changed since the last call, ascending, uint32 [n]
+// stored as int32.
+Tensor device_context_take_changes(int64_t handle, int64_t table) {
+  const auto tables = tables_of(handle);
+  const OnDevice on(*tables);
+  auto* const slots =
+      new std::vector<uint32_t>(tables->context->take_changes(table, stream_of(*tables->like)));
+  return tensor_at(slots->data(), {static_cast<int64_t>(slots->size())}, ScalarType::Int, kHostMemory,
+                   [slots](void*) { delete slots; });
+}
+
 // Numbers in the plan of the tables in the order of keys, see Context.
 std::vector<int64_t> device_context_order(int64_t handle) {
   const auto tables = tables_of(handle);
@@ -296,6 +317,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_set_pull, "(int handle, int pull, int most_staging_bytes) -> ()");
   OPER_OPERATOR(device_context_error, "(int handle) -> (int, int, int)");
   OPER_OPERATOR(device_context_forget_error, "(int handle) -> ()");
+  OPER_OPERATOR(device_context_mark_changes, "(int handle, bool marks) -> bool");
+  OPER_OPERATOR(device_context_take_changes, "(int handle, int table) -> Tensor");
   OPER_OPERATOR(device_context_order, "(int handle) -> int[]");
   OPER_OPERATOR(device_context_updates_at_once, "(int handle) -> bool");
   OPER_OPERATOR(device_context_duplication, "(int handle) -> (int, int, int)");

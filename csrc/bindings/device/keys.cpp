@@ -38,7 +38,8 @@ namespace {
 
 Handles<KeyTables>& collections() { return all_handles<KeyTables, int64_t{1} << 33>(); }
 
-// Bytes of a rank's directories and of its arena. `seen_bytes`: space for the keys of its batch.
+// Bytes of a rank's directories; of all that grows with its slots; and of its arena. `seen_bytes`: space
+// for the keys of its batch.
 std::vector<int64_t> device_keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                            Tensor tables, Tensor numbers) {
   return KeyTables::num_bytes(key_rules_of(tables, numbers), world_size, rank, seen_bytes);
@@ -153,19 +154,21 @@ std::tuple<Tensor, std::vector<int64_t>> device_keys_new(int64_t handle, int64_t
   const int64_t T = keys->view.num_tables, W = keys->view.world_size;
   std::vector<int64_t> rows, begin{0};
   std::vector<std::vector<uint32_t>> counts;
-  std::vector<std::vector<uint32_t*>> lists;
+  std::vector<std::vector<ChangedBucket*>> lists;
   for (const KeyLists& of_rank : keys->lists) {
-    counts.push_back(copied(of_rank.num_given, T, stream));
-    lists.push_back(copied(of_rank.given, T, stream));
+    counts.push_back(copied(of_rank.num_changed, T, stream));
+    lists.push_back(copied(of_rank.changed, T, stream));
   }
   for (int64_t t = 0; t < T; ++t) {
-    const int64_t num_slots = keys->rules[t].num_slots, num_buckets = buckets_for(num_slots);
-    const Shares slots(num_slots, num_buckets), ranks(num_buckets, W);
+    const int64_t num_slots = keys->rules[t].num_slots;
+    const Shares slots(num_slots, buckets_for(num_slots));
     for (int64_t r = 0; r < W; ++r)
-      for (uint32_t place : copied(lists[r][t], counts[r][t], stream)) {
-        const uint32_t slot = place & ~kEmptied;
-        const int64_t row = slots.begin(ranks.begin(r) + slot / kBucketSlots) + slot % kBucketSlots + 1;
-        rows.push_back((place & kEmptied) != 0 ? -row : row);
+      for (const ChangedBucket& bucket : copied(lists[r][t], counts[r][t], stream)) {
+        const int64_t first = slots.begin(bucket.number) + 1;
+        for (uint64_t left = bucket.given; left != 0; left &= left - 1)
+          rows.push_back(first + lowest_bit(left));
+        for (uint64_t left = bucket.lost; left != 0; left &= left - 1)
+          rows.push_back(-(first + lowest_bit(left)));
       }
     std::sort(rows.begin() + begin.back(), rows.end(),
               [](int64_t a, int64_t b) { return std::abs(a) < std::abs(b); });

@@ -457,6 +457,7 @@ void exchange_gradients(Call& call, float scale, const std::optional<KeyUpdate>&
     barrier(call);
   }
   merge_and_update(call.launch(), inbox, scale);
+  if (call.context.view.changed != nullptr) mark_merged(call.launch(), inbox);
   barrier(call);
   at(tables, Point::kUpdated);
   refresh(call.launch());
@@ -494,6 +495,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, std::vector<Tensor>
     stage_optimizers(*tables, optimizers, stream);
     if (keys) leave_keys(call, *keys);
     const bool at_once = call.context.updates_at_once;
+    const bool marks = call.context.view.changed != nullptr;
+    if (!marks && is_captured(stream)) tables->is_unmarked = true;
+    if (at_once && marks) mark_runs(call.launch(), call.batch, call.work.plan);
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
     {

@@ -113,6 +113,7 @@ struct Tables {
   bool gathers = false;                      // lookups read rows of other domains
   bool shares = false;                       // other ranks of this domain read this rank's replicas
   bool counts = false;                       // Python counts transfers in the hook
+  bool is_unmarked = false;                  // a step was captured while changed rows were not marked
   int64_t num_squares = 0;                   // exchanges of sums of squares in a step
   std::optional<Tensor> requests, partials;  // int64 [W], addresses, see PushPlan
   int64_t partial_bytes = 0;                 // of each

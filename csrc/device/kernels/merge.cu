@@ -208,6 +208,37 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
   }
 }
 
+// Marks a row that an update changes, unless its table is frozen.
+OPER_DEVICE void mark_updated(const View& view, const UpdateArgs* optimizers, int64_t t, int64_t slot) {
+  if (optimizers[t].optimizer.kind != Optimizer::kNone) mark_changed(view, t, slot);
+}
+
+__global__ void __launch_bounds__(256)
+    mark_merged_kernel(View view, Inbox inbox, const UpdateArgs* optimizers) {
+  const int64_t T = view.num_tables;
+  for (int64_t source = 0; source < view.world_size; ++source) {
+    const int64_t* begin = inbox.list_begin + source * (T + 1);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < begin[T];
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      const int64_t t = last_at_most(begin, T, i);
+      mark_updated(view, optimizers, t,
+                   inbox.rows[source * inbox.capacity + i] - view.own_begin[t]);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(256)
+    mark_runs_kernel(View view, BatchPlan plan, const UpdateArgs* optimizers) {
+  if (*plan.refused != 0) return;
+  const int64_t num_runs = plan.segments[view.num_tables];
+  for (int64_t run = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; run < num_runs;
+       run += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t key = plan.keys.at(plan.run_begin[run]);
+    const int64_t t = last_at_most(view.table_keys, view.num_tables, key);
+    mark_updated(view, optimizers, t, key - view.table_keys[t]);
+  }
+}
+
 template <class Body>
 void for_classes(const Launch& on, const Inbox& inbox, float gradient_scale, bool only_pieces,
                  Body body) {
@@ -238,6 +269,16 @@ void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale
   for_classes(on, inbox, gradient_scale, false, [&](auto shape, int blocks, const MergeArgs& args) {
     OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, on.stream, args);
   });
+}
+
+void mark_merged(const Launch& on, const Inbox& inbox) {
+  OPER_LAUNCH(mark_merged_kernel, blocks_for(inbox.capacity, 256), 256, on.stream, on.view, inbox,
+              on.optimizers);
+}
+
+void mark_runs(const Launch& on, const Batch& batch, const BatchPlan& plan) {
+  OPER_LAUNCH(mark_runs_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view, plan,
+              on.optimizers);
 }
 
 void refresh(const Launch& on) {

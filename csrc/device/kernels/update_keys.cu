@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256)
       },
       [&](int64_t k, int64_t before) { inbox.begin[k] = before; });
   for (int64_t t = threadIdx.x; t < T; t += 256) {
-    keys.lists[keys.rank].num_given[t] = 0;
+    keys.lists[keys.rank].num_changed[t] = 0;
     if (!skips && !is_frozen(view, optimizers, keys.tables[t])) ++keys.clocks[t];
   }
 }
@@ -133,8 +133,7 @@ OPER_DEVICE void update_bucket(const Group<32>& warp, const KeyView& keys, const
     break;
   }
   const KeyLists& own = keys.lists[keys.rank];
-  bucket.list_changes(own.num_given + t, own.given[t],
-                      static_cast<uint32_t>((number - table.first_bucket[keys.rank]) * kBucketSlots));
+  bucket.list_changes(own.num_changed + t, own.changed[t], number);
   if (warp.lane != 0) return;
 #pragma unroll
   for (int k = 0; k < kLookups; ++k)
@@ -211,6 +210,7 @@ OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const Row
       begin_row(warp, table, rules, key, table.rows + slot * row_bytes);
       begin_state(warp, table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
       begin_state(warp, table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+      if (view.changed != nullptr && warp.lane == 0) mark_changed(view, index, slot);
     }
     for (int32_t k = 0; k < view.num_refreshes; ++k) {
       const Refresh& part = view.refreshes[k];
@@ -222,7 +222,7 @@ OPER_DEVICE void begin_pieces(const Group<32>& warp, const View& view, const Row
   }
 }
 
-// A warp initialises a row.
+// A warp initialises the rows of a bucket.
 __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys) {
   const Group<32> warp;
   const int32_t T = keys.num_tables, W = keys.world_size;
@@ -231,15 +231,15 @@ __global__ void __launch_bounds__(256) begin_rows_kernel(View view, KeyView keys
     const int32_t source = (k / T + view.rank) % W;  // so that no peer serves all ranks at once
     const KeyTable& table = keys.tables[t];
     const KeyLists& from = keys.lists[source];
-    const int64_t count = from.num_given[t];
+    const int64_t count = from.num_changed[t];
     for (int64_t i = warp.index(); i < count; i += warp.count()) {
-      const uint32_t place = from.given[t][i];
-      if ((place & kEmptied) != 0) continue;
-      const int64_t number = table.first_bucket[source] + place / kBucketSlots;
-      const int64_t slot = place % kBucketSlots;
-      const KeyBucket bucket = table.parts[source].bucket(number, table.slots);
-      begin_pieces(warp, view, table.rows, bucket.first_slot + slot + 1,
-                   key_of_hash(bucket.hash(slot), table.rules.seed));
+      const ChangedBucket changed = from.changed[t][i];
+      const KeyBucket bucket = table.parts[source].bucket(changed.number, table.slots);
+      for (uint64_t given = changed.given; given != 0; given &= given - 1) {
+        const int64_t slot = lowest_bit(given);
+        begin_pieces(warp, view, table.rows, bucket.first_slot + slot + 1,
+                     key_of_hash(bucket.hash(slot), table.rules.seed));
+      }
     }
   }
 }

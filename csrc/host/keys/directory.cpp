@@ -231,25 +231,24 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
   }
 }
 
-void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
-                         KeyChanges& changes) const {
-  // Prefetches to the second-level cache: a bucket's tags, the key's home line, and all ages of the
-  // bucket, which decide evictions.
-  const auto fetch = [&](size_t i) {
-    if (i >= keys.size()) return;
-    const int64_t bucket = bucket_of(keys[i].hash);
-    const char* at = address_of(bucket);
+void KeyDirectory::fetch(std::span<const KeyCount> keys) const {
+  for (const KeyCount& key : keys.first(std::min(keys.size(), kBucketsAhead))) {
+    const int64_t bucket = bucket_of(key.hash);
+    const char* at = parts_[rank_].buckets + bucket * kBucketBytes;
     __builtin_prefetch(at, 0, 2);
-    __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1, 2);
+    __builtin_prefetch(at + kHashesAt + 64 * home_line(key.hash), 1, 2);
     for (int64_t slot = 0; slot < kBucketSlots; slot += kLineSlots)
       __builtin_prefetch(parts_[rank_].ages + place_in(bucket, slot), 1, 2);
-  };
-  for (size_t i = 0; i < kBucketsAhead; ++i) fetch(i);
+  }
+}
+
+void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
+                         KeyChanges& changes) const {
   std::vector<KeyCount> fresh;
   for (size_t at = 0, next; at < keys.size(); at = next) {
     const int64_t bucket = bucket_of(keys[at].hash);
     for (next = at; next < keys.size() && bucket_of(keys[next].hash) == bucket; ++next)
-      fetch(next + kBucketsAhead);
+      if (next + kBucketsAhead < keys.size()) fetch(keys.subspan(next + kBucketsAhead, 1));
     admit_in_bucket(keys.subspan(at, next - at), clock, fresh, changes);
   }
 }

@@ -144,6 +144,9 @@ class KeyDirectory {
   std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
   // Adds the counts of keys that have rows, each listed once.
   void count(std::span<const PlaceCount> keys, uint32_t clock) const;
+  // Prefetches what `admit` reads first to the second-level cache: of the first keys' buckets the tags,
+  // the keys' home lines, and all ages, which decide evictions.
+  void fetch(std::span<const KeyCount> keys) const;
   // Counts or admits keys that had no row, sorted by hash; they are all such keys of some buckets.
   void admit(std::span<const KeyCount> keys, uint32_t clock, KeyChanges& changes) const;
 

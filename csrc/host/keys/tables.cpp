@@ -283,10 +283,13 @@ std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen)
   }
   std::vector<KeyChanges> changes(tasks.size());
   run_all(tasks, n < kSmall / 4, [&](const Task& task) {
-    const KeyTable& table = tables_[task.table];
-    table.directory.admit(
-        std::span(keys[task.table]).subspan(task.begin, task.end - task.begin), table.clock,
-        changes[&task - tasks.data()]);
+    const auto keys_of = [&](const Task& of) {
+      return std::span(keys[of.table]).subspan(of.begin, of.end - of.begin);
+    };
+    const size_t k = static_cast<size_t>(&task - tasks.data());
+    if (k == 0) tables_[task.table].directory.fetch(keys_of(task));
+    if (k + 1 < tasks.size()) tables_[tasks[k + 1].table].directory.fetch(keys_of(tasks[k + 1]));
+    tables_[task.table].directory.admit(keys_of(task), tables_[task.table].clock, changes[k]);
   });
   for (size_t k = 0; k < tasks.size(); ++k) {
     KeyChanges& to = result[tasks[k].table];

@@ -76,7 +76,8 @@ class DeltaCheckpoints:
 
     Raises:
         InvalidInputError: the model has no sharded tables in training, or has tables that are
-            read-only or not in host memory; or `memory_bytes` is below 1.
+            read-only; `memory_bytes` is below 1; or steps of tables in device memory have been
+            captured in a CUDA graph before.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *,
@@ -325,7 +326,7 @@ class _Parts:
         begin = -(-self._used // 64) * 64
         end = begin + count * view.shape[1] * view.element_size()
         if end > self._memory.numel():  # a row larger than a part, or no space due to alignment
-            return view.new_empty(count, view.shape[1])
+            return torch.empty(count, view.shape[1], dtype=view.dtype)
         self._used = end
         return self._memory[begin:end].view(view.dtype).view(count, view.shape[1])
 

@@ -27,6 +27,8 @@ from oper.tables import TableSpec
 _KIND = {name: k for k, name in enumerate(SENT)}
 _HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 numbers in a header
 _HEAD_UNIT_BYTES = 1024  # headers are padded to a multiple of this
+# Ids of a part of a message of keys, and its description; KeyPart in csrc/host/keys/tables.h.
+_PART_IDS, _PART_WORDS = 1 << 16, 6
 
 
 class _Sizes:
@@ -57,17 +59,18 @@ class WireReplay:
         training: whether backward and update follow a lookup; default: whether the plan's objective
             is training.
         clipped: names of tables whose rows' gradients are clipped to a norm.
+        dynamic: names of dynamic tables. Their ids are rows; row 0 stands for keys without a row.
 
     Raises:
         InvalidInputError: `domain_of` does not have one entry per rank.
     """
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
-                 clipped: Collection[str] = ()) -> None:
+                 clipped: Collection[str] = (), dynamic: Collection[str] = ()) -> None:
         require("cannot replay the exchange", "pass the domains of this plan's ranks", (
             "domain_of", list(domain_of)[:16], len(domain_of) == plan.world_size,
             f"one per rank, {plan.world_size}"))
-        self.plan, self.clipped = plan, clipped
+        self.plan, self.clipped, self.dynamic = plan, clipped, dynamic
         self.training = plan.objective == "training" if training is None else training
         domains = np.asarray(domain_of)
         self.far = domains[:, None] != domains[None, :]
@@ -82,7 +85,7 @@ class WireReplay:
         self._head_bytes = -(-head // _HEAD_UNIT_BYTES) * _HEAD_UNIT_BYTES
 
     def step(self, ranks: Sequence[RankBatch]) -> np.ndarray:
-        """Bytes of one step on these batches; int64 [12, W, W] by kind (`SENT`), sender, receiver.
+        """Bytes of one step on these batches; int64 [13, W, W] by kind (`SENT`), sender, receiver.
 
         Raises:
             InvalidInputError: there is not one batch per rank, or a batch is invalid.
@@ -114,7 +117,25 @@ class WireReplay:
             phases += 1 + rounds + self._needs.refreshes
             phases += int(self._needs.gathers and trains_weights)
         sent[_KIND["headers"]] = phases * self._head_bytes
+        if self.training and self.dynamic:
+            self._keys(sent, ranks)
         return sent * self.far
+
+    def _keys(self, sent: np.ndarray, ranks: Sequence[RankBatch]) -> None:
+        """Add the keys that a rank sends to one rank of every other domain, see
+        `oper.shmem.keys.across`, and the headers, which all ranks exchange."""
+        sent[_KIND["keys"]] = _HEAD_UNIT_BYTES
+        features = [f for t in self.plan.tables if t.table.name in self.dynamic
+                    for f in t.table.features or (t.table.name,)]
+        for rank, batch in enumerate(ranks):
+            words = 1
+            for ids in (batch[f].ids for f in features if f in batch):
+                for at in range(0, ids.size, _PART_IDS):
+                    part = ids[at:at + _PART_IDS]
+                    words += _PART_WORDS + np.unique(part[part > 0]).size + int((part == 0).sum())
+            at = self._members[rank].index(rank)
+            for members in {tuple(members) for members in self._members}:
+                sent[_KIND["keys"], rank, members[at % len(members)]] += 8 * words
 
     def _lookup(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,
                 batch: TableBatch) -> None:

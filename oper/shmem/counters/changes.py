@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,30 +45,38 @@ class ChangedRows:
     update.
 
     Args:
-        tables: tables with an optimizer, in host memory.
+        tables: tables with an optimizer.
 
     Raises:
-        InvalidInputError: the tables have no optimizer or are in device memory.
+        InvalidInputError: the tables have no optimizer; or they are in device memory, and steps
+            that mark no rows have been captured in a CUDA graph.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
-        if tables.device.type != "cpu" or tables.optimizers is None:
+        if tables.optimizers is None:
             raise InvalidInputError(
-                "cannot track changed rows", "tables",
-                f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
-                "trained tables in host memory", "save complete checkpoints instead of deltas")
+                "cannot track changed rows", "tables", "without optimizer", "trained tables",
+                "save complete checkpoints instead of deltas")
         self.tables = tables
         self._of = (0, -1)
         self.restart()
 
     def restart(self) -> None:
         """Clear all marks and start marking. No update may be under way on this rank."""
-        torch.ops.oper.context_mark_changes(self.tables.handle, True)
+        if self._call("mark_changes", True) is False:
+            raise InvalidInputError(
+                "cannot track changed rows", "steps captured in a CUDA graph", "without marks",
+                "none before rows are tracked, since replays of such steps mark no rows",
+                "track changed rows (make DeltaCheckpoints) before the capture")
         self._of = self._now()
         keys = self.tables.keys
         self._clocks = {name: keys.clock(name) for name in keys.tables} if keys else {}
         # The time to live may have been different before.
         self._expired_since = dict.fromkeys(self._clocks, -1)
+
+    def _call(self, what: str, argument: int) -> Any:
+        operator = getattr(torch.ops.oper, f"{self.tables.context_operators}_{what}")
+        return operator(self.tables.handle, argument)
 
     def accept(self) -> None:
         """Regard all rows flushed so far (`flush_replicas`) as known, and keep all marks: `take`
@@ -88,8 +96,7 @@ class ChangedRows:
         """
         if self._now() != self._of:
             return None
-        handle = self.tables.handle
-        return {k: torch.ops.oper.context_take_changes(handle, k).numpy().view(np.uint32)
+        return {k: self._call("take_changes", k).numpy().view(np.uint32)
                 for k in range(len(self.tables.directories))}
 
     def take_keys(self) -> Iterator[ChangedKeys]:
@@ -109,12 +116,15 @@ class ChangedRows:
             part: ``"rows"`` or a state's name.
             piece: index of the directory.
             slots: uint32 [n], slots in the directory, from `take`.
-            to: [n, width] of the stored dtype, written to.
+            to: [n, width] of the stored dtype, in host memory, written to.
         """
         rows = self.tables.view(part, piece, self.tables.group.rank)
-        torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)
+        if rows.device == to.device:
+            torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)
+        else:
+            to.copy_(rows[torch.from_numpy(slots.astype(np.int64)).to(rows.device)])
 
     def stop(self) -> None:
         """Stop marking rows."""
         if self.tables._heap is not None:
-            torch.ops.oper.context_mark_changes(self.tables.handle, False)
+            self._call("mark_changes", False)

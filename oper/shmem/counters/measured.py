@@ -43,6 +43,7 @@ class MeasuredTables(LogicalRows):
     collection: int  # number in the group's `Register`
     is_watched = True  # whether the ranks of a domain share a barrier with `BarrierState`s
     times_phases = True  # whether the kernels time their phases
+    context_operators = "context"  # prefix of the names of this back end's operators
     num_steps: int  # number of updates
     _skipped: dict[str, int]  # by table, number of updates in which it was frozen
     _most_spans = 0  # capacity of the buffer of spans; 0 = not tracing

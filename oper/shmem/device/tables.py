@@ -74,6 +74,7 @@ class DeviceTables(ShardedTables):
     resolves_across_domains = True
     is_watched = False
     times_phases = False
+    context_operators = "device_context"
     _deduplicate: bool | None = None
     most_staging_bytes = 1 << 30  # limit on the memory for de-duplicated rows of peers
 

@@ -27,6 +27,7 @@ from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.rows.traffic import SENT
 from oper.shmem.group.desync import (
+    KEYS,
     STATE_ACCESS,
     CollectivePhase,
     Verdict,
@@ -83,6 +84,7 @@ class Exchange:
         self._release = self._transport.hold(self)
         self._error: BaseException | None = None
         self._handle = 0
+        self._sent_keys = [0] * group.world_size  # bytes, by receiver
         self.callback = _TRANSPORT(self._move)
 
     # ---- setup -----------------------------------------------------------------------------------
@@ -181,7 +183,9 @@ class Exchange:
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
         """See `ShardedTables.sent_bytes`."""
-        sent, size = self._query("sent_bytes", reset), self._group.world_size
+        sent, size = [*self._query("sent_bytes", reset), *self._sent_keys], self._group.world_size
+        if reset:
+            self._sent_keys = [0] * size
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
     def _query(self, what: str, *arguments: bool) -> list[int]:
@@ -260,6 +264,10 @@ class Exchange:
         for rank, n in enumerate(back):
             if n < 0 or n % 8:
                 self.check(Status.IMPOSSIBLE_MESSAGE, rank)
+        if phase == KEYS:
+            self._sent_keys = [before + (_HEAD_BYTES + n if r not in self.members else 0)
+                               for r, (before, n) in enumerate(zip(self._sent_keys, there,
+                                                                   strict=True))]
         received = torch.empty(sum(back) // 8, dtype=torch.int64)
         self._guarded(torch.cat([torch.empty(0, dtype=torch.int64),
                                  *(messages[r] for r in sorted(messages))]).view(torch.uint8),

@@ -271,8 +271,9 @@ class Keys:
         do lookups of tables in device memory find these."""
         torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
 
-    def _records(self, writes: bool = False) -> int:
-        """Return the handle by which operators read or write records in host memory."""
+    def _records(self, writes: bool = False, own: bool = False) -> int:
+        """Return the handle by which operators read or write records in host memory; with `own`,
+        only those of this rank's buckets."""
         return self._handle
 
     def num_records(self, name: str, candidates: bool) -> int:
@@ -299,7 +300,7 @@ class Keys:
         """
         since = since if self._domains.is_first else self.clock(name)
         numbers, records = torch.ops.oper.keys_changed(
-            self._records(), self.tables[name], RECORDS[part], since)
+            self._records(own=True), self.tables[name], RECORDS[part], since)
         return numbers, records
 
     def expired(self, name: str, since: int) -> torch.Tensor:
@@ -307,7 +308,8 @@ class Keys:
         their time to live now and had not at clock `since`; -1: all whose keys have. With several
         memory domains, only ranks of the first one return any."""
         since = since if self._domains.is_first else self.clock(name)
-        slots: torch.Tensor = torch.ops.oper.keys_expired(self._records(), self.tables[name], since)
+        slots: torch.Tensor = torch.ops.oper.keys_expired(
+            self._records(own=True), self.tables[name], since)
         return slots
 
     def write(self, name: str, part: str, numbers: torch.Tensor, records: torch.Tensor,

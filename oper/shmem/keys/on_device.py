@@ -19,12 +19,11 @@ from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import Lookup, SeenKeys
 from oper.shmem.keys.directories import MOST_UPDATES, Keys, clock_at_end
 from oper.shmem.keys.late import RowHistory
-from oper.shmem.keys.places import BUCKET_BYTES, num_buckets, slots_of_buckets
+from oper.shmem.keys.places import BUCKET_BYTES, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.memory.device_heap import DeviceHeap, release
 from oper.tables import KEY_BUCKET_ROWS
 
-_MOST_SLOTS = 1 << 31  # of a rank's buckets of a table: numbers in kernels' lists have 31 bits
 _STATE_WIDTH = 7  # of `device_keys_state`: the clock, then the numbers of KeyCounter
 _ALIGNMENT = 64
 
@@ -36,6 +35,7 @@ class _HostCopy:
     Attributes:
         handle: of the host back end's operators.
         directories: the bytes of each rank's directories.
+        is_whole: whether those of other ranks have been copied.
         clocks: by table; an update of the directories would have changed them.
         is_written: whether records have been written, which the device gets by `set_clock`; each
             rank writes to its own directories only.
@@ -43,6 +43,7 @@ class _HostCopy:
 
     handle: int
     directories: list[torch.Tensor]
+    is_whole: bool
     clocks: list[int]
     is_written: bool = False
 
@@ -59,8 +60,7 @@ class DeviceKeys(Keys):
             ranks.
 
     Raises:
-        InvalidInputError: a table cannot be dynamic or has too many rows, or there are several
-            memory domains.
+        InvalidInputError: a table cannot be dynamic, or there are several memory domains.
         OperError: memory does not suffice for the directories.
     """
 
@@ -70,14 +70,6 @@ class DeviceKeys(Keys):
                 "cannot make tables in device memory dynamic", "memory domains",
                 len(tables.domains), "1: all GPUs can address each other's memory",
                 "train on the GPUs of one host, or in host memory")
-        for name in rules:
-            num_rows = tables.specs[name].num_rows
-            slots = -(-num_buckets(num_rows - 1) // tables.group.world_size) * KEY_BUCKET_ROWS
-            if slots > _MOST_SLOTS:
-                raise InvalidInputError(
-                    f"cannot make table {name!r} in device memory dynamic", "rows", num_rows,
-                    f"at most {_MOST_SLOTS} for each rank",
-                    "use more ranks, or split the table in two")
         self._seen_bytes = seen_bytes
         self._copy: _HostCopy | None = None
         self._most_updates = 0  # no table's clock is higher
@@ -88,9 +80,9 @@ class DeviceKeys(Keys):
         sizes = [operators.device_keys_num_bytes(rank, group.world_size, self._seen_bytes,
                                                  *self._arguments)
                  for rank in range(group.world_size)]
-        self._directory_bytes = [of_slots for of_slots, _ in sizes]
-        self.num_bytes = sum(self._directory_bytes)
-        self._heap: Any = DeviceHeap(group, [n for _, n in sizes], tables.device)
+        self._directory_bytes, of_slots, of_arenas = zip(*sizes, strict=True)
+        self.num_bytes = sum(of_slots)
+        self._heap: Any = DeviceHeap(group, list(of_arenas), tables.device)
         self._handle = int(operators.device_keys_open(
             tables.handle, self._heap.addresses, self._seen_bytes, *self._arguments,
             self._table_of))
@@ -168,15 +160,16 @@ class DeviceKeys(Keys):
         self._most_updates = max(self._most_updates, clock)
         self._drop_copy()
 
-    def _records(self, writes: bool = False) -> int:
+    def _records(self, writes: bool = False, own: bool = False) -> int:
         clocks = self._state()[::_STATE_WIDTH]
         copy = self._copy
-        if copy is None or copy.clocks != clocks or (copy.is_written and not writes):
+        if copy is None or copy.clocks != clocks or (copy.is_written and not writes) or not (
+                copy.is_whole or own):
             self._drop_copy()
-            copy = self._copy = self._copied(clocks)
+            copy = self._copy = self._copied(clocks, own)
         return copy.handle
 
-    def _copied(self, clocks: list[int]) -> _HostCopy:
+    def _copied(self, clocks: list[int], own: bool) -> _HostCopy:
         operators, group = torch.ops.oper, self._tables.group
         addresses, directories = [], []
         for rank, num_bytes in enumerate(self._directory_bytes):
@@ -188,10 +181,11 @@ class DeviceKeys(Keys):
         handle = int(operators.keys_open(addresses, group.rank, 0, *self._arguments,
                                          self._table_of))
         for rank, directory in enumerate(directories):
-            directory.copy_(self._on_device(rank))
+            if rank == group.rank or not own:
+                directory.copy_(self._on_device(rank))
         for table, clock in enumerate(clocks):
             operators.keys_set_clock(handle, table, clock)
-        return _HostCopy(handle, directories, clocks)
+        return _HostCopy(handle, directories, not own, clocks)
 
     def _on_device(self, rank: int) -> torch.Tensor:
         """Return a view of a rank's directories, uint8 [bytes]."""
