@@ -188,9 +188,9 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
         tables = tables_of(model)
         ranks.step(lambda: _put_rows([*deltas, *rest], tables))
         for t in tables:
-            keys = t.keys if isinstance(t, ShardedTables) else None
-            for name in keys.tables if keys is not None else ():
-                keys.set_clock(name, keys.clock(name))  # after the records of the deltas
+            if isinstance(t, ShardedTables) and t.keys is not None:
+                for name in t.keys.tables:  # after the records of the deltas
+                    t.keys.set_clock(name, t.keys.clock(name))
             t.flush_replicas()
     for t in tables_of(model) if numbers else ():
         renumber(t, numbers)
