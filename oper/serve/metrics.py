@@ -1,7 +1,8 @@
 """Prometheus metrics of all workers, in memory that they share with the supervisor.
 
 Each worker has its own counters, and a ring buffer of what it did while a trace is recorded. A
-worker that replaces a failed one continues with its counters; only the gauges are reset.
+worker that replaces a failed one continues with its counters. Gauges are those of the workers that
+accept connections.
 """
 
 from __future__ import annotations
@@ -156,24 +157,16 @@ class Shared:
         """
         return np.frombuffer(self._memory, np.dtype(self._types))
 
-    def forget(self, worker: int) -> None:
-        """Reset the gauges and connections of a worker that has exited."""
-        self.workers()[worker]["connections"] = -1
-        for metric, _ in self.metrics:
-            if metric.kind == "gauge":
-                self.workers()[worker][metric.name][:] = 0.0
-
     def page(self) -> bytes:
         """Return the metrics of supervisor and workers in Prometheus' text format."""
         lines = [line for metric, field, unit in SUPERVISOR for line in metric.lines(
             [""], np.array([[getattr(self.counts, field) * unit]]))]
+        workers = self.workers()
+        accepting = workers[workers["connections"] >= 0]
         for metric, values in self.metrics:
-            numbers = self.workers()[metric.name]
-            if metric is _EPOCH:  # the lowest; a worker that has not reported yet has 0
-                lines += metric.lines(values, np.min(numbers, 0, where=numbers > 0, initial=np.inf)
-                                      if numbers.any() else numbers[0])
-            else:
-                lines += metric.lines(values, numbers.sum(axis=0))
+            numbers = (accepting if metric.kind == "gauge" else workers)[metric.name]
+            is_lowest = metric is _EPOCH and bool(numbers.size)
+            lines += metric.lines(values, numbers.min(0) if is_lowest else numbers.sum(0))
         return ("\n".join(lines) + "\n").encode()
 
 

@@ -392,12 +392,7 @@ class Server:
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
-            wait([x for w in self._workers for x in w.watched()], _POLL_S)
-            for worker in list(self._workers):
-                self._look_at(worker)
-                if not worker.process.is_alive():
-                    raise OperError("a worker could not start", "exit code",
-                                    worker.process.exitcode, "0", "see its log above")
+            self._turn()
             if time.monotonic() > until:
                 raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
                                     "all ready by then", "increase start_s")
@@ -406,22 +401,24 @@ class Server:
         """Wait up to `_POLL_S` seconds for events of workers, and handle them."""
         wait([x for w in self._workers for x in w.watched()], _POLL_S)
         for worker in list(self._workers):
-            if self._look_at(worker):
-                worker.accept()
+            if not worker.ready:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    worker.ready = worker.control.recv(1) == READY
+                if worker.ready and self._started.is_set():
+                    worker.accept()
             if not worker.process.is_alive():
                 self._replace(worker)
         self._counts.workers = sum(w.ready for w in self._workers)
 
-    def _look_at(self, worker: _Worker) -> bool:
-        """Return whether the worker has become ready since the last call."""
-        was_ready = worker.ready
-        if not was_ready:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                worker.ready = worker.control.recv(1) == READY
-        return worker.ready and not was_ready
-
     def _replace(self, worker: _Worker) -> None:
-        """Replace a worker that has exited, after a pause if it exited before it was ready."""
+        """Replace a worker that has exited, after a pause if it exited before it was ready.
+
+        Raises:
+            OperError: the server is not started yet.
+        """
+        if not self._started.is_set():
+            raise OperError("a worker could not start", "exit code", worker.process.exitcode, "0",
+                            "see its log above")
         if worker.ready:
             log.warning("worker %d exited (exit code %s); starting another one",
                         worker.process.pid, worker.process.exitcode)
@@ -443,7 +440,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        self._shared.forget(worker.place)
+        self._shared.workers()[worker.place]["connections"] = -1
 
     def _drain(self) -> None:
         """Stop listening, let the workers drain, and kill those that exceed `drain_s`."""

@@ -32,7 +32,7 @@ _TICK_S = 0.1
 _REPORT_TICKS, _EXPIRE_TICKS = 5, 10
 _GRACE_S = 5.0  # after the drain time, the process is forced to exit
 _YIELD_S = 0.25  # a connection waits so long for workers with fewer connections, if these are busy
-_STEP_S = 0.002  # interval at which a worker looks whether these have accepted it
+_STEP_S = 0.002  # first of the growing pauses after which it looks whether these have accepted it
 _BUSY_S = 1.0  # for so long further ones do not wait
 _MOST_ACCEPTED = 64  # connections accepted before the next batch is scored
 
@@ -109,6 +109,7 @@ class _Worker:
         self._control.setblocking(False)
         self._listener.setblocking(False)
         self._loop.add_reader(self._control.fileno(), self._obey)
+        self.report()
         self._control.send(READY)
         ticks, until = 0, float("inf")
         while not (self._drains and not self.connections) and time.monotonic() < until:
@@ -195,8 +196,9 @@ class _Worker:
         self._loop.remove_reader(self._listener.fileno())
         self._accept(time.monotonic())
 
-    def _accept(self, since: float) -> None:
-        """Accept connections that have waited since a time, or leave them to workers with fewer."""
+    def _accept(self, since: float, step_s: float = _STEP_S) -> None:
+        """Accept connections that have waited since a time, or leave them to workers with fewer and
+        look again after `step_s`."""
         pause_s = 0.0
         for _ in range(_MOST_ACCEPTED):
             if self._drains:
@@ -205,7 +207,7 @@ class _Worker:
             yields = now > self._others_busy_until and bool(
                 ((counts >= 0) & (counts < mine)).any())
             if yields and now < since + _YIELD_S:
-                self._loop.call_later(_STEP_S, self._accept, since)
+                self._loop.call_later(step_s, self._accept, since, 2 * step_s)
                 return
             try:
                 connection, _ = self._listener.accept()

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import http.server
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -67,6 +68,20 @@ def test_metrics_count_every_worker(server: Server) -> None:
     for name in ("oper_queued_samples", "oper_weights_epoch", "oper_request_seconds_bucket",
                  "oper_worker_restarts_total", "oper_publications_total"):
         assert re.search(rf"^{name}[ {{]", after, re.M)
+
+
+def test_gauges_are_of_workers_that_accept_connections() -> None:
+    """The lowest epoch may be 0, and a worker that has exited has none."""
+    shared = metrics.Shared(multiprocessing.get_context("spawn"), 3)
+    for worker, epoch in enumerate((0, 7, 9)):
+        predictor = Sums()
+        predictor.epoch = epoch
+        metrics.WorkerMetrics(shared, worker, predictor).report(10, 1)
+    for connections, epoch in (((-1, -1, -1), 0), ((0, 4, -1), 0), ((-1, 4, 0), 7)):
+        shared.workers()["connections"] = connections
+        page = shared.page().decode()
+        assert value_of(page, "oper_weights_epoch") == epoch
+        assert value_of(page, "oper_queued_samples") == 10 * sum(x >= 0 for x in connections)
 
 
 # ---- scores --------------------------------------------------------------------------------------
