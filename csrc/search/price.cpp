@@ -105,9 +105,10 @@ class Pricing {
     if (p_.columns[k] > 0 && num_types > 0 && std::isfinite(value)) {
       // Pieces must add up to the columns. A table that must push may also have pieces that do not. If
       // the path uses a kind whose cheapest set was not searched for, that is done now.
-      double whole = whole_widths();
-      for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths()) look_at(i);
-      if (whole < known && path_cost() < known) at = path_parts();
+      double whole = whole_widths(&Kind::least);
+      for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths(&Kind::least)) look_at(i);
+      // The sets found may cost more than their bounds, and other pieces then be cheaper.
+      if (whole < known && whole_widths(&Kind::cost) < known) at = path_parts();
       value = std::min(known, whole);
     } else if (best_ < known) {
       at = part(0, 1.0, best_kind_, 1.0);
@@ -175,7 +176,7 @@ class Pricing {
 
   // Bound all types of pieces in a mode (all rows pushed, or some).
   void types(int64_t num_types, Mode mode) {
-    chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
+    chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0), other_.assign(n_, 0.0);
     mode_ = mode;
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
@@ -203,7 +204,10 @@ class Pricing {
     const bool must = mode_ == kAllPushed;
     double least = begin_type(j) - offset_;
     if (least < room(j)) least = std::max(least, linear(j, must));
-    if (least < room(j)) least = std::max(least, prefixes(j, must));
+    if (least < room(j)) least = std::max(least, merged(j, must));
+    if (of_class_.size() > 1)
+      for (size_t i = 0; i < of_class_.size() && least < room(j); ++i)
+        least = std::max(least, one_class(j, must, of_class_[i]));
     return least + offset_;
   }
 
@@ -231,24 +235,57 @@ class Pricing {
   }
 
   // Bound with all classes of owners replaced by one, which has the largest capacity and the lowest
-  // price of any. The best set of pushed blocks is then a prefix of the blocks in the order of
-  // their cost of pushing per id, or has a mass at which all owners are full. The empty prefix
-  // stands for an arbitrarily small part of a block, which pays the fixed charge.
-  double prefixes(int64_t j, bool must) {
-    double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
+  // price of any.
+  double merged(int64_t j, bool must) {
+    double full = 0, price = kInfinity;
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));
     cheapest_classes(false);
-    int64_t end = n_;
-    walk(full, price, [&](int64_t count, double found) {
-      if (must && count < n_) return;
-      least = std::min(least, found);
-      if (count >= 0 && found < cheapest) cheapest = found, end = count;
-    });
-    std::fill(found_.begin(), found_.end(), 0);
-    for (int64_t i = 0; i < end; ++i) found_[order_[i]] = class_[order_[i]];
+    const double least = prefixes(full, price, must);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? class_[order_[i]] : 0;
     keep(j, 0);
     for (const int64_t m : of_class_)
       if (of_class_.size() > 1) keep(j, m + 1);
+    return least;
+  }
+
+  // Bound with exact partial sums of class `only`, and partial sums of other classes that are linear in
+  // the blocks.
+  double one_class(int64_t j, bool must, int64_t only) {
+    double rest = 0;
+    for (int64_t b = 0; b < n_; ++b) other_[b] = must ? kInfinity : fixed_[b], class_[b] = 0;
+    for (const int64_t m : of_class_) {
+      if (m == only) continue;
+      const double most = std::min(mass_all_, full_of(j, m));
+      const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;  // of a full owner, per id
+      const double* line = &least_sums_[m * n_];
+      const bool by_share = share * mass_all_ > std::accumulate(line, line + n_, 0.0);
+      for (int64_t b = 0; b < n_; ++b) {
+        const double cost = pushed_[m * n_ + b] + (by_share ? share * p_.ids[begin_ + b] : line[b]);
+        if (cost < other_[b]) other_[b] = cost, class_[b] = m + 1;
+      }
+    }
+    for (int64_t b = 0; b < n_; ++b) {
+      rest += other_[b] - fixed_[b];
+      gain_[b] = std::min(pushed_[only * n_ + b] - other_[b], 1e30);
+    }
+    const double least = prefixes(full_of(j, only), price_of(only), false);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? only + 1 : class_[order_[i]];
+    keep(j, 0);
+    return rest + least;
+  }
+
+  // Least cost of the blocks in one class of owners who hold at most `full` ids each. The best set of
+  // pushed blocks is a prefix of the blocks in the order of their cost of pushing per id, or has a mass
+  // at which all owners are full. The empty prefix stands for an arbitrarily small part of a block,
+  // which pays the fixed charge. Sets `end_` to the length of the cheapest prefix (n if `all`).
+  double prefixes(double full, double price, bool all) {
+    double cheapest = kInfinity, least = kInfinity;
+    end_ = n_;
+    walk(full, price, [&](int64_t count, double found) {
+      if (all && count < n_) return;
+      least = std::min(least, found);
+      if (count >= 0 && found < cheapest) cheapest = found, end_ = count;
+    });
     return least;
   }
 
@@ -377,7 +414,7 @@ class Pricing {
   // cost per column, or pushing nothing. Columns that remain next to wide pieces need narrower ones, with
   // an id stream of their own. Shortest path over columns, in two lanes: nothing pushed so far, or
   // something.
-  double whole_widths() {
+  double whole_widths(double Kind::* cost_of) {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     by_width_.assign(count + 1, {kInfinity, 0});  // cost and kind of the cheapest piece of each width
     for (int64_t m = 0; m < p_.num_options; ++m)
@@ -389,7 +426,7 @@ class Pricing {
                       high = std::llround(double(columns) / p_.streams[at]) / step;
         for (int64_t w = low; w <= high; ++w)
           for (int64_t i = 2 * j; i < 2 * j + 2; ++i)
-            by_width_[w] = std::min(by_width_[w], std::pair(kinds_[i].least, i));
+            by_width_[w] = std::min(by_width_[w], std::pair(kinds_[i].*cost_of, i));
       }
     steps_.assign(kLanes * (count + 1), Step{});
     steps_[0].cost = 0;
@@ -433,17 +470,6 @@ class Pricing {
     return kind;
   }
 
-  // Cost of the sets on the path, which may exceed the path's lower bound.
-  double path_cost() const {
-    const double columns = double(p_.columns[k_] / p_.step);
-    double cost = 0;
-    along_path([&](const Step& x) {
-      const double whole = x.kind < 0 ? still_cost(columns / double(x.width)) : kinds_[x.kind].cost;
-      cost += double(x.width) / columns * whole;
-    });
-    return cost;
-  }
-
   // Write the parts of the path; returns their number.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
@@ -482,6 +508,7 @@ class Pricing {
   OperPricing& p_;
   int64_t k_ = 0;
   int64_t begin_ = 0, n_ = 0;  // blocks of table k_
+  int64_t end_ = 0;            // length of the cheapest prefix found
   double all_still_ = 0, all_more_ = 0, mass_all_ = 0;
   bool must_ = false;
   int64_t best_kind_ = -1;  // -1: nothing is pushed
@@ -490,7 +517,7 @@ class Pricing {
   Mode mode_ = kAllPushed;
   static constexpr int64_t kIsPushed = 1, kLanes = 2;
   int64_t lane_ = 0;
-  std::vector<double> gain_, slope_, fixed_, pushed_, least_sums_;
+  std::vector<double> gain_, slope_, fixed_, other_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
   std::vector<std::pair<double, int64_t>> by_width_;
   std::vector<Step> steps_;

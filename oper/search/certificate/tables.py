@@ -351,9 +351,37 @@ class TableCosts:
         for sums in (price[:, None] * x for x in lines):
             every = np.maximum(every, (whole + sums).min(axis=2).sum(axis=1))
             some = np.maximum(some, np.minimum((go + sums).min(axis=2) - stay, 0.0).sum(axis=1))
+        if usable.shape[1] > 1:
+            for to, cost, base in ((every, whole, np.full(stay.shape, np.inf)), (some, go, stay)):
+                self._raise_by_class(to, of, cost, base, price, mass, lines)
         some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
                  + self.bags[of] * asked.bag + stay.sum(axis=1))
         return np.minimum(every, np.where(free, some, np.inf))
+
+    def _raise_by_class(self, least: np.ndarray, of: np.ndarray, go: np.ndarray, stay: np.ndarray,
+                        price: np.ndarray, mass: np.ndarray, lines: list[np.ndarray]) -> None:
+        """Raise lower bounds `least` (float64 [n], without the cost `stay` of all blocks, where it
+        is finite) to those with exact partial sums of one class and linear ones of the others.
+
+        `price` (float64 [n, C]) is the price of a byte; other arguments as for `_pushed`.
+        """
+        share = self.blocks[of, :, IDS] / self.total[of, None]
+        totals = [x.sum(axis=1) for x in lines]  # [n, C]
+        fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
+        for c in range(mass.shape[1]):
+            others = np.arange(mass.shape[1]) != c
+            several = (mass[:, c] > 0) & (mass[:, others] > 0).any(axis=1)
+            for sums, total in zip(lines, totals, strict=True):
+                # Of lines, those with about the largest total bound best.
+                near = several & (total >= 0.99 * totals[0])[:, others].all(axis=1)
+                if sums is not lines[0]:
+                    near &= (sums != lines[0])[..., others].any(axis=(1, 2))
+                n = np.flatnonzero(near)
+                rest = (go[n] + price[n, None] * sums[n])[..., others].min(axis=2)
+                rest = np.minimum(rest, stay[n])
+                found = rest.sum(axis=1) - fixed[n] + self._prefixes(
+                    of[n], go[n, :, c] - rest, share[n], price[n, c, None], mass[n, c, None])
+                least[n] = np.maximum(least[n], found)
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
