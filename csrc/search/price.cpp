@@ -1,5 +1,5 @@
-#include "common/clones.h"
 #include "search/price.h"
+#include "search/price_loops.h"
 #include "search/sums.h"
 
 #include <algorithm>
@@ -14,62 +14,13 @@
 
 namespace {
 
+using namespace oper::search;
+
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // relative tolerance within which an owner is full
 constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds an entire piece
+constexpr int64_t kFew = 8;          // owners of a class, up to which two classes are bounded exactly
 constexpr int64_t kAlone = 30;       // tables x options, up to which a second thread does not pay
-
-// to[b] = once[b] + times more[b]
-OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
-                       int64_t n) {
-  for (int64_t b = 0; b < n; ++b) to[b] = once[b] + times * more[b];
-}
-
-// least[b] = min(least[b], cost[b] + weight ids[b])
-OPER_CLONES void lower(double* __restrict least, const double* cost, const double* ids,
-                       double weight, int64_t n) {
-  for (int64_t b = 0; b < n; ++b) {
-    const double x = cost[b] + weight * ids[b];
-    least[b] = x < least[b] ? x : least[b];
-  }
-}
-
-// gain[b] = min(gain[b] - fixed[b], 1e30); returns the sum of min(gain[b], limit).
-OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n, double limit) {
-  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
-  double sums[kSums] = {};
-  for (int64_t b = 0; b < n; ++b) {
-    const double x = gain[b] - fixed[b];
-    gain[b] = x < 1e30 ? x : 1e30;
-  }
-  int64_t b = 0;
-  for (; b + kSums <= n; b += kSums)
-    for (int64_t i = 0; i < kSums; ++i) sums[i] += gain[b + i] < limit ? gain[b + i] : limit;
-  for (int64_t i = 0; b < n; ++b, ++i) sums[i] += gain[b] < limit ? gain[b] : limit;
-  double sum = 0;
-  for (const double x : sums) sum += x;
-  return sum;
-}
-
-// Over the blocks found in class `which` (0: in any): sums of cost - fixed, of ids and of least.
-OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
-                        const double* ids, const double* least, int64_t n, double* total, double* mass,
-                        double* sums) {
-  constexpr int64_t kSums = 8;  // fixes the order of additions on all processors
-  double totals[kSums] = {}, masses[kSums] = {}, leasts[kSums] = {};
-  const auto add = [&](int64_t b, int64_t i) {
-    const bool in = which > 0 ? found[b] == which : found[b] > 0;
-    totals[i] += in ? cost[b] - fixed[b] : 0.0;
-    masses[i] += in ? ids[b] : 0.0;
-    leasts[i] += in ? least[b] : 0.0;
-  };
-  int64_t b = 0;
-  for (; b + kSums <= n; b += kSums)
-    for (int64_t i = 0; i < kSums; ++i) add(b + i, i);
-  for (int64_t i = 0; b < n; ++b, ++i) add(b, i);
-  *total = *mass = *sums = 0;
-  for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
-}
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
 enum Pushes : uint8_t { kFree, kStill, kPushes };
@@ -205,9 +156,12 @@ class Pricing {
     double least = begin_type(j) - offset_;
     if (least < room(j)) least = std::max(least, linear(j, must));
     if (least < room(j)) least = std::max(least, merged(j, must));
-    if (of_class_.size() > 1)
+    if (must && of_class_.size() == 2 && few_owners(j, of_class_[0]) && few_owners(j, of_class_[1])) {
+      if (least < room(j)) least = std::max(least, two_classes(j, of_class_[0], of_class_[1]));
+    } else if (of_class_.size() > 1) {
       for (size_t i = 0; i < of_class_.size() && least < room(j); ++i)
         least = std::max(least, one_class(j, must, of_class_[i]));
+    }
     return least + offset_;
   }
 
@@ -240,7 +194,7 @@ class Pricing {
     double full = 0, price = kInfinity;
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, price_of(m));
     cheapest_classes(false);
-    const double least = prefixes(full, price, must);
+    const double least = full_prefixes(full, price, must);
     for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? class_[order_[i]] : 0;
     keep(j, 0);
     for (const int64_t m : of_class_)
@@ -268,20 +222,56 @@ class Pricing {
       rest += other_[b] - fixed_[b];
       gain_[b] = std::min(pushed_[only * n_ + b] - other_[b], 1e30);
     }
-    const double least = prefixes(full_of(j, only), price_of(only), false);
+    const double least = full_prefixes(full_of(j, only), price_of(only), false);
     for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = i < end_ ? only + 1 : class_[order_[i]];
     keep(j, 0);
     return rest + least;
   }
 
-  // Least cost of the blocks in one class of owners who hold at most `full` ids each. The best set of
-  // pushed blocks is a prefix of the blocks in the order of their cost of pushing per id, or has a mass
-  // at which all owners are full. The empty prefix stands for an arbitrarily small part of a block,
+  bool few_owners(int64_t j, int64_t m) const { return mass_all_ <= double(kFew) * full_of(j, m); }
+
+  // Bound with exact partial sums of two classes, among which all blocks are divided.
+  double two_classes(int64_t j, int64_t one, int64_t two) {
+    double rest = 0;
+    for (int64_t b = 0; b < n_; ++b) {
+      gain_[b] = pushed_[one * n_ + b] - pushed_[two * n_ + b];
+      rest += pushed_[two * n_ + b] - fixed_[b];
+    }
+    const auto sums = [&](double mass) {
+      const double left = mass_all_ - mass;
+      return (mass > 0 ? sums_cost(j, one, mass) : 0.0) + (left > 0 ? sums_cost(j, two, left) : 0.0);
+    };
+    const auto kinks = [&](double, double, auto visit) {
+      for (int64_t i = 1; i <= kFew; ++i)
+        visit(double(i) * full_of(j, one)), visit(mass_all_ - double(i) * full_of(j, two));
+    };
+    const double least = prefixes(sums, kinks, false);
+    for (int64_t i = 0; i < n_; ++i) found_[order_[i]] = (i < end_ ? one : two) + 1;
+    keep(j, 0);
+    return rest + least;
+  }
+
+  // `prefixes` of blocks in one class of owners who hold at most `full` ids each.
+  double full_prefixes(double full, double price, bool all) {
+    const auto sums = [&](double mass) { return mass > 0 ? price * sums_of(full, mass) : 0.0; };
+    const auto kinks = [&](double low, double high, auto visit) {
+      // Between these masses the cost is concave: the first and the last multiple inside the block.
+      const double last = full_before(full, high);
+      visit(std::min(last, full * (std::floor(low / full) + 1)));
+      visit(last);
+    };
+    return prefixes(sums, kinks, all);
+  }
+
+  // Least cost of a set of blocks with partial sums `sums(mass)`, which is concave between the masses
+  // that `kinks` visits. The best set is a prefix of the blocks in the order of their cost of pushing per
+  // id, or has one of these masses. The empty prefix stands for an arbitrarily small part of a block,
   // which pays the fixed charge. Sets `end_` to the length of the cheapest prefix (n if `all`).
-  double prefixes(double full, double price, bool all) {
+  template <class Sums, class Kinks>
+  double prefixes(Sums sums, Kinks kinks, bool all) {
     double cheapest = kInfinity, least = kInfinity;
     end_ = n_;
-    walk(full, price, [&](int64_t count, double found) {
+    walk(sums, kinks, [&](int64_t count, double found) {
       if (all && count < n_) return;
       least = std::min(least, found);
       if (count >= 0 && found < cheapest) cheapest = found, end_ = count;
@@ -385,9 +375,9 @@ class Pricing {
   }
 
   // Order the blocks by gain per id and call `look(count, cost)` for each prefix, and with count -1 for
-  // masses inside a block at which all owners are full.
-  template <class Look>
-  void walk(double full, double price, Look look) {
+  // the masses inside a block that `kinks` visits.
+  template <class Sums, class Kinks, class Look>
+  void walk(Sums sums, Kinks kinks, Look look) {
     const double* ids = p_.ids + begin_;
     for (int64_t b = 0; b < n_; ++b) {
       order_[b] = int(b);
@@ -397,15 +387,13 @@ class Pricing {
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
     double mass = 0, total = 0;
     for (int64_t count = 0; count <= n_; ++count) {
-      look(count, total + (mass > 0 ? price * sums_of(full, mass) : 0.0));
+      look(count, total + sums(mass));
       if (count == n_) break;
       const int b = order_[count];
-      // Between these masses the cost is concave: the first and the last multiple inside the block.
-      const double last = full_before(full, mass + ids[b]);
-      for (const double at : {std::min(last, full * (std::floor(mass / full) + 1)), last}) {
+      kinks(mass, mass + ids[b], [&](double at) {
         if (at > mass && at < mass + ids[b])
-          look(-1, total + gain_[b] * (at - mass) / ids[b] + price * sums_of(full, at));
-      }
+          look(-1, total + gain_[b] * (at - mass) / ids[b] + sums(at));
+      });
       mass += ids[b], total += gain_[b];
     }
   }

@@ -64,9 +64,9 @@ def test_unequal_links_are_branched_on() -> None:
 
 
 def test_classes_of_owners_are_priced_apart() -> None:
-    """Fast ranks can hold more, slow ranks cost less: a bound with both advantages was 9 % below the
-    optimum. An integer program over all column splits of two pushed tables gives 139,422 us at
-    least, and a plan of 139,558 us."""
+    """Fast ranks can hold more, slow ranks cost less: a bound with both advantages is 9 % below the
+    optimum. An integer program over all column splits of the two pushed tables has a solution of
+    139,558 us, and none below 139,422 us."""
     work = plan_workloads.few_tables(9002)
     problem = make_problem(work.tables, work.stats, plan_workloads.cluster(8, 9002),
                            batch_size=work.batch_size, allow=EVERYTHING)
