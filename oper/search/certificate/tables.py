@@ -33,7 +33,7 @@ from oper.search.problem.statement import IDS
 STEP, NARROWEST = 4, 8  # columns: widths are multiples of STEP; pushed pieces have NARROWEST
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # grid of shares at which partial sums are tabulated
 _BISECTIONS = 40
-_FEW_OWNERS = 8  # of each of two classes, up to which partial sums of both are exact
+_FEW_OWNERS = 9  # of each of two classes, up to which partial sums of both are exact; the search: 8
 _ROUNDING = 1e-9
 #: State of a table in a node: undecided, pushes no rows, pushes some rows.
 FREE, STILL, PUSHES = 0, 1, 2
@@ -371,7 +371,8 @@ class TableCosts:
         totals = [x.sum(axis=1) for x in lines]  # [n, C]
         fixed = np.where(np.isfinite(stay), stay, 0.0).sum(axis=1)
         if mass.shape[1] == 2 and np.isinf(stay).all():
-            n = np.flatnonzero((mass * _FEW_OWNERS >= share.sum(axis=1, keepdims=True)).all(axis=1))
+            few = (mass > 0) & (mass * _FEW_OWNERS >= share.sum(axis=1, keepdims=True))
+            n = np.flatnonzero(few.all(axis=1))
             least[n] = np.maximum(least[n], self._two_classes(of[n], go[n], share[n], price[n],
                                                               mass[n]))
         for c in range(mass.shape[1]):
@@ -398,14 +399,15 @@ class TableCosts:
             gain / np.maximum(share, 1e-300), axis=1, kind="stable")
         gain, share = gain[n, order], share[n, order]
         total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
+        # Prefixes of the blocks, and masses in a block at which owners of either class are full.
         whole, count = end[:, -1:], np.arange(1, _FEW_OWNERS + 1)
-        # In between, both classes have a constant number of full owners, and the cost is concave.
-        at = np.clip(np.concatenate([end, count * mass[:, :1], whole - count * mass[:, 1:]],
-                                    axis=1), 0.0, whole)
-        b = np.clip((end[:, None] <= at[..., None]).sum(axis=2) - 1, 0, share.shape[1] - 1)
-        cost = total[n, b] + (at - end[n, b]) / np.maximum(share[n, b], 1e-300) * gain[n, b]
+        full = np.clip(np.concatenate([count * mass[:, :1], whole - count * mass[:, 1:]], axis=1),
+                       0.0, whole)
+        b = np.clip((end[:, None] <= full[..., None]).sum(axis=2) - 1, 0, share.shape[1] - 1)
+        inside = total[n, b] + (full - end[n, b]) / np.maximum(share[n, b], 1e-300) * gain[n, b]
+        cost, at = np.concatenate([total, inside], axis=1), np.concatenate([end, full], axis=1)
         for c, held in enumerate((at, whole - at)):
-            cost += price[:, c, None] * self._owners(of, held, mass[:, c, None])
+            cost = cost + price[:, c, None] * self._owners(of, held, mass[:, c, None])
         return np.asarray(cost.min(axis=1) + go[..., 1].sum(axis=1))
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
